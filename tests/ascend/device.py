@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import timeit
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,10 @@ import msgspec
 from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
 
 MARK = "@@@"
+KINDS = "greedy", "drawn", "limited", "sampled"
+"""Kinds of sampling: the most likely tokens; tokens that the device draws, without and with `top_k`; tokens that the
+host samples.
+"""
 COUNTS = (
     "to_device",
     "pinned_to_device",
@@ -54,6 +59,8 @@ class Job(NamedTuple):
     """Steps; each has (tokens of the step, tokens of the context before them) for each row."""
     num_ahead: int = 0
     """Number of decode steps that are started before the tokens of the step before are known, as in a WorkAgent."""
+    draws: bool = False
+    """Whether the device draws tokens. The graphs that draw them take seconds to compile, and depend on no model."""
     num_timed: int = 0
     """How often each step is timed."""
     without: str | None = None
@@ -88,6 +95,7 @@ def run(job: Job) -> dict[str, Any]:
     from llm_serving.config.sections.model import ModelConfig
     from llm_serving.executor.supervisor import load_settings
     from llm_serving.worker import loading
+    from llm_serving.worker.token_graph import TokenGraph
 
     if job.without == "swiglu":
         AscendBackend.swiglu = CpuBackend.swiglu
@@ -101,6 +109,9 @@ def run(job: Job) -> dict[str, Any]:
         decode_batch_size=job.max_num_seqs,
     )
     config = ServingConfig(model=model, device=device, pa=CacheConfig(block_size=job.block_size))
+    # On the stubs results mean nothing, so the check would let the host draw.
+    check_drawing = TokenGraph.check_drawing
+    TokenGraph.check_drawing = lambda graph, choose_tokens: None
     settings = load_settings(config, 0)
     settings = msgspec.structs.replace(settings, quantization=job.quantization, num_blocks=job.num_blocks)
     configure_once(loading)
@@ -116,18 +127,23 @@ def run(job: Job) -> dict[str, Any]:
         "cache": tensors.num_blocks * tensors.block_bytes,
         "held": psutil.Process().memory_info().rss - before,
     }
+    if not job.draws:
+        runner._tokens._drawing = {}
     steps = [results_of(runner, job, index) for index in range(len(job.steps))]
     if job.num_ahead:
-        start_ahead(runner, job)
+        for kind in ("greedy", *(("limited",) if job.draws else ())):
+            start_ahead(runner, job, kind)
+    if job.draws:
+        check_drawing(runner._tokens, runner._choose_tokens)
+        found["draws_after_check"] = bool(runner._tokens._drawing)
     return found | {"steps": steps}
 
 
 def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]:
-    """Run a step of a job three times with greedy tokens, then three times with sampled ones. Return for each kind
-    what the last run copied and waited for, and the duration in seconds of the fastest timed run.
+    """Run a step of a job three times for each kind of sampling. Return for each kind what the last run copied and
+    waited for, and the duration in seconds of the fastest timed run.
     """
     import numpy as np
-    from llm_serving.core.step import SamplingInput
     from llm_serving.worker.model_inputs import ModelInputs
 
     rows, block_size = job.steps[index], job.block_size
@@ -145,13 +161,10 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
         context_lens=context_lens,
         sample_indices=ends - 1,
     )
-    temperature = np.ones(len(rows), np.float32)
     found = {}
     mark("first", index)
-    for name, sampling in (
-        ("greedy", SamplingInput.plain(len(rows))),
-        ("drawn", SamplingInput.plain(len(rows), temperature=temperature)),
-    ):
+    for name in KINDS if job.draws else ("greedy", "sampled"):
+        sampling = sampling_of(name, len(rows))
         step = SimpleNamespace(step=0, sampling=sampling, allowed_follow=False, exports=(), token_ids=inputs.token_ids)
         compute = partial(run_step, runner, step, inputs)
         compute()
@@ -165,25 +178,41 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
     return found
 
 
+def sampling_of(kind: str, num_samples: int) -> Any:
+    """Return the sampling parameters of a kind."""
+    import numpy as np
+    from llm_serving.core.step import SamplingInput
+
+    given: dict[str, Any] = {} if kind == "greedy" else {"temperature": np.ones(num_samples, np.float32)}
+    if kind == "limited":
+        given["top_k"] = np.full(num_samples, 40, np.int32)
+    if kind in ("limited", "sampled"):
+        given["top_p"] = np.full(num_samples, 0.9, np.float32)
+    return SamplingInput.plain(num_samples, **given)
+
+
 def run_step(runner: Any, step: Any, inputs: Any) -> None:
     runner._submit(step, inputs, step.token_ids[:0], None).output()
 
 
-def start_ahead(runner: Any, job: Job) -> None:
+def start_ahead(runner: Any, job: Job, kind: str) -> None:
     """Decode two requests. Mark in the trace where each step is started and where its tokens are awaited."""
+    import numpy as np
     from support.step_factories import step_input
 
-    mark("ahead", 0)
+    runner._next_step, runner._previous = 0, np.empty(0, np.int32)
+    mark(f"ahead {kind}", 0)
     waiting = None
     for index in range(job.num_ahead):
         rows = [([3], 0, [1]), ([4], 0, [2])] if index == 0 else [([-1], index, [1]), ([-2], index, [2])]
         mark("start", index)
-        started = runner.start(step_input(rows, index))
+        started = runner.start(replace(step_input(rows, index), sampling=sampling_of(kind, len(rows))))
         if waiting is not None:
             mark("await", index - 1)
             waiting.output()
         waiting = started
-    mark("ahead", 1)
+    waiting.output()
+    mark(f"ahead {kind}", 1)
 
 
 def configure_once(loading: Any) -> None:

@@ -17,25 +17,47 @@ from ascend.runs import Ended, Job
 TABLE: Final = Path(__file__).with_name("kernels.json")
 
 _OF_CANN: Final = {
+    "Add": "aclnnAdd",
     "AddExt": "aclnnAdd",
     "ArgMaxWithValue": "aclnnMaxDim",
     "Cast": "aclnnCast",
     "Concat": "aclnnCat",
+    "CumsumExt": "aclnnCumsum",
     "Div": "aclnnDiv",
     "DynamicQuantExt": "aclnnDynamicQuant",
+    "Equal": "aclnnEqTensor",
+    "Exp": "aclnnExp",
+    "Floor": "aclnnFloor",
+    "FloorDiv": "aclnnFloorDivide",
+    "GatherD": "aclnnGather",
     "Greater": "aclnnGtTensor",
+    "GreaterEqual": "aclnnGeTensor",
     "GroupedMatmulV4": "aclnnGroupedMatmulV4",
     "InnerMoeTokenUnpermute": "aclnnMoeTokenUnpermute",
+    "Less": "aclnnLtTensor",
+    "LessEqual": "aclnnLeTensor",
+    "Maximum": "aclnnMaximum",
+    "Minimum": "aclnnMinimum",
     "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
     "MoeInitRoutingQuantV2": "aclnnMoeInitRoutingQuantV2",
     "MoeInitRoutingV2": "aclnnMoeInitRoutingV2",
     "Mul": "aclnnMul",
+    "Muls": "aclnnMuls",
     "QuantBatchMatmul": "aclnnQuantMatmulV4",
+    "ReduceMax": "aclnnAmax",
     "RmsNorm": "aclnnRmsNorm",
+    "Select": "aclnnSWhere",
     "SplitWithSize": "aclnnSplitWithSize",
+    "Sub": "aclnnSub",
+    "SumExt": "aclnnReduceSum",
+    "TopkExt": "aclnnTopk",
     "Zeros": "aclnnInplaceZero",
 }
 """Operation -> the function of CANN that computes it."""
+PARTS: Final = "kernels", "drawing kernels", "other kernels"
+"""Parts of a row: the kernels of the graph of single tokens, of the graphs that draw tokens, and of the others."""
+IGNORED: Final = "name", "folder", "steps", "num_ahead", "draws"
+"""Fields of a job that are not settings of the model."""
 _RUNTIME: Final = {"MoveTo", "RealMakeTuple", "RealTupleGetItem", "Reshape"}
 """Copies to the host, and operations that change no data."""
 _ATB: Final = {"FlashAttentionScore", "PagedAttention"}
@@ -62,13 +84,11 @@ def kernels_of(job: Job, nodes: Iterable[str]) -> dict[str, str]:
 
 
 def rows_of(name: str, ended: Ended) -> dict[str, Any]:
-    """Return the rows of the table for a process: of each model its settings, the kernels of the graph of single tokens
-    and of the other graphs, and the counts of each step.
-    """
+    """Return the rows of the table for a process: of each model its settings, `PARTS`, and the counts of each step."""
     rows = {}
     for job in PROCESSES[name].jobs:
         found = ended.jobs[job["name"]]
-        settings = {key: value for key, value in job.items() if key not in ("name", "folder", "steps", "num_ahead")}
+        settings = {key: value for key, value in job.items() if key not in IGNORED}
         steps = [
             {"rows": len(rows), "tokens": sum(tokens for tokens, _ in rows), "sampling": sampling} | counts
             for rows, runs in zip(job.get("steps", ()), found.found["steps"], strict=True)
@@ -77,6 +97,7 @@ def rows_of(name: str, ended: Ended) -> dict[str, Any]:
         rows[f"{job['name']} ({name})"] = {
             "settings": settings,
             "kernels": kernels_of(found, found.token_graph),
+            "drawing kernels": kernels_of(found, found.drawing_graphs),
             "other kernels": kernels_of(found, found.other_graphs),
             "steps": steps,
         }
@@ -109,12 +130,12 @@ def write_table(table: dict[str, Any]) -> None:
     """Write one line for each operation and step."""
     lines = ["{"]
     for index, (name, row) in enumerate(table.items()):
-        lines += [f" {json.dumps(name)}: {{", f'  "settings": {json.dumps(row["settings"])},', '  "kernels": {']
-        kernels, others = (
-            ",\n".join(f"   {json.dumps(node)}: {json.dumps(kernel)}" for node, kernel in row[part].items())
-            for part in ("kernels", "other kernels")
-        )
-        lines += [kernels, "  },", '  "other kernels": {', others, "  },", '  "steps": [']
+        lines += [f" {json.dumps(name)}: {{", f'  "settings": {json.dumps(row["settings"])},']
+        for part in PARTS:
+            nodes = [f"   {json.dumps(node)}: {json.dumps(kernel)}" for node, kernel in row[part].items()]
+            whole = ["{", ",\n".join(nodes), "  },"] if nodes else ["{},"]
+            lines += [f"  {json.dumps(part)}: {whole[0]}", *whole[1:]]
+        lines.append('  "steps": [')
         lines += [",\n".join(f"   {json.dumps(step)}" for step in row["steps"]), "  ]"]
         lines.append(" }" if index == len(table) - 1 else " },")
     TABLE.write_text("\n".join([*lines, "}"]) + "\n")

@@ -67,7 +67,7 @@ GB: Final = 2**30
 
 PROCESSES: Final[Mapping[str, Process]] = {
     "exact": Process(
-        [_job("demo", "demo", steps=STEPS, max_model_len=8192, num_ahead=NUM_AHEAD)],
+        [_job("demo", "demo", steps=STEPS, max_model_len=8192, num_ahead=NUM_AHEAD, draws=True)],
         {"processors": 4, "gigabytes": 64},
         invariant=True,
     ),

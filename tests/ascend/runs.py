@@ -121,19 +121,24 @@ class Job:
         return graph
 
     @property
+    def drawing_graphs(self) -> Counter[str]:
+        """Operations of the graphs that draw tokens."""
+        return sum((graph for graph in self.graphs if "CumsumExt" in graph), Counter())
+
+    @property
     def other_graphs(self) -> Counter[str]:
-        return sum((graph for graph in self.graphs if "ArgMaxWithValue" not in graph), Counter())
+        others = (graph for graph in self.graphs if not {"ArgMaxWithValue", "CumsumExt"} & set(graph))
+        return sum(others, Counter())
 
     @property
     def internal(self) -> set[str]:
         """Operations with kernels of MindSpore's own library or of ATB, which it contains."""
         return set(_INTERNAL.findall(self.output))
 
-    @property
-    def ahead(self) -> list[tuple[str, list[str]]]:
+    def ahead(self, kind: str) -> list[tuple[str, list[str]]]:
         """Return the copies and waits of steps that were started ahead: (`start N` or `await N`, lines), in order."""
         events: list[tuple[str, list[str]]] = []
-        for line in _between(self.trace, "ahead 0", "ahead 1").splitlines():
+        for line in _between(self.trace, f"ahead {kind} 0", f"ahead {kind} 1").splitlines():
             if line.startswith(f"{MARK} "):
                 events.append((line.removeprefix(f"{MARK} "), []))
             elif line.startswith(("copy ", "wait ")):
@@ -219,8 +224,8 @@ def _environment(cann: Mapping[str, str], folder: Path, processors: int, gigabyt
     home = folder / "home"
     home.mkdir()
     of_machine = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
-    own |= dict(cann) | of_machine
-    own["PYTHONPATH"] += f":{SCRIPT.parents[1]}"
+    paths = cann["PYTHONPATH"], str(SCRIPT.parents[1]), own.get("PYTHONPATH", "")
+    own |= dict(cann) | of_machine | {"PYTHONPATH": ":".join(filter(None, paths))}
     # Kernels write log files into their folder of logs.
     return own | {"ASCEND_PROCESS_LOG_PATH": str(home)}
 

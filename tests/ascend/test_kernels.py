@@ -5,7 +5,7 @@ the commit.
 """
 
 import pytest
-from ascend.kernels import read_table, rows_of
+from ascend.kernels import PARTS, read_table, rows_of
 from ascend.processes import NUM_AHEAD, PROCESSES
 
 IN_TABLE = tuple(name for name, process in PROCESSES.items() if process.in_table)
@@ -16,13 +16,14 @@ def test_kernels_and_copies_equal_the_committed_table(ended, name):
     table = read_table()
     for model, row in rows_of(name, ended(name)).items():
         expected = table[model]
-        for part in ("settings", "kernels", "other kernels", "steps"):
+        for part in ("settings", *PARTS, "steps"):
             assert row[part] == expected[part], f"{part} of {model}"
 
 
 def test_decode_step_uses_no_cpu_or_cann_compiled_kernel():
     for model, row in read_table().items():
-        assert not {"CPU", "TBE"} & set(row["kernels"].values()), model
+        used = {*row["kernels"].values(), *row["drawing kernels"].values()}
+        assert not {"CPU", "TBE"} & used, model
 
 
 def is_decode(step):
@@ -34,9 +35,10 @@ def test_decode_step_has_the_minimum_of_copies():
         exact = "exact" in model
         for step in filter(is_decode, row["steps"]):
             copies = step["to_device"], step["to_host"], step["on_device"], step["synchronisations"]
-            assert copies == (5 if exact else 3, 1, 0, 1), (model, step)
+            drawn = step["sampling"] in ("drawn", "limited")  # these have the parameters of their rows
+            assert copies == ((5 if exact else 3) + drawn, 1, 0, 1), (model, step)
             assert (step["pinned_to_device"], step["pinned_to_host"]) == copies[:2], (model, step)
-            if step["sampling"] == "greedy":
+            if step["sampling"] != "sampled":
                 assert step["bytes_to_host"] == 8 * step["rows"], (model, step)
 
 
@@ -44,9 +46,9 @@ def test_kernel_table_has_exactly_the_tested_models():
     assert set(read_table()) == {f"{job['name']} ({name})" for name in IN_TABLE for job in PROCESSES[name].jobs}
 
 
-@pytest.mark.parametrize("name", ["exact", "families"])
-def test_a_step_is_started_before_the_tokens_of_the_last_one_are_awaited(ended, name):
-    ahead = ended(name).jobs["demo"].ahead
+@pytest.mark.parametrize(("name", "kind"), [("exact", "greedy"), ("exact", "limited"), ("families", "greedy")])
+def test_a_step_is_started_before_the_tokens_of_the_last_one_are_awaited(ended, name, kind):
+    ahead = ended(name).jobs["demo"].ahead(kind)
     order = ["start 0"]
     for step in range(1, NUM_AHEAD):
         order += [f"start {step}", f"await {step - 1}"]
@@ -54,10 +56,14 @@ def test_a_step_is_started_before_the_tokens_of_the_last_one_are_awaited(ended, 
     for what, events in ahead:
         if what.startswith("start"):
             # One copy more than in the table: each longer context has a new plan of PagedAttention.
-            num_inputs = 6 if name == "exact" else 4
+            num_inputs = (6 if name == "exact" else 4) + (kind == "limited")
             assert events[-1] == "copy to the host", (what, events)
             copies = events[:-1]
             assert set(copies) == {"copy to the device"}, (what, events)
             assert what == "start 0" or len(copies) == num_inputs, (what, events)
         else:
             assert events == ["wait for event"], (what, events)
+
+
+def test_device_whose_tokens_differ_from_the_sampler_draws_none(ended):
+    assert not ended("exact").jobs["demo"].found["draws_after_check"]

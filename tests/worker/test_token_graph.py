@@ -8,9 +8,9 @@ import pytest
 from llm_serving.backends.ascend_cells import AscendLargestLogits
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.sampler import choose_tokens, is_greedy
+from llm_serving.worker.sampler import choose_tokens, greedy_samples, uses_logits_unchanged
 from llm_serving.worker.started_step import StartedStep
-from llm_serving.worker.token_graph import TokenGraph, most_likely
+from llm_serving.worker.token_graph import TokenGraph, can_draw, tokens_of
 from support.graph_model import backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import sampling_input, step_input
@@ -39,26 +39,40 @@ def test_device_logits_break_ties_by_the_lowest_id(largest, size):
     on_device, copied = largest(logits)
     assert on_device.dtype == np.int32
     assert (on_device == chosen.token_ids).all()
-    assert (most_likely(copied) == chosen.token_ids).all()
+    assert (tokens_of(copied) == chosen.token_ids).all()
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, -np.inf])
 def test_device_logits_have_no_most_likely_token_if_the_largest_is_not_finite(largest, number):
     logits = np.zeros((2, 32), np.float32)
     logits[1] = number
-    assert most_likely(largest(logits)[1]) is None
+    assert tokens_of(largest(logits)[1]) is None
 
 
-def test_is_greedy_recognizes_parameters_that_select_the_likeliest_token():
-    assert is_greedy(sampling_input(2))
-    assert is_greedy(sampling_input(2, temperature=[0, 1], top_k=[3, 1]))
-    assert is_greedy(sampling_input(2, top_p=0.5, min_p=0.1, history={0: [1, 2]}))
+def test_greedy_samples_are_those_whose_parameters_select_the_likeliest_token():
+    assert greedy_samples(sampling_input(3, temperature=[0, 1, 1], top_k=[3, 1, 2])).tolist() == [True, True, False]
+    assert greedy_samples(sampling_input(1, top_p=0.5, min_p=0.1, history={0: [1, 2]})).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "drawn"),
+    [
+        ({"min_p": 0.1}, True),
+        ({"top_k": 128, "top_p": 0.9}, True),
+        ({"top_k": 129}, False),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 5, "typical_p": 0.9}, False),
+    ],
+    ids=str,
+)
+def test_device_draws_tokens_whose_limits_it_can_find(given, drawn):
+    assert can_draw(sampling_input(2, temperature=[0, 1], **given)) == drawn
+    assert can_draw(sampling_input(2, temperature=0, **given))
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"temperature": [0, 0.1]},
         {"num_logprobs": [-1, 0]},
         {"repetition_penalty": [1, 1.1]},
         {"presence_penalty": [0, 0.1]},
@@ -68,12 +82,16 @@ def test_is_greedy_recognizes_parameters_that_select_the_likeliest_token():
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_samples_that_need_logits_are_not_greedy(given):
-    assert not is_greedy(sampling_input(2, **given))
+def test_samples_that_change_or_report_logits_are_recognized(given):
+    assert uses_logits_unchanged(sampling_input(2, temperature=[0, 0.1], top_k=3))
+    assert not uses_logits_unchanged(sampling_input(2, **given))
 
 
-@pytest.mark.parametrize("attention_rows", [0, 8])
-def test_greedy_tokens_are_those_of_the_sampler(tmp_path, monkeypatch, attention_rows):
+DRAWN = {"temperature": 1.0, "seed": [7, 8, 9], "top_k": [0, 4, 40], "top_p": [1, 1, 0.9]}
+
+
+@pytest.mark.parametrize(("sampled", "attention_rows"), [({}, 0), (DRAWN, 8)])
+def test_tokens_of_the_device_are_those_of_the_sampler(tmp_path, monkeypatch, sampled, attention_rows):
     write_model(tmp_path, SPEC)
     own = backend("cpu", "bfloat16")
     monkeypatch.setattr(own, "attention_rows", attention_rows)
@@ -83,15 +101,13 @@ def test_greedy_tokens_are_those_of_the_sampler(tmp_path, monkeypatch, attention
         at_once.append(given_ids is not None)
         return compute(graph, inputs, given_ids)
 
-    compute = TokenGraph.submit
+    compute, choose = TokenGraph.submit, TokenGraph.choose
     monkeypatch.setattr(TokenGraph, "submit", submit)
 
-    def tokens(greedy, ahead):
+    def tokens(on_device, ahead):
         """Compute a prompt of each of two requests and decode them, in another order of rows in each step."""
         runner = ModelRunner(SPEC, tmp_path, own, 8, 16, 32, as_program=False)
-        copied = []
-        if not greedy:
-            monkeypatch.setattr("llm_serving.worker.model_runner.is_greedy", lambda sampling: copied.append(1))
+        monkeypatch.setattr(TokenGraph, "choose", choose if on_device else lambda *given: None)
         steps = [
             step_input([([3, 5, 7], 0, [1]), ([4], 0, [2])], 0),
             step_input([([-1], 3, [1]), ([-2], 1, [2])], 1),
@@ -99,38 +115,22 @@ def test_greedy_tokens_are_those_of_the_sampler(tmp_path, monkeypatch, attention
             step_input([([-2], 5, [1]), ([9], 0, [3]), ([-1], 3, [2])], 3),
             step_input([([-2], 1, [3]), ([-3], 4, [2]), ([-1], 6, [1])], 4),
         ]
+        for index, step in enumerate(steps):
+            count = step.sampling.num_samples
+            given = {name: value[:count] if isinstance(value, list) else value for name, value in sampled.items()}
+            steps[index] = replace(step, sampling=sampling_input(count, position=index, **given))
         if ahead:
             started = [runner.start(step) for step in steps]
             outputs = [each.output() for each in started]
         else:
             outputs = [runner.execute(step) for step in steps]
-        assert bool(copied) != greedy
         return [output.token_ids.tolist() for output in outputs]
 
-    expected = tokens(greedy=True, ahead=False)
-    assert tokens(greedy=True, ahead=True) == expected
-    assert sum(at_once) == 2 * (4 if attention_rows else 3)
-    assert tokens(greedy=False, ahead=False) == expected
-    assert tokens(greedy=False, ahead=True) == expected
-
-
-def test_a_step_whose_previous_step_is_drawn_waits_for_its_tokens(tmp_path):
-    write_model(tmp_path, SPEC)
-    own = backend("cpu", "bfloat16")
-
-    def run(ahead):
-        runner = ModelRunner(SPEC, tmp_path, own, 8, 16, 32, as_program=False)
-        drawn = sampling_input(1, temperature=1.0, seed=5)
-        steps = [
-            replace(step_input([([3], 0, [1])], 0), sampling=drawn),
-            replace(step_input([([-1], 1, [1])], 1), sampling=drawn),
-            step_input([([-1], 2, [1])], 2),
-        ]
-        call = runner.start if ahead else runner.execute
-        outputs = [call(step) for step in steps]
-        return [(each.output() if ahead else each).token_ids.tolist() for each in outputs]
-
-    assert run(ahead=True) == run(ahead=False)
+    expected = tokens(on_device=False, ahead=False)
+    assert tokens(on_device=False, ahead=True) == expected
+    assert not any(at_once), "a step refers on the device to tokens that the host sampled"
+    assert tokens(on_device=True, ahead=True) == expected
+    assert sum(at_once) == (4 if attention_rows else 3)
 
 
 def test_a_row_without_a_token_ends_and_the_next_step_computes_the_other_rows(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from llm_serving.backends.parameters import (
     zeroed_bytes,
     zeroed_parameter,
 )
+from llm_serving.backends.token_drawing import AscendCumulativeSum, AscendLargestValues, TokenDrawing
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, ModelError
@@ -100,6 +101,9 @@ class AscendBackend:
 
     def largest_logits(self) -> nn.Cell | None:
         return cells.AscendLargestLogits()
+
+    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
+        return TokenDrawing(vocab_size, AscendCumulativeSum(), AscendLargestValues, has_limits=has_limits)
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return cells.AscendPromptAttention(shape.num_heads, shape.scale, cells.prompt_mask(self.activation_dtype))

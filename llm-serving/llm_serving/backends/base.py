@@ -135,6 +135,9 @@ class Backend(Protocol):
         token per request.
         """
 
+    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
+        """Return a Cell such as `token_drawing.TokenDrawing`; None: the backend draws no tokens."""
+
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of prompts without a cached prefix; None
         if the backend has no such operation. A row attends to the rows of its prompt up to its own position. B is fixed

@@ -29,6 +29,7 @@ from llm_serving.backends.parameters import (
     zeroed_array,
     zeroed_bytes,
 )
+from llm_serving.backends.token_drawing import TokenDrawing
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError, ModelError, NotFiniteError
@@ -87,6 +88,9 @@ class CpuBackend(AscendBackend):
 
     def swiglu(self) -> nn.Cell:
         return CpuSwiglu()
+
+    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
+        return TokenDrawing(vocab_size, CpuCumulativeSum(), CpuLargestValues, has_limits=has_limits)
 
     def program(self) -> nn.Cell | None:
         return CpuProgram()
@@ -234,6 +238,28 @@ class CpuQuantizedLogits(nn.Cell):
     def construct(self, x: ms.Tensor, qvalues: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
         rows, row_scales = self.quantize(x, None)
         return self.mul(self.mul(self.sums(rows, qvalues), scales), self.reshape(row_scales, (-1, 1)))
+
+
+class CpuCumulativeSum(nn.Cell):
+    """As `AscendCumulativeSum`, whose primitive MindSpore lacks on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumsum, self.cast = ops.CumSum(), ops.Cast()
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.cumsum(self.cast(x, ms.int32), -1)
+
+
+class CpuLargestValues(nn.Cell):
+    """As `AscendLargestValues`, whose primitive MindSpore lacks on a CPU."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.top, self.count = ops.TopK(), count
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.top(x, self.count)[0]
 
 
 class CpuSwiglu(nn.Cell):

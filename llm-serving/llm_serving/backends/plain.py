@@ -100,6 +100,9 @@ class PlainBackend:
     def largest_logits(self) -> nn.Cell | None:
         return None
 
+    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
+        return None
+
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None
 

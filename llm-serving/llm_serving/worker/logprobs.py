@@ -43,6 +43,12 @@ def weight_scale(temperature: np.float32) -> np.float32:
         return min(np.float32(_LOG2_E / temperature), _LARGEST)
 
 
+def weight_scales(temperatures: Float32Array) -> Float32Array:
+    """Return `weight_scale` of each temperature, and the largest for 0."""
+    with np.errstate(over="ignore", divide="ignore"):
+        return np.minimum(_LOG2_E / temperatures, _LARGEST)
+
+
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
     """Return the weight of each token: multiples of 2^-33, 1 for the most likely token. `values`: logits [V] without
     NaN. `largest`: the largest of them, finite. `scale`: from `weight_scale`.

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from llm_serving.backends.base import Backend
+from llm_serving.backends.parameters import is_on_npu
 from llm_serving.core.enums import ImplementationName
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import AllowedTokens, DraftModelClient, Float32Array, Int32Array, StepInput, StepOutput
@@ -35,14 +36,13 @@ from llm_serving.worker.sampler import (
     check_allowed,
     check_sampling,
     choose_tokens_for,
-    greedy_output,
-    is_greedy,
+    output_of_tokens,
     sample,
 )
 from llm_serving.worker.scoring import check_scoring, score
 from llm_serving.worker.started_step import HostCopy, StartedStep
 from llm_serving.worker.state_guard import NO_SLOT, StateGuard
-from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, most_likely
+from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
 """Tag of the first step among ranks. Work before it has tag 0."""
@@ -145,7 +145,7 @@ class ModelRunner:
                 lowered, spec.network.hidden, num_prompt_rows, has_adapters=adapters is not None
             )
         self._network, self._states, self._head, self._prompts, tokens = networks
-        self._tokens = None if tokens is None else TokenGraph(tokens, backend.attention_rows)
+        self._tokens = None if tokens is None else TokenGraph(tokens, backend, spec.network.vocab)
         self._choose_tokens = choose_tokens_for(backend.name)
         shared = self.kv_tensors.transfer
         tags = None if shared is None else BlockTags(shared.epochs, shared.num_written)
@@ -184,7 +184,9 @@ class ModelRunner:
             )
             self._forward(inputs)
             self._states_of(inputs)
-            self.logits_of(self._states(self._planned(inputs).arrays()))
+            self._logits_of(self._states(self._planned(inputs).arrays()))
+        if self._tokens is not None and is_on_npu():
+            self._tokens.check_drawing(self._choose_tokens)
         self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
@@ -300,13 +302,18 @@ class ModelRunner:
             given = self._with_allowed_tokens(step, await_allowed)
             return sample(step.step, logits[:num_samples], given.sampling, previous, self._choose_tokens)
 
-        def choose_most_likely(largest: Float32Array) -> StepOutput:
-            tokens = most_likely(largest)
-            return sample_on_host(computed.copy()) if tokens is None else greedy_output(step.step, tokens[:num_samples])
+        def take_tokens(chosen: Float32Array) -> StepOutput:
+            tokens = tokens_of(chosen)
+            return (
+                sample_on_host(computed.copy()) if tokens is None else output_of_tokens(step.step, tokens[:num_samples])
+            )
 
-        if computed.largest is None or step.allowed_follow or not is_greedy(step.sampling):
-            return StartedStep(HostCopy(computed.logits), sample_on_host, num_samples)
-        return StartedStep(HostCopy(computed.largest), choose_most_likely, num_samples, keeps_tokens=True)
+        if on_device and not step.allowed_follow:
+            assert self._tokens is not None
+            chosen = self._tokens.choose(computed, step.sampling)
+            if chosen is not None:
+                return StartedStep(HostCopy(chosen), take_tokens, num_samples, keeps_tokens=True)
+        return StartedStep(HostCopy(computed.logits), sample_on_host, num_samples)
 
     def _export(self, exports: Int32Array) -> None:
         if len(exports):

@@ -185,12 +185,17 @@ def sample(
     return StepOutput(step, choices.token_ids, logprobs, top, row_errors)
 
 
-def is_greedy(sampling: SamplingInput) -> bool:
-    """Return whether every sample is the token with the largest logit, and no log-probabilities are requested."""
+def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
+    """Return for each sample whether its token is that of the largest logit, if `uses_logits_unchanged`."""
+    greedy: NDArray[np.bool_] = (sampling.temperature == 0) | (sampling.top_k == 1)
+    return greedy
+
+
+def uses_logits_unchanged(sampling: SamplingInput) -> bool:
+    """Return whether no sample changes its logits, and none has log-probabilities."""
     return (
         not len(sampling.bias_token_ids)
         and not len(sampling.allowed_words)
-        and bool(((sampling.temperature == 0) | (sampling.top_k == 1)).all())
         and bool((sampling.num_logprobs < 0).all())
         and bool((sampling.repetition_penalty == 1).all())
         and all_zero(sampling.presence_penalty)
@@ -198,8 +203,8 @@ def is_greedy(sampling: SamplingInput) -> bool:
     )
 
 
-def greedy_output(step: int, token_ids: Int32Array) -> StepOutput:
-    """Return the output of a step for which `is_greedy` holds."""
+def output_of_tokens(step: int, token_ids: Int32Array) -> StepOutput:
+    """Return the output of a step for which `uses_logits_unchanged` holds."""
     return StepOutput(step, token_ids, np.zeros(len(token_ids), np.float32), no_top_tokens(len(token_ids)))
 
 

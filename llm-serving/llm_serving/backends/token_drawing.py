@@ -1,0 +1,302 @@
+"""Drawing of tokens as a Cell of Ascend primitives: the tokens that `worker.sampling_reference` chooses, bit by bit.
+
+Weights are computed by the float32 operations of `worker.logprobs.token_weights`, each rounded once. Sums of weights
+are exact: a weight is a multiple of 2^-33 from 0 to 1, so the sums of its upper 17 bits over 128 tokens, and those of
+the 16 bits below, are exact in float32. Sums of more tokens are int64. So the order of additions has no effect.
+
+The Cell shifts no bits and sorts no rows, because vector cores lack kernels for the former and are slow at the latter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.ops.auto_generate import gen_ops_prim
+
+MAX_TOP_K: Final = 128
+"""Maximum `top_k` of a row that the Cell draws."""
+MAX_DRAWN_VOCAB: Final = 2**18
+"""Larger vocabularies would need sums of more bits."""
+PIECE_BITS: Final = 14
+NUM_PIECES: Final = 4
+"""A fraction of 53 bits is divided into pieces of 14 bits, highest first, which float32 holds exactly."""
+PARAMETERS: Final = {
+    "row": 1,
+    "greedy": 1,
+    "scale": 1,
+    "min_p": 1,
+    "top_k": 1,
+    "number": NUM_PIECES,
+    "top_p": NUM_PIECES,
+}
+"""Name -> number of columns of the parameters of a row, in order. `row`: its index; `greedy`: 1 for the most likely
+token, else 0; `scale`: `logprobs.weight_scale`; `number`: the random number.
+"""
+
+_BLOCK: Final = 128
+_FRACTION_BITS: Final = 53
+_UPPER_BITS, _LOWER_BITS = 17, 16
+"""Bits of the two parts of a weight."""
+_DIGIT_BITS: Final = 12
+_LOWEST, _ROUND_TO_INTEGER, _ROUND_TO_QUANTUM = -64.0, 1.5 * 2**23, 2.0**-10
+_COEFFICIENTS: Final = [math.log(2) ** k / math.factorial(k) for k in range(7, 0, -1)]
+
+
+def _float(number: float) -> ms.Tensor:
+    return ms.Tensor(np.float32(number))
+
+
+def _int64(number: int) -> ms.Tensor:
+    return ms.Tensor(np.int64(number))
+
+
+class AscendCumulativeSum(nn.Cell):
+    """(float32 integers [S, N]) -> their cumulative sums, int32"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # CANN may add float32 in products of matrices; it adds int32 in vectors.
+        self.cumsum, self.cast = gen_ops_prim.CumsumExt(), ops.Cast()
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.cumsum(self.cast(x, ms.int32), -1, ms.int32)
+
+
+class AscendLargestValues(nn.Cell):
+    """(float32 [S, N]) -> the `count` largest of each row in descending order, [S, count]"""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.top, self.count = gen_ops_prim.TopkExt(), count
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.top(x, self.count, -1, True, True)[0]
+
+
+class _Weights(nn.Cell):
+    """(logits [S, V], largest [S, 1], scale [S, 1]) -> weights [S, V], as `logprobs.token_weights`.
+
+    The power 2^n of an integer n is found without shifts. `near` is about 1.75 * 2^(n + 22). Its 2^-23th is between 1.5
+    and 2 times 2^(n - 1), the distance of float32 numbers there, so the sum of both is rounded to `near` + 2^n. Errors
+    of exp below 10 % have no effect.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add, self.sub, self.mul, self.exp = ops.Add(), ops.Sub(), ops.Mul(), ops.Exp()
+        self.maximum, self.minimum = ops.Maximum(), ops.Minimum()
+        self.lowest, self.to_integer, self.to_quantum = map(_float, (_LOWEST, _ROUND_TO_INTEGER, _ROUND_TO_QUANTUM))
+        self.first, *others = map(_float, _COEFFICIENTS)
+        self.others = tuple(others)
+        self.one, self.log2, self.near_power, self.step = map(_float, (1.0, math.log(2), 1.75 * 2**22, 2.0**-23))
+
+    def construct(self, logits: ms.Tensor, largest: ms.Tensor, scale: ms.Tensor) -> ms.Tensor:
+        y = self.maximum(self.mul(self.sub(logits, largest), scale), self.lowest)
+        n = self.sub(self.add(y, self.to_integer), self.to_integer)
+        f = self.sub(y, n)
+        power = self.mul(f, self.first)
+        for coefficient in self.others:
+            power = self.mul(self.add(power, coefficient), f)
+        power = self.add(power, self.one)
+        near = self.mul(self.exp(self.mul(n, self.log2)), self.near_power)
+        power = self.mul(power, self.sub(self.add(near, self.mul(near, self.step)), near))
+        small = self.minimum(power, self.to_quantum)
+        rounded = self.sub(self.add(small, self.to_quantum), self.to_quantum)
+        return self.add(self.sub(power, small), rounded)
+
+
+class _Sums(nn.Cell):
+    """Exact sums of weights, int64 in units of 2^-33."""
+
+    def __init__(self, cumulative_sum: nn.Cell) -> None:
+        super().__init__()
+        self.cumulative_sum = cumulative_sum
+        self.add, self.sub, self.mul, self.floor, self.cast = ops.Add(), ops.Sub(), ops.Mul(), ops.Floor(), ops.Cast()
+        self.split, self.concat = gen_ops_prim.SplitWithSize(), ops.Concat(-1)
+        self.upper_unit, self.lower_unit = _float(2.0**_UPPER_BITS), _float(2.0**_LOWER_BITS)
+        self.lower_base = _int64(2**_LOWER_BITS)
+        self.digit, self.inverse_digit = _float(2.0**_DIGIT_BITS), _float(2.0**-_DIGIT_BITS)
+        self.digit_base = _int64(2**_DIGIT_BITS)
+
+    def parts(self, weights: ms.Tensor) -> Any:
+        """Return the upper 17 bits of weights as integers, and the bits below as a fraction of 16 bits."""
+        scaled = self.mul(weights, self.upper_unit)
+        upper = self.floor(scaled)
+        return upper, self.sub(scaled, upper)
+
+    def joined(self, upper: ms.Tensor, lower: ms.Tensor, base: ms.Tensor) -> ms.Tensor:
+        return self.add(self.mul(self.cast(upper, ms.int64), base), self.cast(lower, ms.int64))
+
+    def of_weights(self, weights: ms.Tensor) -> ms.Tensor:
+        """Return the cumulative sums of at most 128 weights of each row."""
+        upper, lower = self.parts(weights)
+        lower = self.mul(lower, self.lower_unit)
+        return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.lower_base)
+
+    def of_blocks(self, upper: ms.Tensor, lower: ms.Tensor) -> ms.Tensor:
+        """Return the cumulative sums of blocks of weights, from the sums of their parts [S, blocks]."""
+        lower = self.mul(lower, self.lower_unit)
+        return self.joined(self.of_integers(upper), self.of_integers(lower), self.lower_base)
+
+    def of_integers(self, x: ms.Tensor) -> ms.Tensor:
+        """Return the cumulative sums of integers up to 2^24. The sums of 2^11 digits of 12 bits are below 2^24."""
+        upper = self.floor(self.mul(x, self.inverse_digit))
+        lower = self.sub(x, self.mul(upper, self.digit))
+        return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.digit_base)
+
+    def before_and_total(self, cumulative: ms.Tensor, width: int) -> Any:
+        """Return the sums before each element, and the total [S, 1]."""
+        if width == 1:
+            return self.sub(cumulative, cumulative), cumulative
+        others, total = self.split(cumulative, (width - 1, 1), 1)
+        return self.concat((self.sub(total, total), others)), total
+
+
+class _Share(nn.Cell):
+    """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1]
+
+    The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`, 0
+    for 0. In units of 2^-53 it is half the distance of float64 numbers near the product.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split, self.cast, self.max = gen_ops_prim.SplitWithSize(), ops.Cast(), ops.ReduceMax(keep_dims=True)
+        self.add, self.sub, self.mul, self.divide = ops.Add(), ops.Sub(), ops.Mul(), ops.FloorDiv()
+        self.reaches, self.select = ops.GreaterEqual(), gen_ops_prim.Select()
+        self.piece, self.two, self.four = _int64(2**PIECE_BITS), _int64(2), _int64(4)
+        self.b26, self.b27, self.b53 = _int64(2**26), _int64(2**27), _int64(2**_FRACTION_BITS)
+        powers = 2 ** np.arange(52, dtype=np.int64).reshape(1, -1)
+        self.powers, self.float_powers, self.zero = ms.Tensor(powers), ms.Tensor(powers.astype(np.float32)), _float(0)
+
+    def construct(self, pieces: ms.Tensor, total: ms.Tensor) -> Any:
+        a, b, c, d = self.split(self.cast(pieces, ms.int64), (1,) * NUM_PIECES, 1)
+        high, low = self.add(self.mul(a, self.piece), b), self.add(self.mul(c, self.piece), d)
+        upper = self.divide(total, self.b26)
+        lower = self.sub(total, self.mul(upper, self.b26))
+        # (2^28 high + low) (2^26 upper + lower) / 2^53
+        middle = self.add(self.mul(self.mul(high, lower), self.four), self.mul(low, upper))
+        carried = self.divide(middle, self.b27)
+        rest = self.add(
+            self.mul(self.sub(middle, self.mul(carried, self.b27)), self.b26),
+            self.mul(low, lower),
+        )
+        more = self.divide(rest, self.b53)
+        whole = self.add(self.add(self.mul(self.mul(high, upper), self.two), carried), more)
+        reached = self.select(self.reaches(whole, self.powers), self.float_powers, self.zero)
+        step = self.cast(self.max(reached, -1), ms.int64)
+        return whole, self.sub(rest, self.mul(more, self.b53)), step
+
+
+class TokenDrawing(nn.Cell):
+    """(logits float32 [S, V], largest float32 [S, 2], parameters float32 [S, 13]) -> (token ids int32 [S], float32
+    [S, 2]). `largest` is the second result of `Backend.largest_logits`; the second result here is the same with the ids
+    of the drawn tokens. A row with NaN or infinity gets any valid id.
+
+    Args:
+        has_limits: Whether rows may have `top_k`, from 1 to `MAX_TOP_K`; these may also have `top_p`.
+        largest_values: A function from a count to a Cell such as `AscendLargestValues`.
+    """
+
+    def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, *, has_limits: bool) -> None:
+        super().__init__()
+        self.has_limits = has_limits
+        self.num_blocks = -(-vocab_size // _BLOCK)
+        self.num_candidates = min(MAX_TOP_K, vocab_size)
+        self.weights, self.sums, self.share = _Weights(), _Sums(cumulative_sum), _Share()
+        self.add, self.sub, self.mul, self.cast = ops.Add(), ops.Sub(), ops.Mul(), ops.Cast()
+        self.divide, self.sum = ops.FloorDiv(), gen_ops_prim.SumExt()
+        self.split, self.reshape, self.concat = gen_ops_prim.SplitWithSize(), ops.Reshape(), ops.Concat(-1)
+        self.exceeds, self.reaches, self.is_equal = ops.Greater(), ops.GreaterEqual(), ops.Equal()
+        self.within, self.below, self.select = ops.LessEqual(), ops.Less(), gen_ops_prim.Select()
+        self.maximum, self.minimum = ops.Maximum(), ops.Minimum()
+        self.gather, self.gather_rows = gen_ops_prim.GatherD(), gen_ops_prim.Gather()
+        self.cumulative_sum, self.largest_values = cumulative_sum, largest_values(self.num_candidates)
+        self.zero, self.one = _float(0), _float(1)
+        self.order = ms.Tensor(np.arange(self.num_candidates, dtype=np.float32).reshape(1, -1))
+        self.num_blocks_of_row, self.last_block = _float(self.num_blocks), _float(self.num_blocks - 1)
+        self.block, self.last_token = _float(_BLOCK), _float(vocab_size - 1)
+        num_missing = self.num_blocks * _BLOCK - vocab_size
+        self.missing = ms.Tensor(np.zeros((1, num_missing), np.float32)) if num_missing else None
+
+    def construct(self, logits: ms.Tensor, largest: ms.Tensor, parameters: ms.Tensor) -> Any:
+        likeliest, value = self.split(largest, (1, 1), 1)
+        row, greedy, scale, min_p, top_k, number, top_p = self.split(parameters, tuple(PARAMETERS.values()), 1)
+        weights = self.weights(logits, value, scale)
+        weights = self.select(self.reaches(weights, min_p), weights, self.zero)
+        limits = self.limits(weights, top_k, top_p) if self.has_limits else None
+        drawn = self.draw(weights, row, limits, number)
+        ids = self.select(self.exceeds(greedy, self.zero), likeliest, drawn)
+        return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((ids, value))
+
+    def number_of(self, conditions: ms.Tensor) -> ms.Tensor:
+        """Return how many are true in each row, float32 [S, 1]."""
+        return self.sum(conditions, (-1,), True, ms.float32)
+
+    def at(self, values: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
+        """Return the value of each row at its index [S, 1]."""
+        return self.gather(values, 1, self.cast(index, ms.int64))
+
+    def limits(self, weights: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
+        """Return what top_k and top_p keep: all weights above a threshold, and the first few that equal it; both
+        [S, 1]. A row without top_k keeps all weights.
+        """
+        descending = self.largest_values(weights)
+        candidates = self.select(self.below(self.order, top_k), descending, self.zero)
+        sums = self.sums.of_weights(candidates)
+        _, total = self.sums.before_and_total(sums, self.num_candidates)
+        whole, rest, step = self.share(top_p, total)
+        # The wanted sum is the product rounded to float64. It is `whole`, or above it and at most `whole` + 1.
+        is_whole = self.cast(self.within(rest, step), ms.int64)
+        count = self.add(self.number_of(self.within(sums, self.sub(whole, is_whole))), self.one)
+        count = self.minimum(count, top_k)
+        threshold = self.at(descending, self.maximum(self.sub(count, self.one), self.zero))
+        num_equal = self.sub(count, self.number_of(self.exceeds(descending, threshold)))
+        return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
+
+    def draw(self, weights: ms.Tensor, row: ms.Tensor, limits: Any, number: ms.Tensor) -> ms.Tensor:
+        """Return the first token whose cumulative weight exceeds the share `number` of the total, float32 [S, 1]."""
+        if self.missing is not None:
+            weights = self.concat((weights, self.mul(self.sub(row, row), self.missing)))
+        blocks = self.reshape(weights, (-1, _BLOCK))
+        threshold, room = None, None
+        if limits is None:
+            upper, lower = self.of_blocks(weights)
+        else:
+            threshold, num_equal = limits
+            upper, lower = self.of_blocks(self.select(self.exceeds(weights, threshold), weights, self.zero))
+            equal = self.is_equal(weights, threshold)
+            equal = self.sum(self.reshape(equal, (-1, self.num_blocks, _BLOCK)), (-1,), False, ms.float32)
+            equal_before = self.sub(self.cast(self.cumulative_sum(equal), ms.float32), equal)
+            room = self.maximum(self.sub(num_equal, equal_before), self.zero)
+            num_kept = self.minimum(room, equal)
+            upper_threshold, lower_threshold = self.sums.parts(threshold)
+            upper = self.add(upper, self.mul(num_kept, upper_threshold))
+            lower = self.add(lower, self.mul(num_kept, lower_threshold))
+        before, total = self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
+        whole, rest, step = self.share(number, total)
+        # The target is the product rounded to float64. Sums are integers, so only rounding up to one matters.
+        target = self.add(whole, self.divide(self.add(rest, step), self.share.b53))
+        index = self.sub(self.number_of(self.within(before, target)), self.one)
+        index = self.minimum(self.maximum(index, self.zero), self.last_block)
+        target = self.sub(target, self.at(before, index))
+        places = self.reshape(self.cast(self.add(self.mul(row, self.num_blocks_of_row), index), ms.int32), (-1,))
+        of_block = self.gather_rows(blocks, places, 0)
+        if limits is not None:
+            equal = self.is_equal(of_block, threshold)
+            rank = self.cast(self.cumulative_sum(self.cast(equal, ms.float32)), ms.float32)
+            first_equal = self.select(equal, rank, self.block + 1.0)
+            kept = self.within(first_equal, self.at(room, index))
+            above = self.select(self.exceeds(of_block, threshold), of_block, self.zero)
+            of_block = self.select(kept, of_block, above)
+        token = self.number_of(self.within(self.sums.of_weights(of_block), target))
+        return self.minimum(self.add(self.mul(index, self.block), token), self.last_token)
+
+    def of_blocks(self, weights: ms.Tensor) -> Any:
+        """Return the sums of the parts of weights in each block of 128, [S, blocks] each."""
+        upper, lower = self.sums.parts(self.reshape(weights, (-1, self.num_blocks, _BLOCK)))
+        return self.sum(upper, (-1,)), self.sum(lower, (-1,))
