@@ -34,16 +34,18 @@ def test_mindformers_parameters_are_unique_for_each_weight(name):
             "glm",
             "GlmForCausalLM has no class of MindFormers 2.1 that is served; LlamaForCausalLM, ",
         ),
-        (
-            "qwen3-moe",
-            "Qwen3MoeForCausalLM has no class of MindFormers 2.1 that is served",
-        ),
         ("mistral", "MistralForCausalLM has no class"),
     ],
 )
 def test_unsupported_by_mindformers_names_the_family(name, reason):
     spec = spec_of(name)
     assert unsupported_by_mindformers(spec.architecture, spec.network, 256).startswith(reason)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_classes_with_experts_are_refused_by_their_own_name(architecture):
+    reason = unsupported_by_mindformers(architecture, spec_of("qwen3").network, 256)
+    assert reason.startswith(f"MindFormers' Inference{architecture} is not served: it ")
 
 
 def test_unsupported_by_mindformers_names_the_feature():

@@ -1,8 +1,8 @@
 """MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
 In the supported version 2.1, all inference classes are one model, `GPTModel`, with options for each family. The Qwen2
-class without biases computes a Llama, which has no other class. Classes with experts or latent keys use operators that
-the operator library lacks. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys,
+class without biases computes a Llama, which has no other class. Classes with experts or latent keys are refused by
+name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys,
 values and both halves of a gate with one product each.
 """
 
@@ -166,6 +166,22 @@ MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
+_NOT_SERVED: Final[Mapping[str, str]] = {
+    "Qwen3MoeForCausalLM": (
+        "InferenceQwen3MoeForCausalLM is not served: it calls TopkExt and IndexSelect, which MindSpore lacks on a CPU, "
+        "so its answers were never compared"
+    ),
+    "Glm4MoeForCausalLM": (
+        "InferenceGlm4MoeForCausalLM is not served: it chooses experts by a sigmoid with a correction, which this "
+        "server does not compute on Ascend either, so its answers were never compared"
+    ),
+    "DeepseekV3ForCausalLM": (
+        "InferenceDeepseekV3ForCausalLM is not served: it keeps latent keys and values in one cache, which this server "
+        "does not allocate on Ascend"
+    ),
+}
+"""Classes of MindFormers 2.1 that are refused -> the reason."""
+
 _LAYER: Final = r"model\.layers\.(\d+)\."
 _WEIGHT_NAMES: Final = tuple(
     (re.compile(pattern), place)
@@ -214,6 +230,8 @@ def without_key_offsets(network: Network) -> Network:
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
     """Return what MindFormers' classes lack for the model and contexts of `num_positions` tokens; None if nothing."""
+    if architecture in _NOT_SERVED:
+        return f"MindFormers' {_NOT_SERVED[architecture]}"
     if architecture not in MINDFORMERS_CLASSES:
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"
