@@ -184,7 +184,7 @@ class ModelRunner:
             )
             self._forward(inputs)
             self._states_of(inputs)
-            self._logits_of(self._states(self._planned(inputs).arrays()))
+            self.logits_of(self._states(self._planned(inputs).arrays()))
         if self._tokens is not None and is_on_npu():
             self._tokens.check_drawing(self._choose_tokens)
         self.kv_tensors.clear()
