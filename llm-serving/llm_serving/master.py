@@ -158,7 +158,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
 
 
 def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:
-    """Send a WorkAgent all adapters. An engine calls this when other threads can send it those that come later."""
+    """Send all adapters to a WorkAgent. Adapters that are loaded later are sent by other threads."""
     for number, folder in adapters.folders.items():
         executor.set_adapter(number, folder)
 

@@ -49,7 +49,7 @@ class ReceiptIssuer:
             hashes = await asyncio.shield(self._hashing)
             await asyncio.to_thread(self._files.check)
         except ModelError as error:
-            raise UnavailableError(f"no receipt can be given: {error}") from None
+            raise UnavailableError(f"no receipt can be issued: {error}") from None
         return ReceiptDraft(engine, response_id, created, hashes)
 
 

@@ -106,11 +106,11 @@ def open_receipt(content: Any) -> OpenedReceipt:
             field.
     """
     if not isinstance(content, dict):
-        raise ReceiptError("must be an object of JSON")
+        raise ReceiptError("must be a JSON object")
     content = _normalize(content)
     given_hash, checks = content.pop(HASH, None), content.get(CHECKS)
     if not isinstance(given_hash, str) or not isinstance(checks, dict):
-        raise ReceiptError(f"`{CHECKS}` and `{HASH}` must be there")
+        raise ReceiptError(f"`{CHECKS}` and `{HASH}` must be present")
     computed_hash = hash_of(content)
     del content[CHECKS]
     if content.get("version") not in READABLE_VERSIONS:
@@ -165,9 +165,9 @@ def _read(content: dict[str, Any]) -> Receipt:
     if not 1 <= receipt.n <= receipt.best_of:
         raise ReceiptError("`n` must be from 1 to `best_of`")
     if len(receipt.choices) != receipt.n * len(receipt.prompts) or not receipt.choices:
-        raise ReceiptError("`choices` must hold `n` for each of `prompts`, and at least one")
+        raise ReceiptError("`choices` must have `n` items for each of `prompts`, and at least one item")
     if len(receipt.prompt_logprobs) != len(receipt.prompts):
-        raise ReceiptError("`prompt_logprobs` must hold one for each of `prompts`")
+        raise ReceiptError("`prompt_logprobs` must have one item for each of `prompts`")
     return receipt
 
 

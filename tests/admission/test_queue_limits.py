@@ -127,7 +127,7 @@ def test_queue_refuses_without_retry_a_request_that_exceeds_an_empty_queue() -> 
     [error] = never_fits(3, 4, HIGH, "a")
     assert "at most 2 answers or texts at once, as many as the queue holds (api_keys.a.max_waiting)" in error
     [error] = never_fits(1, 101, HIGH, "")
-    assert "at most 100 tokens (scheduler_config.max_waiting_tokens)" in error
+    assert "at most 100 tokens, counted once for each requested answer (scheduler_config.max_waiting_tokens)" in error
 
 
 def test_cached_prompt_tokens_count_as_waiting_and_delay_no_request() -> None:

@@ -320,8 +320,8 @@ def test_truncated_file_is_replayed_to_its_last_complete_record(place: int) -> N
     [
         (b"", "is not a recording"),
         (b"pa_config:\n    block_size: 16\n" * 4, "is not a recording"),
-        (MAGIC, "ends before its header does"),
-        (MAGIC + b"\x10", "ends before its header does"),
+        (MAGIC, "ends within its header"),
+        (MAGIC + b"\x10", "ends within its header"),
     ],
 )
 def test_reader_refuses_other_files(data: bytes, text: str) -> None:

@@ -55,13 +55,13 @@ def test_mindformers_network_has_its_own_products(made, monkeypatch):
     monkeypatch.delitem(MISSING, "ascend_invariant")
     backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16", is_native=False)
     assert backend == "ascend"
-    assert notice.startswith("the same bytes are not promised on Ascend: ")
+    assert notice.startswith("bit-identical answers are not guaranteed on Ascend: ")
 
 
 def test_a_notice_reports_missing_batch_invariant_products(made, caplog):
     backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16")
     assert backend == "ascend"
-    assert notice.startswith("the same bytes are not promised on Ascend: ")
+    assert notice.startswith("bit-identical answers are not guaranteed on Ascend: ")
     assert notice.endswith("; products may add in another order in another batch: no ms_custom_ops")
     assert "products may add in another order in another batch: no ms_custom_ops" in caplog.messages
 

@@ -97,7 +97,7 @@ class QueueLimit(NamedTuple):
     def never_fits(self) -> RequestError:
         """The error for a group that would exceed the limit even in an empty queue."""
         if self.name == "max_waiting_tokens":
-            rule = f"must be, once for each answer, at most {self.limit} tokens ({self.key})"
+            rule = f"must have at most {self.limit} tokens, counted once for each requested answer ({self.key})"
             return ContextLengthError("prompt", rule, self.amount)
         rule = f"must ask for at most {self.limit} answers or texts at once, as many as the queue holds ({self.key})"
         return RequestError("n", rule, self.amount)

@@ -92,7 +92,7 @@ def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], voca
     if num_left <= 0:
         field = "allowed_token_ids" if allowed is not None else "bad_words" if sampling.bad_words else "min_tokens"
         raise RequestError(
-            field, "must leave a token to sample; allowed_token_ids, bad_words and min_tokens exclude all"
+            field, "must leave a token to sample; allowed_token_ids, bad_words and min_tokens exclude all tokens"
         )
 
 

@@ -43,7 +43,9 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
                 rule = AT_LEAST_ONE if key == "max_new_tokens" else RULES[name]
                 defaults[name] = rule.checked(key, 0 if key == "top_k" and value == -1 else value)
             except RequestError as error:
-                raise ModelError(f"{path}: {error}, or model_config.generation_config: none") from None
+                raise ModelError(
+                    f"{path}: {error}. Correct the file, or set model_config.generation_config: none"
+                ) from None
     return defaults
 
 

@@ -70,7 +70,7 @@ class AdapterRegistry:
         """Offer an adapter to new requests. Raise ModelError if too many are loaded, or the name or number is taken."""
         if len(self.by_name) >= self.config.max_adapters:
             most = self.config.max_adapters
-            raise ModelError(f"at most {most} adapters are kept (lora_config.max_cpu_loras). Given: {most + 1}")
+            raise ModelError(f"at most {most} adapters can be loaded (lora_config.max_cpu_loras); unload one first")
         if adapter.name in self.by_name:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
         for other in self.by_name.values():
@@ -81,7 +81,9 @@ class AdapterRegistry:
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
 
     def find_changed(self, number: int) -> list[Adapter]:
-        """Return the adapters with a number whose files were changed or removed. This reads them, so in any thread."""
+        """Return the adapters with this number whose files were changed or removed. It reads all their files.
+        Thread-safe.
+        """
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:

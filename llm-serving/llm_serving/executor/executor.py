@@ -303,7 +303,7 @@ class RemoteExecutor(Executor):
             self._receive()
         reply = self._replies.popleft()
         if not isinstance(reply, Proposed):
-            raise StepMismatchError(f"expected proposals, got {str(reply)[:100]}")
+            raise StepMismatchError(f"expected draft tokens, got {str(reply)[:100]}")
         if reply.error:
             logger.warning("the draft model failed: %s", reply.error)
             return [[] for _ in requests]

@@ -249,7 +249,7 @@ class Reader:
         self._entries = self._read()
         first = next(self._entries, None)
         if first is None:
-            raise RecordingError("ends before its header does; there is nothing to replay")
+            raise RecordingError("ends within its header, so there is nothing to replay")
         if not isinstance(first.record, Header):
             raise RecordingError("does not begin with a header")
         if first.record.format not in (FORMAT, OLD_FORMAT):

@@ -187,7 +187,7 @@ class Replay:
             case Noted():
                 pass
             case _:
-                raise ValueError("an event is expected, but the record is something else")
+                raise ValueError("expected a recorded event, got another record")
 
     def _restore(self, layouts: Layouts, nodes: list[Any]) -> Any:
         if self._reader.header.format == OLD_FORMAT:

@@ -28,7 +28,7 @@ class SchedulingRules(NamedTuple):
     limits: SchedulerLimits
     policy: Policy
     classes: Sequence[RequestClass]
-    """In ascending order of rank."""
+    """Request classes in ascending order of rank."""
     order: Order
     prefix_caching: bool
 

@@ -351,7 +351,9 @@ class NgramProposer:
         return promising
 
     def _next_in_rotation(self, num_steps: int, step_s: float) -> list[Request]:
-        """Return the next requests without a draft in the rotation, as many as the steps left time for."""
+        """Return the next requests in the rotation that have no draft. Their number depends on the time left for
+        lookups.
+        """
         num_requests = float(len(self.requests))
         credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
         self._credit = min(num_requests, credit) if step_s else num_requests

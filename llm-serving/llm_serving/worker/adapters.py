@@ -71,7 +71,7 @@ class AdapterMemory:
         self._host[number].result()
 
     def _read_same(self, number: int, folder: Path) -> list[_Matrices]:
-        """Read the adapter whose files have a number, which the server gave them when it loaded the adapter."""
+        """Read an adapter. Raise ModelError if its files no longer have the number that they had when it was loaded."""
         matrices = self._read(folder)
         if number_of(fingerprint(folder)) != number:
             raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")

@@ -89,7 +89,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of the blocks are stored without a gap from the first. Mark these as used now."""
+        """Return how many consecutive blocks are stored, starting with the first. Mark them as used now."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())

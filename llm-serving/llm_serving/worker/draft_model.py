@@ -49,7 +49,9 @@ class DraftSlot:
 
 
 class DraftRow(NamedTuple):
-    """A request of a step. `number`: its index among all requests; `num_cached`: its first tokens, which are cached."""
+    """A request in a step. `number`: its index among all requests. `num_cached`: number of its first tokens that are
+    cached.
+    """
 
     number: int
     slot: DraftSlot
@@ -143,7 +145,7 @@ class DraftModel:
         return unfinished
 
     def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute the tokens of a step after the cached ones. Return the next token of each row; -1: none."""
+        """Compute the tokens of a step that are not cached. Return the next token of each row; -1: no token."""
         token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
         return token_ids
 

@@ -15,28 +15,29 @@ _ROW_ALONE: Final = (
     "ranks add in their order; this follows from MindSpore 2.10's tiling and was not verified on a device"
 )
 ATTENTION_SPLITS: Final = (
-    "the same bytes are not promised on Ascend: PagedAttention may split the keys of a row over the cores, and chooses "
-    "the split by the shape of the whole batch, so the last bits of an answer depend on the requests beside it"
+    "bit-identical answers are not guaranteed on Ascend: PagedAttention may split the keys of a row over the cores, "
+    "and chooses the split by the shape of the whole batch, so the last bits of an answer depend on the requests "
+    "beside it"
 )
 """Source: the tiling of MindSpore 2.10's kernels, which splits a row in a batch differently from the same row alone."""
 
 GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
     (ExactnessName.EXACT, "cpu"): _BIT_IDENTICAL,
     (ExactnessName.FAST, "cpu"): f"{_BIT_IDENTICAL}: both kernels of attention add in one order here",
-    (ExactnessName.EXACT, "plain"): f"the last bits of an answer are not promised: {_OWN_PRODUCTS}",
+    (ExactnessName.EXACT, "plain"): f"the last bits of an answer are not guaranteed: {_OWN_PRODUCTS}",
     (ExactnessName.EXACT, "ascend_invariant"): f"{_BIT_IDENTICAL}: {_ROW_ALONE}",
     (ExactnessName.EXACT, "ascend"): f"{ATTENTION_SPLITS}; {_OWN_PRODUCTS}",
     (ExactnessName.FAST, "ascend_fast"): (
-        "the last bits of an answer depend on what its prompt shares a step with: FlashAttentionScore computes steps "
-        f"of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
+        "the last bits of an answer depend on the requests that share a step with its prompt: FlashAttentionScore "
+        f"computes steps of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
     ),
 }
 """(exactness, backend name) -> text of the guarantee."""
 
 
 OF_EXPERTS: Final = (
-    "the same bytes are not promised on Ascend: GroupedMatmulV4 multiplies experts, and may order its sums by how many "
-    "rows an expert has"
+    "bit-identical answers are not guaranteed on Ascend: GroupedMatmulV4 multiplies experts, and may order its sums by "
+    "how many rows an expert has"
 )
 """Text of the guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
 

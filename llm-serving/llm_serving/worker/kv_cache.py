@@ -92,8 +92,10 @@ class TransferMemory:
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
-            rule = f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, each with its tokens"
-            raise WorkerError(f"{rule}. Given: {len(content)} bytes, tokens of {len(num_written)}")
+            rule = (
+                f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, and a number of tokens for each"
+            )
+            raise WorkerError(f"{rule}. Given: {len(content)} bytes, {len(num_written)} numbers")
         if not all(0 < each <= MAX_TOKENS_PER_BLOCK for each in num_written) or max(epochs) > _MAX_EPOCH:
             rule = f"blocks must have 1 to {MAX_TOKENS_PER_BLOCK} tokens each and epochs up to {_MAX_EPOCH}"
             raise WorkerError(f"{rule}. Given: {list(num_written)}, epochs {list(epochs)}")
@@ -110,7 +112,7 @@ class TransferMemory:
     def _ids(self, block_ids: Sequence[int], epochs: Sequence[int]) -> list[int]:
         ids = list(block_ids)
         if not ids or len(set(ids)) != len(ids) or len(epochs) != len(ids):
-            raise WorkerError(f"blocks must be named once, each with its epoch. Given: {ids}, epochs {list(epochs)}")
+            raise WorkerError(f"each block must be given once, with its epoch. Given: {ids}, epochs {list(epochs)}")
         if not 0 <= min(ids) <= max(ids) < self.num_blocks:
             raise WorkerError(f"blocks of the transfer pool must be from 0 to {self.num_blocks - 1}. Given: {ids}")
         return ids

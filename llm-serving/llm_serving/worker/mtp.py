@@ -38,7 +38,7 @@ from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.sampler import ChooseTokens, choose_tokens_for, sample
 
 MAX_TOKENS: Final = DRAFT_WINDOW + MAX_DRAFT_TOKENS
-"""Longest context of a request in the layer's KV cache."""
+"""Maximum number of tokens of a request in the layer's KV cache."""
 
 
 def load_mtp(
@@ -71,7 +71,8 @@ def load_mtp(
 class MtpModel(DraftModel):
     """Runs the MTP layer of the model of `runner`, in its thread.
 
-    A row is a known token with the hidden state of the token before it. In a draft, that is the layer's own result.
+    A row is a token and the hidden state of the token before it. After a draft token, the hidden state is that of the
+    layer.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class MtpModel(DraftModel):
         blocks = MAX_DRAFT_REQUESTS * self.blocks_per_request
         self._limits = ModelLimits(runner.spec.vocab_size, MAX_TOKENS, blocks, size)
         self._given: dict[int, Float32Array] = {}
-        """Index of a request -> hidden states before its last tokens."""
+        """Index of a request -> hidden states of the tokens before its last tokens."""
 
     def warm_up(self) -> None:
         """Compile the layer."""

@@ -52,7 +52,7 @@ class StateGuard:
         if len(set(written.tolist())) != len(written):
             raise WorkerError("two tokens would store their states in one slot")
         if len(set(zip(rows.tolist(), tokens.tolist(), strict=True))) != len(rows):
-            raise WorkerError("a row would read, or store after one token, in two slots")
+            raise WorkerError("a row would read two slots, or store the state after one token in two slots")
         num_readers = np.bincount(slots[is_read], minlength=len(self._epochs))
         disturbs = num_readers[written] > (state_in[of_rows] == written)
         if any_true(disturbs):

@@ -40,7 +40,9 @@ logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
 """Maximum number of requests of one replica whose blocks wait for their transfer."""
 MAX_BYTES: Final = 2**30
-"""Maximum bytes of these blocks: about one second on a link of 10 Gbit/s. A single request may exceed it."""
+"""Maximum bytes of the blocks of one replica that wait for their transfer: about one second on a link of 10 Gbit/s. A
+single request may exceed it.
+"""
 CPU_SHARE: Final = 0.5
 """Maximum fraction of one core that all transfer threads together use while a step is in flight."""
 
