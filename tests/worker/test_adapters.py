@@ -100,7 +100,7 @@ def test_refusals_name_the_field_the_rule_and_the_value(folders, tmp_path):
 
 def test_a_step_that_names_an_unknown_adapter_fails_alone(folders):
     runner = runner_of(folders / "base")
-    with pytest.raises(WorkerError, match="adapter 9 is not in memory"):
+    with pytest.raises(WorkerError, match="adapter 9 is not in host memory"):
         logits_of(runner, (9, 0))
     logits_of(runner, step=1)
 

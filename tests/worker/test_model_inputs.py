@@ -143,27 +143,27 @@ def test_out_of_range_indices_are_rejected(rows, message):
         ),
         (
             {"result_tokens": np.array([[0, 1, 0], [2, 0, 0]], np.int32)},
-            "result_tokens must be of rows 0 to 1. Given: 0 to 2",
+            "result_tokens must have rows 0 to 1. Given: 0 to 2",
         ),
         (
             {"result_tokens": np.array([[0, 2, 0], [1, 0, 0]], np.int32)},
-            "result_tokens must be less than `query_lens` of their rows",
+            "the tokens in result_tokens must be less than `query_lens` of their rows",
         ),
         (
             {"result_tokens": np.array([[0, -1, 0], [1, 0, 0]], np.int32)},
-            "result_tokens must be less than `query_lens` of their rows",
+            "the tokens in result_tokens must be less than `query_lens` of their rows",
         ),
         (
             {"result_tokens": np.array([[0, 1, 0], [1, 0, 4]], np.int32)},
-            "result_tokens must be of kinds 0 to 3. Given: 0 to 4",
+            "result_tokens must have kinds 0 to 3. Given: 0 to 4",
         ),
         (
             {"result_tokens": np.array([[0, 1, -1], [1, 0, 0]], np.int32)},
-            "result_tokens must be of kinds 0 to 3. Given: -1 to 0",
+            "result_tokens must have kinds 0 to 3. Given: -1 to 0",
         ),
         (
             {"result_tokens": np.array([[-1, 0, 0], [1, 0, 0]], np.int32)},
-            "result_tokens must be of rows 0 to 1. Given: -1 to 1",
+            "result_tokens must have rows 0 to 1. Given: -1 to 1",
         ),
         (
             {"result_tokens": np.array([[0, 1], [1, 0]], np.int32)},

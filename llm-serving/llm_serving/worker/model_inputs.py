@@ -262,13 +262,13 @@ def _check_result_tokens(step: StepInput) -> None:
         )
     rows, tokens, kinds = result_tokens.T
     if not all_in_range(rows, num_rows):
-        raise WorkerError(f"result_tokens must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
+        raise WorkerError(f"result_tokens must have rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
     # As unsigned numbers, negative ones are the largest.
     if not all_true(tokens.view(np.uint32) < step.query_lens[rows]):
-        raise WorkerError("result_tokens must be less than `query_lens` of their rows")
+        raise WorkerError("the tokens in result_tokens must be less than `query_lens` of their rows")
     if not all_in_range(kinds, len(ResultKind)):
         raise WorkerError(
-            f"result_tokens must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}"
+            f"result_tokens must have kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}"
         )
     if len(result_tokens) > 1:
         order = (kinds.astype(np.int64) * num_rows + rows) * step.num_tokens + tokens
