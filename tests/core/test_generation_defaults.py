@@ -35,7 +35,10 @@ def test_generation_config_defaults_have_the_names_of_request_parameters(tmp_pat
     ("content", "text"),
     [
         ({"top_p": 1e-46}, "`top_p` must be above 0.0 and at most 1.0"),
-        ({"temperature": "hot"}, "`temperature` must be a number from 0.0 to 100.0. Given: 'hot', or"),
+        (
+            {"temperature": "hot"},
+            "`temperature` must be a number from 0.0 to 100.0. Given: 'hot'. Correct the file, or",
+        ),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be an integer from 1"),
         ([], "must be a JSON object"),
         ("{", "cannot be read"),

@@ -119,14 +119,14 @@ def test_invalid_token_counts_are_rejected_without_a_change(
 @pytest.mark.parametrize(
     ("block_ids", "num_written", "num_bytes", "rule"),
     [
-        ([0, 1], [4, 4], 2 * BLOCK_BYTES + 1, "Given: 73 bytes, tokens of 2"),
+        ([0, 1], [4, 4], 2 * BLOCK_BYTES + 1, "Given: 73 bytes, 2 numbers"),
         (
             [0, 1],
             [4, 4],
             BLOCK_BYTES,
             "2 blocks must come with 72 bytes, and a number of tokens for each. Given: 36 bytes",
         ),
-        ([0, 1], [4], 2 * BLOCK_BYTES, "Given: 72 bytes, tokens of 1"),
+        ([0, 1], [4], 2 * BLOCK_BYTES, "Given: 72 bytes, 1 numbers"),
         ([0, 4], [4, 4], 2 * BLOCK_BYTES, "blocks of the transfer pool must be from 0 to 3. Given: [0, 4]"),
         ([1, 1], [4, 4], 2 * BLOCK_BYTES, "each block must be given once"),
     ],

@@ -46,7 +46,11 @@ BEFORE = step_of([(0, 4), (0, 2)], (0, 3, 0, 5), (1, 1, 1, 6))
             [(0, 0, 2, 7), (0, 0, 3, 8)],
             "a row would read two slots, or store the state after one token in two slots",
         ),
-        ([(4, 1)], [(0, STATE_BEFORE, 0, 5), (0, STATE_BEFORE, 0, 5)], "a row would read, or store after one token"),
+        (
+            [(4, 1)],
+            [(0, STATE_BEFORE, 0, 5), (0, STATE_BEFORE, 0, 5)],
+            "a row would read two slots, or store the state",
+        ),
         ([(4, 1), (0, 1)], [(0, STATE_BEFORE, 0, 5), (1, 0, 0, 9)], "row 1 would overwrite slot 0, which another row"),
         ([(0, 1)], [(0, 0, 4, 1)], "states must be of rows below 1 and slots below 4"),
         ([(0, 1)], [(0, 0, -1, 1)], "states must be of rows below 1 and slots below 4"),
