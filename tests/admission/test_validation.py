@@ -79,12 +79,14 @@ def test_validation_accepts_requests_at_the_limits(fields):
         (
             {"allowed_token_ids": (3, 4), "bad_words": ((3,), (3, 4))},
             RequestError,
-            "`allowed_token_ids` must leave a token to sample; allowed_token_ids, bad_words and min_tokens exclude all tokens",
+            "`allowed_token_ids` must leave a token to sample; "
+            "allowed_token_ids, bad_words and min_tokens exclude all tokens",
         ),
         (
             {"allowed_token_ids": (2,), "min_tokens": 1},
             RequestError,
-            "`allowed_token_ids` must leave a token to sample; allowed_token_ids, bad_words and min_tokens exclude all tokens",
+            "`allowed_token_ids` must leave a token to sample; "
+            "allowed_token_ids, bad_words and min_tokens exclude all tokens",
         ),
         (
             {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "min_tokens": 1},
