@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ModelError
+from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import check_replacement
 from support.small_model import write_small_model
 
@@ -18,8 +19,8 @@ def write(folder: Path, **changes: object) -> Path:
 
 def test_equal_folders_replace_each_other(tmp_path: Path) -> None:
     served, other = write(tmp_path / "served"), write(tmp_path / "other", _name_or_path="elsewhere")
-    check_replacement(other, served)
-    check_replacement(served, other)
+    check_replacement(other, ModelSpec.from_folder(served))
+    check_replacement(served, ModelSpec.from_folder(other))
 
 
 @pytest.mark.parametrize(
@@ -33,11 +34,11 @@ def test_equal_folders_replace_each_other(tmp_path: Path) -> None:
 def test_errors_name_the_first_difference(tmp_path: Path, changes: dict[str, object], error: str) -> None:
     served, other = write(tmp_path / "served"), write(tmp_path / "other", **changes)
     with pytest.raises(ModelError, match=error.replace("(", r"\(")):
-        check_replacement(other, served)
+        check_replacement(other, ModelSpec.from_folder(served))
 
 
 def test_a_folder_with_other_shapes_is_refused(tmp_path: Path) -> None:
     served, other = write(tmp_path / "served"), write(tmp_path / "other", intermediate_size=128)
     (other / "config.json").write_text(json.dumps(json.loads((served / "config.json").read_text())))
     with pytest.raises(ModelError, match="shape"):
-        check_replacement(other, served)
+        check_replacement(other, ModelSpec.from_folder(served))

@@ -48,7 +48,9 @@ class AdapterRegistry:
         """Read the adapters of the YAML. Raise ModelError if one cannot be served."""
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
-        self._spec, self._dtype = spec, config.model.model_dtype
+        self._files: dict[int, str] = {}
+        """Number -> fingerprint of each adapter loaded so far, because caches may still have its blocks."""
+        self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
 
@@ -73,10 +75,9 @@ class AdapterRegistry:
             raise ModelError(f"at most {most} adapters can be loaded (lora_config.max_cpu_loras); unload one first")
         if adapter.name in self.by_name:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
-        for other in self.by_name.values():
-            if other.number == adapter.number and other.fingerprint != adapter.fingerprint:
-                rule = f"must not have the number {adapter.number} of the adapter {other.name}: their files differ"
-                raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
+        if self._files.setdefault(adapter.number, adapter.fingerprint) != adapter.fingerprint:
+            rule = f"must not have the number {adapter.number} of an adapter that was loaded before with other files"
+            raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
         self.by_name = {**self.by_name, adapter.name: adapter}
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
 

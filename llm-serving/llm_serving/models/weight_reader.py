@@ -247,11 +247,11 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
     return layer
 
 
-def check_replacement(folder: Path, served: Path) -> None:
-    """Check the headers of a folder whose weights are to replace those of the folder `served`. Raise ModelError, which
+def check_replacement(folder: Path, old: ModelSpec) -> None:
+    """Check the headers of a folder whose weights are to replace those of the model `old`. Raise ModelError, which
     names the difference, if the architecture, the configuration or a shape differs, or a file is damaged.
     """
-    new, old = check_folder(folder), ModelSpec.from_folder(served)
+    new = check_folder(folder)
     if new.architecture != old.architecture:
         raise ModelError(f"{folder}: the architecture must be {old.architecture}, as served. Given: {new.architecture}")
     for key in sorted({*new.config, *old.config} - _FREE_KEYS):

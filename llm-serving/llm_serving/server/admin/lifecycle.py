@@ -90,10 +90,8 @@ async def update_weights(engine: AsyncEngine, http_request: Request) -> Response
     """
     check_operator(http_request)
     folder = _folder(engine, http_request.query_params.get("version", ""))
-    served = engine.lifecycle.weights
-    assert served is not None
     try:
-        await asyncio.to_thread(check_replacement, folder, served)
+        await asyncio.to_thread(check_replacement, folder, engine.model_spec)
     except ModelError as error:
         raise RequestError("version", f"must name weights that can replace the served ones: {error}") from None
     running = _choice(http_request, "running", RUNNING[:2])
