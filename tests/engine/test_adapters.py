@@ -22,6 +22,12 @@ def test_registry_finds_changed_and_removed_files(tmp_path: Path) -> None:
     assert [[each.name for each in adapters] for adapters in found] == [[], ["b"], ["c"]]
 
 
+def test_a_model_without_slots_gets_no_adapter(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_SPEC, targets=("q_proj",))
+    with pytest.raises(ModelError, match="or `lora_modules` must be given"):
+        AdapterRegistry(ServingConfig(), DEMO_SPEC).read("a", tmp_path)
+
+
 def test_registry_refuses_an_adapter_with_the_number_of_another_one() -> None:
     config = SimpleNamespace(
         lora=SimpleNamespace(lora_modules=None, max_adapters=4), model=SimpleNamespace(model_dtype="")

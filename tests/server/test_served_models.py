@@ -225,7 +225,7 @@ def test_names_of_models_and_adapters_differ_also_while_a_model_is_loaded() -> N
 def test_a_replaced_model_keeps_its_adapters_and_cannot_pause_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         before, after = loadable("one", adapters=("sql", "lost")), loadable("one")
-        before.num_running = before.num_waiting = 0
+        before.num_waiting = 0
         before.lifecycle = Lifecycle(before.config, SimpleNamespace(replicas=None), None)  # type: ignore[arg-type]
         after.replicas.counts().num_ready = 0
 
@@ -237,6 +237,8 @@ def test_a_replaced_model_keeps_its_adapters_and_cannot_pause_meanwhile(monkeypa
         monkeypatch.setattr(after.adapters, "read", read)
         models = models_of(before, after)
         models.on_ready = ready = Mock()
+        before.num_running = 1
+        before.submitted.append(SimpleNamespace(request_id="running"))
         task = asyncio.create_task(models.replace(config_of("one")))
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="is being changed by another request"):
@@ -246,6 +248,8 @@ def test_a_replaced_model_keeps_its_adapters_and_cannot_pause_meanwhile(monkeypa
         assert models.default.engine is after
         ready.assert_called_once_with(after)
         assert [*after.adapters.by_name] == ["sql"]
+        assert models._of_request("running").engine is before, "it can still be cancelled"
+        before.num_running = 0
         while not before.num_stops:
             await asyncio.sleep(0)
 

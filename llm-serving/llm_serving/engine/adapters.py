@@ -63,6 +63,10 @@ class AdapterRegistry:
         """Check an adapter completely, without adding it. Callable in any thread. Raise ModelError if it cannot be
         served.
         """
+        if not self.config.is_enabled:
+            raise ModelError(
+                "`lora_config.lora_folder` or `lora_modules` must be given, so that the model has adapters"
+            )
         limits = AdapterLimits(self.config.max_loras, self.config.max_lora_rank)
         _, linears = self._spec.with_adapters(*limits, as_program=True)
         check_adapter(read_adapter(folder), linears, experts_modules(self._spec.network), limits.max_rank)

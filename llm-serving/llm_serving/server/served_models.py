@@ -224,7 +224,8 @@ class ServedModels:
 
     def _of_request(self, request_id: str) -> ServedModel:
         """Return the model that has or had a request; the default if no model knows it."""
-        for model in self:
+        models: list[ServedModel] = [*self, *self._drains.values()]
+        for model in models:
             try:
                 model.engine.lookup.find(request_id, None)
             except RequestNotFoundError:
