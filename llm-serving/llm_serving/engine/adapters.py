@@ -48,16 +48,13 @@ class AdapterRegistry:
         """Read the adapters of the YAML. Raise ModelError if one cannot be served."""
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
+        self.folders: Mapping[int, str] = {}
+        """Number -> folder of each adapter."""
         self._files: dict[int, str] = {}
         """Number -> fingerprint of each adapter loaded so far, because caches may still have its blocks."""
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
-
-    @property
-    def folders(self) -> dict[int, str]:
-        """Number -> folder of each adapter."""
-        return {each.number: str(each.folder) for each in self.by_name.values()}
 
     def read(self, name: str, folder: Path) -> Adapter:
         """Check an adapter completely, without adding it. Callable in any thread. Raise ModelError if it cannot be
@@ -82,7 +79,7 @@ class AdapterRegistry:
         if self._files.setdefault(adapter.number, adapter.fingerprint) != adapter.fingerprint:
             rule = f"must not have the number {adapter.number} of an adapter that was loaded before with other files"
             raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
-        self.by_name = {**self.by_name, adapter.name: adapter}
+        self._offer({**self.by_name, adapter.name: adapter})
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
 
     def find_changed(self, number: int) -> list[Adapter]:
@@ -94,5 +91,9 @@ class AdapterRegistry:
     def remove(self, name: str) -> Adapter | None:
         """Stop offering an adapter to new requests. Return it; None if no adapter has this name."""
         adapter = self.by_name.get(name)
-        self.by_name = {each: kept for each, kept in self.by_name.items() if each != name}
+        self._offer({each: kept for each, kept in self.by_name.items() if each != name})
         return adapter
+
+    def _offer(self, adapters: Mapping[str, Adapter]) -> None:
+        self.by_name = adapters
+        self.folders = {each.number: str(each.folder) for each in adapters.values()}
