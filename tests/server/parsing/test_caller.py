@@ -265,8 +265,8 @@ def test_gateway_headers_set_priority_or_class(path, headers, priority):
             {"priority_class": "standard"},
             "`priority_class` must equal the header x-request-class if both are given. Given: 'standard'",
         ),
-        ({"x-request-class": "urgent"}, {}, "`priority_class` must be one of interactive, standard, batch"),
-        ({"x-request-class": "batch", "x-priority": "1"}, {}, "`priority_class` must not be given together with"),
+        ({"x-request-class": "urgent"}, {}, "`x-request-class` must be one of interactive, standard, batch"),
+        ({"x-request-class": "batch", "x-priority": "1"}, {}, "`x-request-class` must not be given together with"),
         ({"x-priority": "1"}, {"priority_class": ""}, "`priority_class` must not be given together with"),
     ],
 )

@@ -58,7 +58,10 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     ceiling = ceiling_of(config, key)
     priority, class_name = _given("priority", bodies), _given("priority_class", bodies)
     headers = dict(http_request.scope["headers"])  # `in` of Starlette's headers scans all of them
+    renamed: dict[str, str] = {}
     if _RAW_PRIORITY in headers or _RAW_CLASS in headers:
+        given = (("priority", priority, PRIORITY_HEADER), ("priority_class", class_name, CLASS_HEADER))
+        renamed = {field: header for field, value, header in given if value is None}
         priority, class_name = _with_headers(http_request, priority, class_name)
     if (tier := _given("service_tier", bodies)) is not None:
         if class_name is not None or priority is not None:
@@ -66,7 +69,10 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         else:
             class_name = _class_of_tier(config, http_request, tier)
     if priority is not None or class_name is not None:
-        priority = requested_priority(config, ceiling, priority, class_name)
+        try:
+            priority = requested_priority(config, ceiling, priority, class_name)
+        except RequestError as error:
+            raise error.renamed_by(renamed) from None
     else:  # the highest priority that is allowed, up to 0
         priority = 0 if ceiling is None else max(0, ceiling.rank)
     timeout_s = _timeout(config, http_request, bodies)
