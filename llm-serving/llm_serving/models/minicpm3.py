@@ -1,7 +1,7 @@
 """MiniCPM 3: multi-head latent attention, and factors of embeddings, residuals and logits."""
 
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.deepseek import LatentAttention
+from llm_serving.models.latent_attention import LatentAttention
 from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value

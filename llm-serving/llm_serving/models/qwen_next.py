@@ -4,8 +4,6 @@ Feed-forward blocks are those of Qwen2.
 
 from functools import lru_cache
 
-import numpy as np
-
 from llm_serving.models.attention import (
     HEAD_MULTIPLE,
     HEAD_NORMS,
@@ -23,7 +21,7 @@ from llm_serving.models.qwen import feed_forward
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertStacks
 from llm_serving.network.operations import Value
-from llm_serving.network.orders import padded_order, repeated_order
+from llm_serving.network.orders import padded_order, parts_order, repeated_order
 from llm_serving.network.rope import Rotary
 from llm_serving.network.states import MAX_TAPS, causal_conv, delta_rule
 
@@ -124,11 +122,4 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
     """Return the row permutation from tensors grouped by key head to the order q, k, v, z, b, a of all heads."""
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
-    return (*_transposed(0, key_heads, first), *_transposed(key_heads * sum(first), key_heads, (ratio, ratio)))
-
-
-def _transposed(start: int, groups: int, widths: tuple[int, ...]) -> list[int]:
-    """Return the permutation from [group][part] to [part][group]. `start`: first row; `widths`: rows of each part."""
-    rows = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
-    parts = np.split(rows, np.cumsum(widths)[:-1], axis=1)
-    return [each for part in parts for each in part.reshape(-1).tolist()]
+    return (*parts_order(0, key_heads, first), *parts_order(key_heads * sum(first), key_heads, (ratio, ratio)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+
 
 def padded_order(unpadded: int, multiple: int) -> list[int]:
     """Return 0, 1, ..., unpadded - 1, then -1 up to a multiple: the order of elements padded with zeros."""
@@ -14,6 +16,13 @@ def padded_order(unpadded: int, multiple: int) -> list[int]:
 def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
     """Repeat an order in each of `count` consecutive blocks of `size` elements."""
     return [-1 if i < 0 else block * size + i for block in range(count) for i in order]
+
+
+def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
+    """Return the order from [group][part] to [part][group]. `start`: first element; `widths`: elements of each part."""
+    elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
+    parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
+    return [each for part in parts for each in part.reshape(-1).tolist()]
 
 
 def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:

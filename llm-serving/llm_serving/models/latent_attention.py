@@ -1,0 +1,111 @@
+"""Multi-head latent attention (MLA) of DeepSeek, Kimi-K2, GLM-4.7-Flash, GLM-5 and MiniCPM 3.
+
+A token's keys and values are one latent vector for all heads, plus a rotary part of the key. Per-head weights map
+queries into the latent space, where the latent vector is both key and value, and map the attention output back
+(absorbed form: DeepSeek-V2, Liu et al. 2024, section 2.1).
+"""
+
+from __future__ import annotations
+
+from llm_serving.models.attention import HEAD_MULTIPLE, MAX_WIDTH, rope_config, rope_scaling
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.indexer import Indexer, Indexing
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Float32Array, Value
+from llm_serving.network.orders import padded_order, repeated_order
+from llm_serving.network.rope import Rotary, yarn_mscale
+
+LATENT_EPS = 1e-6
+
+
+class LatentAttention:
+    """Adds the latent attention of a layer to a network. `interleaved`: as in `Rotary`."""
+
+    def __init__(self, c: ConfigReader, indexing: Indexing | None = None, *, interleaved: bool = True) -> None:
+        self.heads = c.integer("num_attention_heads")
+        self.still = c.integer("qk_nope_head_dim")
+        self.rotary_dim = c.integer("qk_rope_head_dim")
+        self.value = c.integer("v_head_dim")
+        self.rank = c.integer("kv_lora_rank")
+        self.q_rank = c.integer("q_lora_rank") if c.has("q_lora_rank") else 0
+        if self.rotary_dim % 2:
+            raise c.fail("qk_rope_head_dim", "must be even for rotary embeddings")
+        widest = max(self.still + self.rotary_dim, self.still + self.value, self.rank)
+        if self.heads * widest > MAX_WIDTH:
+            raise c.fail("num_attention_heads", f"times the {widest} elements of a head must be at most {MAX_WIDTH}")
+        reader = rope_config(c)
+        theta = reader.number("rope_theta", c.number("rope_theta", 10000.0))
+        scaling = rope_scaling(c, reader, self.rotary_dim)
+        wide = len(padded_order(self.rotary_dim, HEAD_MULTIPLE))
+        self.rotary = Rotary(wide, self.rotary_dim, theta, interleaved, scaling, self.rotary_dim)
+        self.scale = (self.still + self.rotary_dim) ** -0.5
+        self.indexer: Indexer | None = None
+        if indexing is not None:
+            if not self.q_rank:
+                raise c.fail("q_lora_rank", "must be an integer >= 1")
+            self.indexer = Indexer(c, indexing, self.rotary)
+        if scaling is not None and scaling.mscale_all_dim:
+            self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+        self._set_orders()
+
+    def _set_orders(self) -> None:
+        """Compute the row and column permutations of the weights (see `Weight`), which all layers share."""
+        heads, still, rotary = self.heads, self.still, self.rotary.order()
+        dim, width, values = still + self.rotary_dim, still + self.value, padded_order(self.value, HEAD_MULTIPLE)
+        rotated, of_values = ([-1 if i < 0 else still + i for i in order] for order in (rotary, values))
+        self.latents = tuple(padded_order(self.rank, HEAD_MULTIPLE))
+        self.q_rows = (*repeated_order(heads, dim, range(still)), *repeated_order(heads, dim, rotated))
+        self.kv_rows = (*self.latents, *(-1 if i < 0 else self.rank + i for i in rotary))
+        self.key_rows = tuple(repeated_order(heads, width, range(still)))
+        self.value_rows = tuple(repeated_order(heads, width, of_values))
+        self.out_columns = tuple(repeated_order(heads, self.value, values))
+
+    def __call__(self, net: Network, x: Value, index: int, at: str) -> Value:
+        heads, still, latents = self.heads, self.still, self.latents
+        dim, width, wide = still + self.rotary_dim, still + self.value, self.rotary.head_dim
+        q, query = x, "q_proj"
+        if self.q_rank:
+            q = net.rms_norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
+            query = "q_b_proj"
+        selected = None if self.indexer is None else self.indexer(net, x, q, index, at + "indexer.")
+        q, q_rope = net.split(net.linear(q, at + query, heads * dim, rows=self.q_rows), heads * still, heads * wide)
+
+        both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.rotary_dim, rows=self.kv_rows)
+        latent, key = net.split(both, len(latents), wide)
+        latent = net.rms_norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS, unpadded=self.rank, rows=latents)
+        layer = net.store_kv(latent, net.rope(key, self.rotary), 1)
+
+        name, stored_shapes = at + "kv_b_proj", (heads * width, self.rank)
+        q = net.linear(
+            q,
+            name,
+            heads * width,
+            heads=heads,
+            rows=self.key_rows,
+            columns=latents,
+            stored_shapes=stored_shapes,
+            transform=_Transposed(still),
+            width=heads * len(latents),
+        )
+        attended = net.attention(q, layer, q_rope=net.rope(q_rope, self.rotary), scale=self.scale, selected=selected)
+        back = net.linear(
+            attended,
+            name,
+            heads * width,
+            heads=heads,
+            rows=self.value_rows,
+            columns=latents,
+            stored_shapes=stored_shapes,
+        )
+        return net.linear(back, at + "o_proj", net.hidden, columns=self.out_columns)
+
+
+class _Transposed:
+    """Transposes each head's part of a weight: [heads * nope_dim, rank] -> [heads * rank, nope_dim]."""
+
+    def __init__(self, nope_dim: int) -> None:
+        self._nope_dim = nope_dim
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        parts = weight.reshape(-1, self._nope_dim, weight.shape[1]).transpose(0, 2, 1)
+        return parts.reshape(-1, parts.shape[2])
