@@ -135,7 +135,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
                 publish,
                 index,
                 loaded.num_swap_blocks,
-                spec.window,
+                loaded.windows,
                 whole_prompts=not spec.network.causal,
                 pooling=pooling,
                 num_state_slots=config.num_state_slots(spec.state_bytes),

@@ -66,7 +66,7 @@ class LLM:
             self.metrics,
             self._publish,
             num_swap_blocks=cache.num_swap_blocks,
-            window=self.model_spec.window,
+            windows=runner.spec.layout.windows,
             whole_prompts=not self.model_spec.network.causal,
             pooling=pooling_mode(config.model.pooling, config.model.model_path, self.model_spec),
             num_state_slots=config.num_state_slots(self.model_spec.state_bytes),

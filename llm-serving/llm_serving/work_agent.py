@@ -212,7 +212,8 @@ def serve(
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
         arguments = blocks, tensors.transfer, channel, throttle, disk, settings.block_size
         threading.Thread(target=_serve_blocks, args=arguments, name="blocks", daemon=True).start()
-    channel.send(Loaded(*sizes, notice, runner.compute_fingerprint, tensors.block_bytes, fingerprint))
+    windows = runner.spec.layout.windows
+    channel.send(Loaded(*sizes, notice, runner.compute_fingerprint, tensors.block_bytes, fingerprint, windows))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
         buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)

@@ -26,6 +26,7 @@ from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.engine.observers import EngineListener
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.caches import ONE_LAYER, CacheLayout
 
 from llm_serving_simulator.fast_forward import EngineOutput, TokenCounter
 from llm_serving_simulator.files import MAX_INTEGER
@@ -82,7 +83,7 @@ class Simulation:
         *,
         fast_forward: bool = True,
     ) -> None:
-        notices, (window, num_state_slots) = tuple(_notices(config, workload)), _cache_kinds(config)
+        notices, (layout, num_state_slots) = tuple(_notices(config, workload)), _cache_kinds(config)
         speculates = config.scheduler.speculative_method != "none" and workload.has_answer_texts
         self._config = config = _simulated(config)
         self._workload, self._profile, self._seed = workload, profile, seed
@@ -111,7 +112,7 @@ class Simulation:
             lengths,
             [each.answer_token_ids for each in requests] if speculates else [],
             workload.vocab_size,
-            window,
+            layout,
             num_state_slots,
             seed,
             self._counters,
@@ -358,11 +359,13 @@ def _simulated(config: ServingConfig) -> ServingConfig:
     )
 
 
-def _cache_kinds(config: ServingConfig) -> tuple[int | None, int]:
-    """Return the sliding window of the model, if every layer has one, and the number of slots for states."""
+def _cache_kinds(config: ServingConfig) -> tuple[CacheLayout, int]:
+    """Return the groups of the model's layers, and the number of slots for states."""
     path = config.model.model_path
     spec = None if path is None else ModelSpec.from_folder(path)
-    return (None, 0) if spec is None else (spec.window, config.num_state_slots(spec.state_bytes))
+    if spec is None:
+        return ONE_LAYER, 0
+    return config.served_spec(spec).layout, config.num_state_slots(spec.state_bytes)
 
 
 def _notices(config: ServingConfig, workload: Workload) -> Iterator[str]:

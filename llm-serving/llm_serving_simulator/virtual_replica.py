@@ -18,6 +18,7 @@ from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.replica import build_engine
 from llm_serving.engine.sinks import SinkContext, attach_sink
 from llm_serving.errors import ConfigError, WorkerDiedError
+from llm_serving.network.caches import CacheLayout
 from llm_serving.scheduler.schedule import Blocked, Schedule
 
 from llm_serving_simulator.fast_forward import EngineOutput, FastForwardEngine, TokenCounter
@@ -50,8 +51,8 @@ class ReplicaOptions:
     texts: Sequence[Sequence[int]]
     """Known answers by number of the request; empty: speculative decoding is off."""
     vocab_size: int
-    window: int | None
-    """Sliding window of the model, if every layer has one."""
+    layout: CacheLayout
+    """The groups of layers of the model."""
     num_state_slots: int
     """Slots for states of fixed size; 0: no layer of the model keeps any."""
     seed: int
@@ -115,7 +116,7 @@ class VirtualReplica:
             random.Random(f"{options.seed} {index}"),
             options.range_monitor,
         )
-        num_blocks = config.pa.num_blocks or profile.blocks_of(config.pa.block_size)
+        num_blocks = options.layout.num_blocks(config.pa.num_blocks or 0) or profile.blocks_of(config.pa.block_size)
         if num_blocks is None:
             raise ConfigError("pa_config.num_blocks must be given: the profile has no number of blocks")
         if num_blocks > MAX_BLOCKS:
@@ -133,8 +134,8 @@ class VirtualReplica:
                 options.counters,
                 lambda outputs: world.publish_at(self.clock.now, outputs, publish, index),
                 index,
-                config.pa.num_swap_blocks,
-                options.window,
+                options.layout.num_blocks(config.pa.num_swap_blocks),
+                options.layout.windows,
                 clock=self.clock,
                 num_state_slots=options.num_state_slots,
                 build_drafter=lambda config, executor, clock, blocks: self._drafter,

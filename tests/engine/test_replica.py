@@ -10,6 +10,7 @@ import pytest
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.core.window import LayerWindow
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observability.metrics import Metrics
@@ -45,7 +46,8 @@ def test_longest_request_with_a_sliding_window_may_exceed_the_cache(caplog):
     )
     caplog.set_level(logging.INFO, "llm_serving")
     executor, tokenizer = LocalExecutor(FakeRunner(300, 16)), WordTokenizer()
-    engine = build_engine(config, 300, executor, tokenizer, Metrics(), lambda pieces: None, window=4096)
+    windows = (LayerWindow(4096),)
+    engine = build_engine(config, 300, executor, tokenizer, Metrics(), lambda pieces: None, windows=windows)
     assert engine.scheduler.limits.max_model_len == 32768
     assert engine.scheduler.blocks.max_blocks_of(32000) == 289
     assert "holds at most 289 blocks: every layer sees 4096 tokens" in caplog.text

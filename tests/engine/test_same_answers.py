@@ -20,7 +20,7 @@ from support.scheduler_loads import arrivals, create_load, scheduler_options
 
 def assert_answers_are_those_given_alone(harness: Harness, requests: list[Request]) -> None:
     for request in requests:
-        sampling, window = request.sampling, harness.scheduler.blocks.window.num_tokens
+        sampling, window = request.sampling, harness.scheduler.blocks.groups.windows[0].num_tokens
         expected = expected_output(request.prompt_token_ids, sampling.max_tokens, sampling.seed, window)
         assert harness.token_ids(request.request_id) == expected
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
@@ -37,7 +37,8 @@ def test_answers_do_not_depend_on_load_or_configuration(
     """Drafts change no answer."""
     drafter = None
     if draft_seed is not None:
-        drafter = RandomDrafts(random.Random(draft_seed), window=create_scheduler(**options).blocks.window.num_tokens)
+        window = create_scheduler(**options).blocks.groups.windows[0].num_tokens
+        drafter = RandomDrafts(random.Random(draft_seed), window=window)
     harness = Harness(ahead=ahead, drafter=drafter, **options)
     load = create_load(arrivals)
     for step in range(26):

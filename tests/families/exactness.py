@@ -55,21 +55,26 @@ class Served:
         golden = models.golden(name)
         longest = golden.served_length or max(golden.prompts) + models.NEW_TOKENS
         spec = replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)
-        self.window = spec.window
         made = backend("plain" if kernels == "plain" else "cpu", dtype)
-        self._runner = ModelRunner(
-            spec,
-            folder,
-            made,
-            NUM_BLOCKS,
-            BLOCK_SIZE,
-            longest,
-            num_swap_blocks=NUM_SWAP_BLOCKS,
-            num_state_slots=NUM_STATE_SLOTS,
-            as_program=kernels in ("program", CODED_CACHE),
-            implementation=implementation_of(kernels),
-            int8_cache=kernels == CODED_CACHE,
-        )
+        as_program = kernels in ("program", CODED_CACHE)
+
+        def runner(spec: ModelSpec) -> ModelRunner:
+            return ModelRunner(
+                spec,
+                folder,
+                made,
+                spec.layout.num_blocks(NUM_BLOCKS),
+                BLOCK_SIZE,
+                longest,
+                num_swap_blocks=spec.layout.num_blocks(NUM_SWAP_BLOCKS),
+                num_state_slots=NUM_STATE_SLOTS,
+                as_program=as_program,
+                implementation=implementation_of(kernels),
+                int8_cache=kernels == CODED_CACHE,
+            )
+
+        self._runner = runner(spec)
+        self.layout = self._runner.spec.layout
         long, short = (golden.prompts[length].token_ids.tolist() for length in (max(golden.prompts), 5))
         sampled = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=11, logprobs=3)
         greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=3)
@@ -87,6 +92,9 @@ class Served:
             harness = self.harness(slides=False)
             self.alone |= self._answer(harness, name)
             self._tokens[name] = harness.token_ids(name)
+        if as_program:  # in one group, blocks are held to the end
+            self._runner = runner(spec.with_cache_groups(longest))
+            self.layout = self._runner.spec.layout
 
     def request(self, name: str, request_id: str | None = None, priority: int = 0) -> Request:
         prompt, sampling = self._requests[name]
@@ -95,11 +103,11 @@ class Served:
     def harness(self, *, slides: bool = True, **scheduler: Any) -> FragileHarness:
         """An engine whose cache is filled with NaN."""
         options: dict[str, Any] = {
-            "num_blocks": NUM_BLOCKS,
+            "num_blocks": self.layout.num_blocks(NUM_BLOCKS),
             "block_size": BLOCK_SIZE,
             "max_num_batched_tokens": 128,
             "max_model_len": NUM_BLOCKS * BLOCK_SIZE,
-            "window": self.window if slides else None,
+            "windows": self.layout.windows if slides else (),
             "max_num_seqs": MAX_NUM_SEQS,
         }
         if self._runner.spec.states:
@@ -130,7 +138,8 @@ class Served:
         return self._displaced(preemption_mode="recompute")
 
     def swapped(self) -> dict[str, str]:
-        return self._displaced(preemption_mode="swap", num_swap_blocks=NUM_SWAP_BLOCKS)
+        num_swap_blocks = self.layout.num_blocks(NUM_SWAP_BLOCKS)
+        return self._displaced(preemption_mode="swap", num_swap_blocks=num_swap_blocks)
 
     def with_drafts(self) -> dict[str, str]:
         """Answer the requests in one batch with draft tokens, a third of them wrong."""
@@ -188,7 +197,7 @@ class Served:
 
     def _new_runner(self) -> ModelRunner:
         """The state of a new WorkAgent, except the cache."""
-        self._poison(range(NUM_BLOCKS), range(NUM_STATE_SLOTS))
+        self._poison(range(self.layout.num_blocks(NUM_BLOCKS)), range(NUM_STATE_SLOTS))
         self._runner._next_step = 0
         return self._runner
 
@@ -201,7 +210,7 @@ class Served:
         for submitted in steps:
             used.update(submitted.block_tables.ravel().tolist(), submitted.block_moves[:, 1:3].ravel().tolist())
             used_slots.update(submitted.states[:, 2].tolist())
-        self._poison(set(range(NUM_BLOCKS)) - used, set(range(NUM_STATE_SLOTS)) - used_slots)
+        self._poison(set(range(blocks.pool.num_blocks)) - used, set(range(NUM_STATE_SLOTS)) - used_slots)
 
     def _poison(self, block_ids: Iterable[int], state_slots: Iterable[int]) -> None:
         poison(self._runner.kv_tensors, block_ids, state_slots)

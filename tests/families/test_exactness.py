@@ -24,6 +24,8 @@ pytestmark = pytest.mark.mindspore
     ("name", "kernels"),
     [
         ("mistral", "program"),
+        ("gemma3", "program"),
+        ("llama4", "program"),
         ("qwen3-moe", "program"),
         ("deepseek-v2", "program"),
         ("glm-5", "program"),
@@ -50,9 +52,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "lfm2-moe"])
+@pytest.mark.parametrize("name", ["mixtral-window", "gemma3", "lfm2-moe"])
 def test_answer_survives_a_work_agent_restart(tmp_path: Path, name: str) -> None:
-    """A model with windows and experts, and one with states and experts; the tests above cover the others."""
+    """A model with windows and experts, one with groups of layers, and one with states and experts."""
     models.write(name, tmp_path)
     write_tokenizer(tmp_path, models.model(name).config["vocab_size"])
     prompt = models.golden(name).prompts[max(models.golden(name).prompts)].token_ids.tolist()[:150]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from llm_serving.core.request import Request
 from llm_serving.core.step import NO_BLOCK, BlockMoveKind
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups, LayerWindow, Window
 from llm_serving.kvcache import BlockManager
 from support.factories import create_request
 
@@ -17,7 +17,7 @@ WINDOW = Window(num_tokens=6, max_chunk=8)
 
 
 def manager(num_blocks: int = 16, **options: object) -> BlockManager:
-    return BlockManager(num_blocks, 4, window=WINDOW, **options)
+    return BlockManager(num_blocks, 4, groups=CacheGroups((WINDOW,)), **options)
 
 
 def compute(blocks: BlockManager, request: Request, end: int) -> None:
@@ -135,7 +135,7 @@ def test_swap_out_covers_only_the_window() -> None:
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_window_as_long_as_the_request_frees_no_block(window: int | None) -> None:
-    sees = Window.from_model(window, 8, 100)
+    sees = CacheGroups.of((LayerWindow(window or 0),), 8, 100)
     assert not sees.is_sliding
     assert sees.max_blocks_of(100, 4) == 25
     assert sees.max_request_tokens(4, 10) == 40
@@ -145,10 +145,13 @@ class SlidingMachine(RuleBasedStateMachine):
     """Operations in any order over a memory of tokens; checks that each computed token reads its whole window."""
 
     BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 12, 6
+    GROUPS = CacheGroups((WINDOW,))
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = manager(self.NUM_BLOCKS, num_swap_blocks=self.NUM_SWAP_BLOCKS)
+        self.blocks = BlockManager(
+            self.NUM_BLOCKS, self.BLOCK_SIZE, groups=self.GROUPS, num_swap_blocks=self.NUM_SWAP_BLOCKS
+        )
         self.memory: dict[int, list[int]] = {}
         self.host: dict[int, list[int]] = {}
         self.held: dict[str, Request] = {}
@@ -163,6 +166,8 @@ class SlidingMachine(RuleBasedStateMachine):
 
     def start(self, request: Request, parent: Request | None, guaranteed: bool) -> None:
         num_tokens = request.max_num_tokens if guaranteed else request.num_tokens
+        if num_tokens > self.blocks.max_request_tokens:
+            return
         needed = self.blocks.num_blocks_to_admit(request, num_tokens, parent, guaranteed=guaranteed)
         free = self.blocks.pool.num_free_blocks
         if needed > free:
@@ -214,14 +219,17 @@ class SlidingMachine(RuleBasedStateMachine):
         end = min(request.num_tokens, start + most, blocks.num_tokens_with_blocks(name))
         assert end > start, "no step is too small"
         blocks.check_writable(name, start, end)
-        table = blocks.table(name)
-        for position in range(start, end):
-            block = self.memory.setdefault(table.ids[position // size], [-1] * size)
-            block[position % size] = request.known_token_ids(position, position + 1)[0]
-        for position in range(max(0, start + 1 - WINDOW.num_tokens), end):
-            block_id = table.ids[position // size]
-            assert block_id != NO_BLOCK
-            assert self.memory[block_id][position % size] == request.known_token_ids(position, position + 1)[0]
+        for window, table in zip(self.GROUPS.windows, blocks.tables[name], strict=True):
+            for position in range(start, end):
+                block = self.memory.setdefault(table.ids[position // size], [-1] * size)
+                block[position % size] = request.known_token_ids(position, position + 1)[0]
+            first = (
+                start // window.num_tokens * window.num_tokens if window.is_chunked else start + 1 - window.num_tokens
+            )
+            for position in range(max(0, first), end):
+                block_id = table.ids[position // size]
+                assert block_id != NO_BLOCK
+                assert self.memory[block_id][position % size] == request.known_token_ids(position, position + 1)[0]
         request.num_computed_tokens = end
         blocks.cache_full_blocks(request, end)
         request.num_confirmed_tokens = end
@@ -264,3 +272,14 @@ class SlidingMachine(RuleBasedStateMachine):
 
 TestSlidingMachine = SlidingMachine.TestCase
 TestSlidingMachine.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+class GroupsMachine(SlidingMachine):
+    """The same with groups of layers: without a window, with two sizes of windows, and with chunks."""
+
+    NUM_BLOCKS, NUM_SWAP_BLOCKS = 48, 24
+    GROUPS = CacheGroups((Window(), WINDOW, WINDOW, Window(7, 8, is_chunked=True)))
+
+
+TestGroupsMachine = GroupsMachine.TestCase
+TestGroupsMachine.settings = settings(max_examples=40, stateful_step_count=40)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from llm_serving.core.window import LayerWindow
 from llm_serving.errors import ModelError
 from llm_serving.formats.gguf import read_gguf
 from llm_serving.models.spec import ModelSpec
@@ -187,7 +188,7 @@ def test_gguf_window_of_a_llama_file(tmp_path):
     _, config = case("llama")
     write_family(tmp_path / "a.gguf", "llama", config, 0, {"llama.attention.sliding_window": 7})
     spec = check_folder(tmp_path / "a.gguf")
-    assert (spec.architecture, spec.window) == ("MistralForCausalLM", 7)
+    assert (spec.architecture, spec.layout.windows) == ("MistralForCausalLM", (LayerWindow(7),))
 
 
 @pytest.mark.parametrize("layers", [46, 62])

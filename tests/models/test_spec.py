@@ -8,6 +8,7 @@ import pytest
 from families import models
 from hypothesis import given
 from hypothesis import strategies as st
+from llm_serving.core.window import LayerWindow
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.caches import CacheShape
@@ -279,7 +280,7 @@ def test_rotated_elements_of_minimax_are_not_rounded():
 
 def test_sliding_windows_may_start_in_the_first_layer():
     spec = ModelSpec.from_hugging_face(config_of("qwen2") | {"max_window_layers": 0})
-    assert spec.window == 7
+    assert spec.layout.windows == (LayerWindow(7),)
 
 
 odd_values = st.sampled_from([0, -1, 1, 2, 3, 15, 2**20 - 1, 2**31, 10**400, 1e-320, 1e-30, 1e30, 1e308, -math.inf])

@@ -46,7 +46,7 @@ class Harness:
         self.scheduler = create_scheduler(**scheduler)
         blocks = self.scheduler.blocks
         self.runner = runner(
-            *(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens),
+            *(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.groups),
             num_state_slots=0 if blocks.states is None else blocks.states.pool.num_blocks,
         )
         self.executor = (AheadExecutor if ahead else LocalExecutor)(self.runner)

@@ -12,7 +12,7 @@ from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups, LayerWindow
 from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
@@ -91,12 +91,14 @@ def create_scheduler(
     classes: Sequence[RequestClass] | None = None,
     order: str = "fair",
     window: int | None = None,
+    windows: Sequence[LayerWindow] = (),
     exports: TransferPool | None = None,
     num_spare_states: int | None = None,
     adapters: AdapterSlots | None = None,
     **limits: Any,
 ) -> Scheduler:
-    """`num_spare_states`: spare slots of a model with states of fixed size; None: the model has none."""
+    """`windows`: window of each group of layers; empty: one group, of `window`.
+    `num_spare_states`: spare slots of a model with states of fixed size; None: the model has none."""
     has_states = num_spare_states is not None
     states = StateSlots(max_num_seqs + num_spare_states, max_num_seqs, block_size) if has_states else None
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
@@ -115,7 +117,7 @@ def create_scheduler(
             block_size,
             num_swap_blocks=num_swap_blocks,
             prefix_caching=prefix_caching,
-            window=Window.from_model(window, max_num_batched_tokens, max_model_len),
+            groups=CacheGroups.of(windows or (LayerWindow(window or 0),), max_num_batched_tokens, max_model_len),
             exports=exports,
             adapters=adapters,
             states=states,

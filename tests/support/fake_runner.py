@@ -2,7 +2,8 @@
 
 It reads and writes only through block tables, as a real model does. So a block that two requests share by mistake, a
 token computed twice or not at all, or a step out of order changes the answer. With a window it reads only the newest
-tokens and the number of tokens before them.
+tokens and the number of tokens before them. With several groups of layers, it reads the tokens from the tables of the
+first group, and the answer changes if what another group sees differs from them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from llm_serving.core.step import (
     TopTokens,
     no_top_tokens,
 )
-from llm_serving.core.window import NO_WINDOW
+from llm_serving.core.window import NO_WINDOW, ONE_GROUP, CacheGroups, Window
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags
@@ -69,7 +70,7 @@ class FakeRunner:
         num_blocks: int,
         block_size: int,
         num_swap_blocks: int = 0,
-        window: int = NO_WINDOW,
+        groups: CacheGroups = ONE_GROUP,
         transfer: FakeTransferPool | None = None,
         num_state_slots: int = 0,
     ) -> None:
@@ -81,7 +82,8 @@ class FakeRunner:
         # Lists, because steps are small: a call into NumPy takes as long as a dozen tokens.
         self._cache = [[-1] * block_size for _ in range(num_blocks)]
         self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
-        self.window = window
+        self._groups = groups
+        self.window = groups.windows[0].num_tokens
         transfer = FakeTransferPool(0) if transfer is None else transfer
         self._memories = {
             BlockLocation.CACHE: self._cache,
@@ -89,9 +91,8 @@ class FakeRunner:
             BlockLocation.TRANSFER: transfer.blocks,
         }
         self._state_guard = StateGuard(num_state_slots)
-        known_window = window if window < NO_WINDOW else None
         sizes = num_blocks, num_swap_blocks, block_size
-        self._guard = BlockGuard(*sizes, known_window, transfer.tags, self._state_guard.tags)
+        self._guard = BlockGuard(*sizes, groups, transfer.tags, self._state_guard.tags)
         self._states: list[tuple[int, ...]] = [()] * num_state_slots
         self._previous: list[int] = []
         self.compute_fingerprint = UNKNOWN_FINGERPRINT
@@ -139,14 +140,17 @@ class FakeRunner:
         cache, block_size = self._cache, self.block_size
         given = iter(step.token_ids.tolist())
         tables, num_computed = step.block_tables.tolist(), step.num_computed.tolist()
-        for table, computed, query_len in zip(tables, num_computed, step.query_lens.tolist(), strict=True):
-            assert computed + query_len <= len(table) * block_size, "the block table is too short"
+        num_rows = len(num_computed)
+        of_rows = [tables[row::num_rows] for row in range(num_rows)]
+        for of_row, computed, query_len in zip(of_rows, num_computed, step.query_lens.tolist(), strict=True):
+            assert computed + query_len <= len(of_row[0]) * block_size, "the block table is too short"
             for position in range(computed, computed + query_len):
                 token_id = next(given)
                 token_id = token_id if token_id >= 0 else self._previous[-1 - token_id]
-                cache[table[position // block_size]][position % block_size] = token_id
+                for table in of_row:
+                    cache[table[position // block_size]][position % block_size] = token_id
         return [
-            self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.result_tokens.tolist()
+            self._context(of_rows[row], num_computed[row] + token + 1) for row, token, _ in step.result_tokens.tolist()
         ]
 
     def _compared_with_states(self, step: StepInput, contexts: list[list[int]]) -> list[list[int]]:
@@ -168,13 +172,25 @@ class FakeRunner:
             for context, state in zip(contexts, of_results, strict=True)
         ]
 
-    def _context(self, table: list[int], end: int) -> list[int]:
-        first, block_size = max(0, end - self.window), self.block_size
+    def _context(self, tables: list[list[int]], end: int) -> list[int]:
+        """Return the first `end` tokens of a row with these tables, changed where two groups differ."""
+        first, token_ids = self._seen(tables[0], self._groups.windows[0], end)
+        for table, window in zip(tables[1:], self._groups.windows[1:], strict=True):
+            start, others = self._seen(table, window, end)
+            if others != token_ids[start - first :]:
+                return [0] * first + [-1, *token_ids[1:]]
+        return [0] * first + token_ids
+
+    def _seen(self, table: list[int], window: Window, end: int) -> tuple[int, list[int]]:
+        """Return the position of the first token that the last one sees in a group, and the tokens from there on."""
+        first, block_size = max(0, end - window.num_tokens), self.block_size
+        if window.is_chunked:
+            first = (end - 1) // window.num_tokens * window.num_tokens
         begin = first // block_size
         token_ids: list[int] = []
         for block_id in table[begin : -(-end // block_size)]:
             token_ids += self._cache[block_id]
-        return [0] * first + token_ids[first - begin * block_size : end - begin * block_size]
+        return first, token_ids[first - begin * block_size : end - begin * block_size]
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
         for kind, source, target, *_ in moves:

@@ -52,7 +52,7 @@ class FragileHarness(Harness):
         """`new_runner` returns the runner of each WorkAgent; None: the fake model."""
         super().__init__(**harness)
         blocks = self.scheduler.blocks
-        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
+        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.groups
         slots = 0 if blocks.states is None else blocks.states.pool.num_blocks
         self.executor = FragileExecutor(new_runner or (lambda: FakeRunner(*sizes, num_state_slots=slots)), max_restarts)
         self.engine._executor = self.executor

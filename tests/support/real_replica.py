@@ -47,7 +47,7 @@ class RealReplica:
             Metrics(),
             self._publish,
             num_swap_blocks=loaded.num_swap_blocks,
-            window=spec.window,
+            windows=loaded.windows,
             num_state_slots=self.config.num_state_slots(spec.state_bytes),
         )
 

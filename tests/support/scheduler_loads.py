@@ -13,6 +13,7 @@ from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES
 from support.factories import create_classes, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
+from support.simulated_settings import GROUPS
 
 shares = st.sampled_from([0.1, 0.5, 1.0])
 
@@ -22,6 +23,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
     """Draw options with small caches, few slots and small limits, so that each of them is reached."""
     max_num_seqs = draw(st.integers(1, 5))
     window = draw(st.sampled_from([None, None, 1, 5, 8, 13]))
+    windows = draw(st.sampled_from([(), (), *GROUPS])) if window is None else ()
     changes = {
         name: {
             "weight": draw(st.integers(1, 4)),
@@ -38,7 +40,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "swap_block_cost_tokens": draw(st.sampled_from([0.5, 3.0])),
         "num_swap_blocks": draw(st.sampled_from([0, 4, 20])),
         "prefix_caching": draw(st.booleans()),
-        "num_blocks": draw(st.integers(8 if window is None else 4, 16)),
+        "num_blocks": draw(st.integers(8 if window is None else 4, 16)) * max(1, len(windows)),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": draw(st.integers(max_num_seqs, 24)),
         "max_prefill_seqs": draw(st.integers(1, 5)),
@@ -52,13 +54,22 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_long_prefill_tokens": draw(st.sampled_from([None, 1, 4])),
         "max_model_len": 32,
         "window": window,
+        "windows": windows,
         "max_steps_in_flight": draw(st.integers(1, 2)),
-        "num_spare_states": draw(st.sampled_from([None, None, 0, 1, 3, 30])),
+        "num_spare_states": None if windows else draw(st.sampled_from([None, None, 0, 1, 3, 30])),
         "classes": create_classes(draw(st.integers(0, 8)), **changes),
     }
 
 
-STAY = ("max_preemptions", "static_batching", "max_steps_in_flight", "window", "num_blocks", "num_swap_blocks")
+STAY = (
+    "max_preemptions",
+    "static_batching",
+    "max_steps_in_flight",
+    "window",
+    "windows",
+    "num_blocks",
+    "num_swap_blocks",
+)
 """Options that no reload changes."""
 
 

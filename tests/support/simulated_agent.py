@@ -116,7 +116,7 @@ class SimulatedAgent:
             transfer = FakeTransferPool(len(transfer.blocks))
             self.block_link = SimulatedBlockLink(rng, transfer, location, self._end)
         num_slots = 0 if blocks.states is None else blocks.states.pool.num_blocks
-        self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer, num_slots)
+        self._runner = FakeRunner(*sizes, blocks.groups, transfer, num_slots)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep | SetAllowedTokens] = deque()
         self._next_fault: str | None = None

@@ -84,7 +84,7 @@ class Replica:
             cancellation=cancellation,
         )
         self.restart_wait_s = rng.choice((0.5, 1000.0))
-        drafts = RandomDrafts(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
+        drafts = RandomDrafts(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.groups.windows[0].num_tokens)
         self.engine = Engine(
             self.scheduler,
             self.executor,

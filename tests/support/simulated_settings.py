@@ -10,6 +10,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.core.window import LayerWindow
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
 from support.factories import create_classes
@@ -17,6 +18,12 @@ from support.simulated_client import MAX_MODEL_LEN
 from support.simulated_clock import Clock
 from support.simulated_network import SimulatedNetwork
 
+GROUPS = (
+    (LayerWindow(), LayerWindow(5)),
+    (LayerWindow(), LayerWindow(9), LayerWindow(9), LayerWindow(3)),
+    (LayerWindow(), LayerWindow(), LayerWindow(6, is_chunked=True)),
+)
+"""Windows of groups of layers."""
 ROLES = (("prefill", "decode"), ("prefill", "both"), ("prefill", "decode", "decode"), ("prefill", "prefill", "decode"))
 
 
@@ -54,7 +61,11 @@ def draw_scheduler(rng: random.Random) -> dict[str, Any]:
     }
     # Without a draw from `rng`, on which the rest of the seed depends.
     drawn = random.Random(repr([options[name] for name in ("num_blocks", "max_prefill_gap", "order", "quantum_steps")]))
-    return options | {"num_spare_states": drawn.choice((None, None, None, 0, 3, 10))}
+    options["num_spare_states"] = drawn.choice((None, None, None, 0, 3, 10))
+    if window is None and options["num_spare_states"] is None and drawn.random() < 0.4:
+        options["windows"] = drawn.choice(GROUPS)
+        options["num_blocks"] *= len(options["windows"])
+    return options
 
 
 def draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:

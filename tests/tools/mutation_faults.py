@@ -16,6 +16,7 @@ from llm_serving.executor.cluster.listener import PendingStarts
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.prefix_search import PrefixSearch
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler import scheduler as scheduler_module
 from llm_serving.scheduler.preemption import Preemptor
@@ -132,6 +133,26 @@ def moves_left_out(kind: BlockMoveKind) -> Any:
     take = BlockManager.pop_block_moves
     return patch.object(
         BlockManager, "pop_block_moves", lambda self: [move for move in take(self) if move.kind != kind]
+    )
+
+
+def hit_without_window() -> Any:
+    """Let a prefix hit have no blocks of groups with a window."""
+    start = PrefixSearch._start
+    return patch.object(
+        PrefixSearch,
+        "_start",
+        lambda self, window, end: end if window.is_sliding else start(self, window, end),
+    )
+
+
+def block_freed_too_early() -> Any:
+    """Free each block of a window a block too early."""
+    free = BlockManager.free_outside_window
+    return patch.object(
+        BlockManager,
+        "free_outside_window",
+        lambda self, request_id, num_computed: free(self, request_id, num_computed + self.block_size),
     )
 
 

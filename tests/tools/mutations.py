@@ -14,6 +14,7 @@ before.
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 if __name__ == "__main__":
@@ -29,10 +31,14 @@ if __name__ == "__main__":
 from llm_serving.executor import supervisor
 from llm_serving.scheduler import Scheduler
 from support.simulated_client import Client
+from support.simulated_settings import GROUPS, draw_scheduler
+from tools import simulation
 from tools.mutation_faults import (
     Patch,
     block_allocated_twice,
+    block_freed_too_early,
     cache_not_reset,
+    hit_without_window,
     moved_untagged,
     no_copies,
     no_swaps_in,
@@ -67,6 +73,8 @@ class Mutation:
     """Whether WorkAgents also die, fail and are late."""
     with_prompt_results: bool = False
     """Whether clients also request prompt logprobs and vectors."""
+    with_groups: bool = False
+    """Whether the models have groups of layers with windows, and all requests may share prefixes."""
     num_machines: int = 0
     """Machines with WorkAgents beside the master's, which may fail, as may the links to them."""
 
@@ -104,6 +112,20 @@ MUTATIONS = (
         "fill tags of blocks",
         position_kept_after_preemption,
         untagged(position_kept_after_preemption),
+    ),
+    Mutation(
+        "a prefix hit lacks the blocks of a window",
+        "epoch tags of blocks",
+        hit_without_window,
+        untagged(hit_without_window),
+        with_groups=True,
+    ),
+    Mutation(
+        "a block is freed before its window has passed",
+        "epoch tags of blocks",
+        block_freed_too_early,
+        untagged(block_freed_too_early),
+        with_groups=True,
     ),
     Mutation("a fork's block is not copied", "fill tags of blocks", no_copies, untagged(no_copies)),
     Mutation("a swapped block is not swapped in", "fill tags of blocks", no_swaps_in, untagged(no_swaps_in)),
@@ -240,6 +262,8 @@ def play(
                 stack.enter_context(nullcontext() if fault is None else fault())
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervisor, "FIRST_DELAY_S", 0.0))
+                if mutation.with_groups:
+                    stack.enter_context(patch.object(simulation, "draw_scheduler", draw_scheduler_with_groups))
                 one = Simulation(seed, mutation.num_machines)
                 one.operator.disable()
                 if mutation.with_prompt_results:
@@ -248,6 +272,12 @@ def play(
     finally:
         logging.disable(logging.NOTSET)
     return verdict
+
+
+def draw_scheduler_with_groups(rng: random.Random) -> dict[str, Any]:
+    options = draw_scheduler(rng) | {"window": None, "num_spare_states": None, "prefix_caching": True}
+    windows = random.Random(repr(options["num_blocks"])).choice(GROUPS)
+    return options | {"windows": windows, "num_blocks": 15 * len(windows)}
 
 
 def request_prompt_results(clients: Sequence[Client]) -> None:

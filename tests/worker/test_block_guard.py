@@ -2,6 +2,7 @@
 
 import pytest
 from llm_serving.core.step import NO_BLOCK, BlockMoveKind
+from llm_serving.core.window import CacheGroups, Window
 from llm_serving.errors import WorkerError
 from llm_serving.worker.block_guard import BlockGuard, BlockTags
 from support.step_factories import block_moves, step_input
@@ -188,7 +189,7 @@ class TestWindow:
 
     @pytest.fixture
     def guard(self):
-        guard = BlockGuard(num_blocks=8, num_swap_blocks=0, block_size=4, window=6)
+        guard = BlockGuard(num_blocks=8, num_swap_blocks=0, block_size=4, groups=CacheGroups((Window(6),)))
         guard.check(a_row(12, 0, [1, 2, 3], [7, 7, 7]))
         return guard
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.core.step import NO_BLOCK
+from llm_serving.core.window import ONE_GROUP, CacheGroups, Window
 from llm_serving.errors import WorkerError
 from llm_serving.worker.model_inputs import (
     NO_TOKENS,
@@ -210,7 +211,7 @@ def test_blocks_behind_the_window_may_be_missing():
     """With a window of 6, the token at position 9 attends to positions from 4 on, and that at 12 from 7 on, in the same
     block.
     """
-    limits = dataclasses.replace(LIMITS, window=6)
+    limits = dataclasses.replace(LIMITS, groups=CacheGroups((Window(6),)))
     rows = [([5], 9, [NO_BLOCK, 3, 6]), ([7, 8], 12, [NO_BLOCK, 5, 1, 2])]
     inputs = build(step_input(rows), limits=limits)
     assert inputs.block_tables.tolist() == [[0, 3, 6, 0], [0, 5, 1, 2]]
@@ -219,8 +220,9 @@ def test_blocks_behind_the_window_may_be_missing():
 
 @pytest.mark.parametrize(("table", "window"), [([NO_BLOCK, NO_BLOCK, 6], 6), ([-2, 3, 6], 6), ([NO_BLOCK, 3, 6], None)])
 def test_a_missing_block_inside_the_window_is_rejected(table, window):
+    groups = CacheGroups((Window(window),)) if window else ONE_GROUP
     with pytest.raises(WorkerError, match="block_tables must hold ids from 0 to 9"):
-        build(step_input([([5], 9, table)]), limits=dataclasses.replace(LIMITS, window=window))
+        build(step_input([([5], 9, table)]), limits=dataclasses.replace(LIMITS, groups=groups))
 
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

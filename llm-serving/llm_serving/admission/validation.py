@@ -34,7 +34,7 @@ def check_request(
         rule = f"with the prompt of {num_prompt} tokens must be at most {limits.max_generate_length} tokens"
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
     if total > blocks.max_request_tokens:
-        rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.num_kv_slots} tokens"
+        rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.max_request_tokens} tokens"
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
     check_priority(priority)
     check_token_ids("prompt", prompt_token_ids, vocab_size)

@@ -84,9 +84,12 @@ def _bounds(config: ServingConfig) -> list[str]:
     from llm_serving.engine.replica import build_scheduler
 
     spec = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path)
-    window, slots = (None, 0) if spec is None else (spec.window, config.num_state_slots(spec.state_bytes))
-    sizes = config.pa.num_blocks, config.pa.num_swap_blocks
-    scheduler = build_scheduler(config, *sizes, window=window, num_state_slots=slots)
+    if spec is None:
+        scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks)
+    else:
+        layout, slots = config.served_spec(spec).layout, config.num_state_slots(spec.state_bytes)
+        sizes = layout.num_blocks(config.pa.num_blocks), layout.num_blocks(config.pa.num_swap_blocks)
+        scheduler = build_scheduler(config, *sizes, windows=layout.windows, num_state_slots=slots)
     return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
 
 

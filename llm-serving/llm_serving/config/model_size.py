@@ -10,7 +10,7 @@ import psutil
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import QuantizationName, SpeculativeMethodName
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups
 from llm_serving.errors import ConfigError
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.memory import (
@@ -41,7 +41,7 @@ class ModelSize(NamedTuple):
 def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelSize:
     """Estimate the memory that a WorkAgent needs for the model. `stored_bytes`: size of the weight files, if known."""
     assert config.model.model_path is not None
-    spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
+    spec = config.served_spec(ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel))
     is_plain = config.device.device_target == "CPU" and config.device.kernels == "plain"
     dtype = "float32" if is_plain else config.model.model_dtype
     dtype_bytes = 4 if dtype == "float32" else 2
@@ -53,19 +53,23 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     if kept is None:
         kept = spec.scheme.stored_types if isinstance(spec.scheme, Gguf) else dtype
     per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
+    per_block = per_token * config.pa.block_size
     weights = weight_bytes(spec, dtype_bytes, quantization)
     fits, verdict, num_tokens = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
-    window = Window.from_model(spec.window, config.scheduler.max_prefill_tokens, longest)
-    held = min(longest, window.max_blocks_of(longest, config.pa.block_size) * config.pa.block_size)
+    groups = CacheGroups.of(spec.layout.windows, config.scheduler.max_prefill_tokens, longest)
+    num_held = groups.max_blocks_of(longest, config.pa.block_size)
+    held = min(longest * len(groups.windows), num_held * config.pa.block_size)
     in_codes = f" ({config.quant.kv_cache_dtype})" if config.quant.has_coded_cache else ""
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
+    if len(groups.windows) > 1:
+        beyond = f" in {num_held:,} blocks of {readable_size(per_block)}"
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
         (f"weights as served ({kept})", readable_size(weights)),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
         *_draft_model(config, spec, dtype_bytes),
-        ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}"),
+        ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}{_in_groups(groups)}"),
         *_states(config, spec),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
         *_cache(config, num_tokens, per_token, weights + _draft_bytes(config, spec, dtype_bytes) + IDLE_BYTES),
@@ -73,6 +77,14 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     ]
     width = max(len(name) for name, _ in rows)
     return ModelSize([f"{name:<{width}}  {text}" for name, text in rows], fits)
+
+
+def _in_groups(groups: CacheGroups) -> str:
+    """Return a text on the groups of layers, if there are several."""
+    if (count := len(groups.windows)) == 1:
+        return ""
+    sliding = sum(each.is_sliding for each in groups.windows)
+    return f" in each of {count} groups of layers; {sliding} of them keep only a window"
 
 
 def check_memory(configs: Sequence[ServingConfig]) -> None:
@@ -175,16 +187,21 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
     size, left = config.pa.block_size, kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys)
     tokens = left // per_token
     if config.pa.num_blocks is not None:
-        asked = config.pa.num_blocks * size
+        asked = spec.layout.num_blocks(config.pa.num_blocks) * size
         verdict = "yes" if asked <= tokens else "no"
         text = f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
         return _Verdict(asked <= tokens, text, asked)
     if tokens < size:
         missing = size * per_token - left
         return _Verdict(False, f"no: {readable_size(missing)} more are needed than {source}", None)
-    window = Window.from_model(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
-    longest = window.max_request_tokens(size, tokens // size)
-    how = "in part" if longest < config.model.max_generate_length else "yes"
-    useful = config.model.decode_batch_size * window.max_blocks_of(config.model.max_generate_length, size)
+    length = config.model.max_generate_length
+    groups = CacheGroups.of(spec.layout.windows, config.scheduler.max_prefill_tokens, length)
+    how = "in part" if groups.max_request_tokens(size, tokens // size) < length else "yes"
+    most = groups.max_blocks_of(length, size)
+    useful = config.model.decode_batch_size * most
     text = f"{how}: {tokens:,} tokens of context, all requests together, in {source}"
+    if len(groups.windows) > 1:
+        text = (
+            f"{how}: {tokens // size:,} blocks, for {tokens // size // most} requests of {length:,} tokens, in {source}"
+        )
     return _Verdict(True, text, min(useful, tokens // size) * size)

@@ -10,16 +10,17 @@ from typing import Any, Final
 
 from llm_serving.config.rules import Option, Rule
 from llm_serving.config.sections.cluster import ClusterConfig
-from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig, groups_layers
 from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tables import TABLES, ApiKey
-from llm_serving.core.enums import RoleName
+from llm_serving.core.enums import RoleName, SpeculativeMethodName
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.hub import HubModel
 from llm_serving.models.memory import num_state_slots
+from llm_serving.models.spec import ModelSpec
 
 __all__ = ["DEFAULTS", "OPTIONS", "RULES", "SECTIONS", "TABLES", "ApiKey", "Origin", "ServingConfig"]
 
@@ -98,6 +99,18 @@ class ServingConfig:
     def num_state_slots(self, state_bytes: int) -> int:
         """Return the number of state slots of each WorkAgent; 0: no states. `state_bytes`: bytes of one slot."""
         return num_state_slots(state_bytes, self.model.decode_batch_size, self.pa.num_state_slots)
+
+    @property
+    def groups_layers(self) -> bool:
+        """Whether layers with different windows may form groups with block tables of their own."""
+        # A layer for multi-token prediction reads the blocks of all layers.
+        uses_mtp = self.scheduler.speculative_method == SpeculativeMethodName.MTP
+        target, kernels, disk_cache = self.device.device_target, self.device.kernels, self.pa.disk_cache_path
+        return not uses_mtp and groups_layers(target, kernels, disk_cache)
+
+    def served_spec(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec of a model with the groups of layers of its KV cache."""
+        return spec.with_cache_groups(self.model.max_generate_length) if self.groups_layers else spec
 
     @property
     def num_processes(self) -> int:

@@ -226,8 +226,9 @@ def no_scoring() -> ScoringInput:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One forward pass over B rows and T packed tokens, without padding. Row b computes `query_lens[b]` tokens after
-    the `num_computed[b]` tokens in the blocks of `block_tables[b]`, which has room for all of them.
+    """One forward pass over B rows and T packed tokens, without padding. Row b runs `query_lens[b]` tokens after the
+    `num_computed[b]` tokens in the blocks of `block_tables[b]`, which has room for all of them. With G groups of
+    layers, row b also has the tables b + B, b + 2 B and so on.
     """
 
     step: int
@@ -235,8 +236,11 @@ class StepInput:
     token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `reference_to_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
-    block_tables: Int32Array  # [B, W] block ids; unused columns are 0, columns before the window NO_BLOCK
-    block_epochs: Int32Array  # [B, W], for each entry of block_tables the epoch of its block
+    block_tables: Int32Array
+    """[G * B, W] block ids, first all rows of the first group of layers. Unused columns are 0, columns before the
+    window NO_BLOCK.
+    """
+    block_epochs: Int32Array  # [G * B, W], for each entry of block_tables the epoch of its block
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # of the S results of kind TOKEN
     scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS

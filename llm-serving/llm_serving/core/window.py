@@ -1,29 +1,34 @@
-"""The sliding window of a model. It determines which part of a sequence the KV cache must hold."""
+"""The groups of layers of a KV cache, by the earlier tokens that their layers attend to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 NO_WINDOW: Final = 2**31
 """A number of tokens that no sequence reaches."""
 
 
+class LayerWindow(NamedTuple):
+    """The tokens that a layer attends to."""
+
+    num_tokens: int = 0
+    """The latest ones, including the token itself; 0: all."""
+    is_chunked: bool = False
+    """Whether they begin at a multiple of `num_tokens` (Llama 4) in place of `num_tokens` before the next token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The sliding window of a model. Because a block holds all layers, one layer without a window keeps all blocks."""
+    """The window of the layers of one group. Each block holds all layers of a group."""
 
     num_tokens: int = NO_WINDOW
-    """Number of tokens, including itself, to which a token attends in the layer with the largest window."""
+    """Maximum number of tokens, including itself, that a token attends to."""
     max_chunk: int = 1
     """Maximum number of tokens of one request in a step."""
-
-    @classmethod
-    def from_model(cls, num_tokens: int | None, max_chunk: int, max_model_len: int) -> Window:
-        """Return the window of a model. `num_tokens`: largest window of its layers; None: some layer attends to all
-        tokens. A window of at least `max_model_len` tokens never slides.
-        """
-        return cls() if num_tokens is None or num_tokens >= max_model_len else cls(num_tokens, max_chunk)
+    is_chunked: bool = False
+    """As `LayerWindow.is_chunked`."""
 
     @property
     def is_sliding(self) -> bool:
@@ -31,34 +36,85 @@ class Window:
         return self.num_tokens < NO_WINDOW
 
     def first_block(self, num_computed: int, block_size: int) -> int:
-        """Return the index of the first block to which the token after the first `num_computed` tokens, or a later one,
-        attends.
-        """
+        """Return the first block to which the token after `num_computed` others, or any later token, attends."""
+        if self.is_chunked:
+            return num_computed // self.num_tokens * self.num_tokens // block_size
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a request holds: for the window before a step's first token, and for
-        the step. If a cache of `num_blocks` is too small for both, steps are shorter.
+        """Return the maximum number of blocks that a request holds: the window of a step's first token, and the step.
+        If the group's share of the cache, `num_blocks`, is too small for both, steps are shorter.
         """
         if not self.is_sliding:
             return NO_WINDOW
         least, most = (_touched(self.num_tokens + beside, block_size) for beside in (0, self.max_chunk - 1))
         return max(least, min(most, num_blocks))
 
+
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """The groups of layers of a KV cache. A request has a block table for each group, and all tables have blocks of one
+    pool.
+    """
+
+    windows: tuple[Window, ...] = (Window(),)
+    """The window of each group, the largest one first."""
+
+    @classmethod
+    def of(cls, windows: Sequence[LayerWindow], max_chunk: int, max_model_len: int) -> CacheGroups:
+        """Return the groups of a model with these windows. `max_chunk`: maximum number of tokens of one request in a
+        step. A window of at least `max_model_len` tokens never slides.
+        """
+        return cls(
+            tuple(
+                Window(each.num_tokens, max_chunk, each.is_chunked) if 0 < each.num_tokens < max_model_len else Window()
+                for each in windows
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether requests free blocks before they end."""
+        return any(each.is_sliding for each in self.windows)
+
+    def max_blocks(self, block_size: int, num_blocks: int) -> list[int]:
+        """Return the maximum number of blocks that a request holds in each group; `NO_WINDOW`: those of all tokens."""
+        return [each.max_blocks(block_size, num_blocks // len(self)) for each in self.windows]
+
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
         """Return the maximum number of blocks that a request of `num_tokens` holds at the same time."""
-        return min(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
+        return self._held(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
 
     def max_request_tokens(self, block_size: int, num_blocks: int) -> int:
         """Return the number of tokens of the longest request that fits into a cache of `num_blocks`."""
-        return NO_WINDOW if self.max_blocks(block_size, num_blocks) <= num_blocks else num_blocks * block_size
+        most = self.max_blocks(block_size, num_blocks)
+        if sum(most) <= num_blocks:
+            return NO_WINDOW
+        low, high = 0, num_blocks
+        while low < high:  # the largest number of entries of a table
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._held(middle, most) <= num_blocks else (low, middle - 1)
+        return low * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return the number of prompt tokens that always fit into a step."""
-        if not self.is_sliding:
-            return self.max_chunk
-        most = self.max_blocks(block_size, num_blocks)
-        return max(1, min(self.max_chunk, (most - 1) * block_size + 2 - self.num_tokens))
+        """Return the number of prompt tokens for which a step always has room."""
+        chunks = [
+            min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)
+            for window, most in zip(self.windows, self.max_blocks(block_size, num_blocks), strict=True)
+            if window.is_sliding
+        ]
+        return max(1, min(chunks, default=1))
+
+    @staticmethod
+    def _held(num_entries: int, most: Sequence[int]) -> int:
+        return sum(min(num_entries, each) for each in most)
+
+
+ONE_GROUP: Final = CacheGroups()
+"""All layers attend to all tokens."""
 
 
 def _touched(num_tokens: int, block_size: int) -> int:

@@ -144,10 +144,10 @@ class Recovery:
         pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states
         if states is not None:
             states = StateSlots(states.pool.num_blocks, states.max_running, size)
-        window, slots = scheduler.blocks.window, scheduler.blocks.adapters
+        groups, slots = scheduler.blocks.groups, scheduler.blocks.adapters
         adapters = None if slots is None else AdapterSlots(slots.num_slots)
         blocks = BlockManager(
-            pool.num_blocks, size, prefix_caching=False, window=window, states=states, adapters=adapters
+            pool.num_blocks, size, prefix_caching=False, groups=groups, states=states, adapters=adapters
         )
         trial = Scheduler(
             _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import OrderName
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups, LayerWindow
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.executor.executor import Executor
@@ -45,7 +46,7 @@ def build_scheduler(
     num_blocks: int,
     num_swap_blocks: int = 0,
     index: int = 0,
-    window: int | None = None,
+    windows: Sequence[LayerWindow] = (LayerWindow(),),
     clock: Clock = monotonic,
     whole_prompts: bool = False,
     *,
@@ -56,13 +57,11 @@ def build_scheduler(
     blocks.
 
     If the configuration names a folder for recordings, the scheduler records its decisions there until it is
-    garbage-collected. `window`: number of latest tokens to which every layer of the model attends; None: some layer
-    attends to all tokens. `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later
-    ones. `num_state_slots`: number of slots for recurrent states; 0: the model has none. `num_state_pieces`: number of
-    transfer pool blocks that one state occupies.
+    garbage-collected. `windows`: window of each group of layers. `whole_prompts`: whether a step must compute whole
+    prompts, because tokens attend to later ones. `num_state_slots`: number of slots for recurrent states; 0: the model
+    has none. `num_state_pieces`: number of transfer pool blocks that one state occupies.
     """
     scheduler = config.scheduler
-    sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
     states = None
     if num_state_slots:
         sizes = num_state_slots, config.model.decode_batch_size, config.pa.block_size, num_state_pieces
@@ -72,7 +71,7 @@ def build_scheduler(
         config.pa.block_size,
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching and not whole_prompts,
-        window=sliding_window,
+        groups=CacheGroups.of(windows, scheduler.max_prefill_tokens, config.model.max_generate_length),
         exports=create_transfer_pool(config.num_transfer_blocks - 2 * config.num_disk_blocks, index),
         states=states,
         adapters=AdapterSlots(config.lora.max_loras) if config.lora.is_enabled else None,
@@ -159,9 +158,20 @@ def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
         return f"a request has up to {held} tokens, as many as the KV cache holds ({configured}: {source})"
     text = f"a request has up to {configured} tokens ({source})"
     if blocks.has_sliding_window:
-        most = blocks.max_blocks_per_request
-        text += f" and holds at most {most} blocks: every layer sees {blocks.window.num_tokens} tokens"
+        most = blocks.max_blocks_of(configured)
+        text += f" and holds at most {most} blocks: {_windows(blocks.groups)}"
     return text
+
+
+def _windows(groups: CacheGroups) -> str:
+    """Return a text for the log: what the layers of each group see."""
+    if len(groups.windows) == 1:
+        return f"every layer sees {groups.windows[0].num_tokens} tokens"
+    texts = []
+    for window, count in Counter(groups.windows).items():
+        unit = "chunks of " if window.is_chunked else ""
+        texts.append(f"{count} of {f'{unit}{window.num_tokens} tokens' if window.is_sliding else 'all tokens'}")
+    return f"its layers form {len(groups.windows)} groups, which see {', '.join(texts)}"
 
 
 def build_drafter(
@@ -192,7 +202,7 @@ def build_engine(
     publish: Publish,
     index: int = 0,
     num_swap_blocks: int = 0,
-    window: int | None = None,
+    windows: Sequence[LayerWindow] = (LayerWindow(),),
     clock: Clock = monotonic,
     whole_prompts: bool = False,
     num_state_slots: int = 0,
@@ -200,11 +210,11 @@ def build_engine(
     build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. `build_scheduler` explains the numbers of blocks and slots, `window` and
+    """Create the engine of replica `index`. `build_scheduler` explains the numbers of blocks and slots, `windows` and
     `whole_prompts`.
     """
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
-    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts, **sizes)
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
     if (states := scheduler.blocks.states) is not None:

@@ -30,7 +30,7 @@ from llm_serving.core.step import (
     reference_to_previous_step,
 )
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.block_table import BlockTable, Tables
 from llm_serving.scheduler import Schedule
 
 _FORBIDDEN = float("-inf")
@@ -63,10 +63,11 @@ class StepBuilder:
         token_ids: list[int] = []
         query_lens: list[int] = []
         num_computed: list[int] = []
-        tables: list[BlockTable] = []
+        tables: list[Tables] = []
         sampled: list[_Sample] = []
         chosen: list[int] = []
         positions: list[int] = []
+        all_tables = self._blocks.tables
         token = ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
         for index, (request, start, query_len, num_samples, _) in enumerate(schedule.rows):
             num_known, end = len(request.prompt_token_ids) + len(request.output_token_ids), start + query_len
@@ -78,7 +79,7 @@ class StepBuilder:
                 token_ids.append(reference_to_previous_step(self._previous_samples[request]))
             query_lens.append(query_len)
             num_computed.append(start)
-            tables.append(self._blocks.table(request.request_id))
+            tables.append(all_tables[request.request_id])
             for draft in range(num_samples):
                 offset = query_len - num_samples + draft
                 sampled.append((request, draft))
@@ -89,7 +90,7 @@ class StepBuilder:
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule, self._pooling)
             result_tokens = np.concatenate([result_tokens, of_prompts])
-        block_tables, block_epochs = _packed(tables)
+        block_tables, block_epochs = _packed([each[group] for group in range(len(tables[0])) for each in tables])
         adapters = _NO_ADAPTERS
         if (slots := self._blocks.adapters) is not None:
             adapters = np.array(

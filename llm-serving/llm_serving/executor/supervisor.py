@@ -32,6 +32,7 @@ from llm_serving.executor.placement import LocalPlacement, Placement
 from llm_serving.executor.restart_status import RestartStatus, StartCancellation
 from llm_serving.executor.worker_process import AgentLink, AgentProcess
 from llm_serving.log import get_logger
+from llm_serving.network.caches import MAX_GROUPS
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import max_step_bytes
 from llm_serving.transport.messages import (
@@ -122,7 +123,10 @@ def start_work_agent(
     settings = load_settings(config, index)
     if previous is not None:
         settings = msgspec.structs.replace(
-            settings, num_blocks=previous.num_blocks, num_swap_blocks=previous.num_swap_blocks
+            settings,
+            num_blocks=previous.num_blocks,
+            num_swap_blocks=previous.num_swap_blocks,
+            has_group_blocks=True,
         )
     settings = placement.settings(settings)
     started = placement.start(index, settings, config.serving.log_level, timeout_s, cancellation)
@@ -212,6 +216,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         block_size=config.pa.block_size,
         num_blocks=config.pa.num_blocks,
         num_swap_blocks=config.pa.num_swap_blocks,
+        groups_layers=config.groups_layers,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
         max_num_seqs=max_rows,
@@ -227,7 +232,12 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         jit_level=config.device.jit_level,
         num_buffers=NUM_BUFFERS,
         buffer_bytes=max_step_bytes(
-            max_tokens, max_rows, max_model_len, config.pa.block_size, _max_draft_tokens(config)
+            max_tokens,
+            max_rows,
+            max_model_len,
+            config.pa.block_size,
+            _max_draft_tokens(config),
+            MAX_GROUPS if config.groups_layers else 1,
         ),
         step_timeout_s=config.serving.step_timeout_s,
         num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,

@@ -14,14 +14,16 @@ class BlockPool:
 
     A block is free or has a reference count of at least one; free + used == all at any time. A free block can be found
     by its hash until it is allocated again. Blocks without a hash are allocated first, starting with the latest freed.
-    Blocks with a hash follow, starting with the least recently used.
+    Blocks with a hash follow, first those freed `early`, each kind starting with the least recently used.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
         """`last_epoch`: the first allocation has the next epoch."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """Free block ids, in order of allocation."""
+        """Free block ids, in order of allocation, without those freed early."""
+        self._early: OrderedDict[int, None] = OrderedDict()
+        """Free blocks with a hash that were freed early."""
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
         self._num_allocations = last_epoch % MAX_EPOCH
@@ -30,11 +32,11 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._early)
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free_blocks
 
     @property
     def num_touched_blocks(self) -> int:
@@ -57,10 +59,13 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each. The caller must have checked `num_free_blocks`."""
-        assert count <= len(self._free), f"cannot allocate {count} blocks: {len(self._free)} are free"
+        assert count <= self.num_free_blocks, f"cannot allocate {count} blocks: {self.num_free_blocks} are free"
         block_ids = []
         for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
+            source = self._free
+            if self._early and not (source and self._hashes[next(iter(source))] is None):
+                source = self._early
+            block_id, _ = source.popitem(last=False)
             block_ids.append(block_id)
             self._ref_counts[block_id] = 1
             self._num_allocations = (self._num_allocations + 1) % MAX_EPOCH
@@ -75,16 +80,21 @@ class BlockPool:
         """Add one reference to each block. Free blocks become used."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._free[block_id]
+                del (self._early if block_id in self._early else self._free)[block_id]
             self._ref_counts[block_id] += 1
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference of each block. A block without references becomes free."""
+    def free(self, block_ids: Iterable[int], *, early: bool = False) -> None:
+        """Drop one reference of each block. A block without references becomes free. `early`: it is less likely to be
+        found by its hash than other free blocks.
+        """
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             assert count > 0, f"block {block_id} freed twice"
             self._ref_counts[block_id] = count - 1
             if count == 1:
+                if early and self._hashes[block_id] is not None:
+                    self._early[block_id] = None
+                    continue
                 self._free[block_id] = None
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
@@ -106,6 +116,8 @@ class BlockPool:
             del self._blocks_by_hash[block_hash]
             self._hashes[block_id] = None
             if self._ref_counts[block_id] == 0:
+                self._early.pop(block_id, None)
+                self._free[block_id] = None
                 self._free.move_to_end(block_id, last=False)
 
     def find_cached(self, block_hash: bytes) -> int | None:
@@ -130,7 +142,8 @@ class BlockPool:
         for block_id in references:
             expected[block_id] += 1
         assert expected == self._ref_counts, "reference counts differ from the block tables"
-        is_unused = len(self._free) == expected.count(0) and not any(expected[block_id] for block_id in self._free)
+        free = [*self._free, *self._early]
+        is_unused = len({*free}) == len(free) == expected.count(0) and not any(expected[block_id] for block_id in free)
         assert is_unused, "a block is lost"
         num_cached = self.num_blocks - self._hashes.count(None)
         assert num_cached == len(self._blocks_by_hash), "a block has a hash that is not found"

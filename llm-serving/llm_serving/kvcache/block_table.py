@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from llm_serving.core.step import NO_BLOCK
+from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
 from llm_serving.kvcache.block_pool import BlockPool
 
 
@@ -52,6 +52,19 @@ class BlockTable:
         """Return (block id, epoch) of the entries from `start` on, which must have blocks."""
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
+    def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
+        """Return a table for each of several groups, whose blocks follow each other here. `starts`: first entry with a
+        block in each table; each ends with the block of the last of `num_tokens` tokens. One group keeps all blocks.
+        """
+        if len(starts) == 1:
+            return (self,)
+        tables, at, end = [], self.start, -(-num_tokens // block_size)
+        for start in starts:
+            stop = at + end - start
+            tables.append(BlockTable(self.ids[at:stop], self.epochs[at:stop], start))
+            at = stop
+        return tuple(tables)
+
     @property
     def end(self) -> int:
         """Number of entries, with and without blocks."""
@@ -62,6 +75,24 @@ class BlockTable:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids[self.start :] if self.start else self.ids)
+
+
+Tables = tuple[BlockTable, ...]
+"""The block tables of a request, one for each group of layers."""
+
+
+def block_moves(
+    kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
+) -> list[BlockMove]:
+    """Return the moves of the first `num_tokens` tokens between the same entries of two requests' tables, from entry
+    `start`, or from the first one that a target has.
+    """
+    moves = []
+    for source, target in zip(sources, targets, strict=True):
+        for index in range(max(start, target.start), -(-num_tokens // block_size)):
+            blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]
+            moves.append(BlockMove(int(kind), *blocks, min(num_tokens - index * block_size, block_size)))
+    return moves
 
 
 DIGEST_BYTES = 16

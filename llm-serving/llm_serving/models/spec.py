@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
+from llm_serving.core.window import LayerWindow
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.folder import how_to_convert
 from llm_serving.formats.packed import Scheme
@@ -25,7 +27,7 @@ from llm_serving.models.pooling import is_embedding_model, max_seq_length, score
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.adapters import AdaptedLinear, with_adapters
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape, StateShape
+from llm_serving.network.caches import CacheLayout, CacheShape, StateShape, grouped, ungrouped
 from llm_serving.network.operations import Weight
 from llm_serving.network.sharding import sharded
 
@@ -86,7 +88,8 @@ class ModelSpec:
 
     def fact(self, key: str) -> Any:
         """Return a configuration value; missing numbers of KV heads and layers are derived."""
-        found = {"num_key_value_heads": self.caches[0].kv_heads, "num_hidden_layers": len(self.caches)}
+        caches = self.network.caches
+        found = {"num_key_value_heads": caches[0].kv_heads, "num_hidden_layers": len(caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
 
     @property
@@ -96,7 +99,25 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        return tuple(self.network.caches)
+        """The shapes of the KV tensors: of each layer, or, with groups of layers, of as many layers as a group has."""
+        return self.layout.shapes
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        """The groups of layers in the KV cache. Without `with_cache_groups` there is one."""
+        return self.network.layout or ungrouped(self.network.caches, self._windows)
+
+    @cached_property
+    def _windows(self) -> list[LayerWindow]:
+        """What is read of each layer's KV cache, by the layer or by others that share it."""
+        windows: list[LayerWindow | None] = [None] * len(self.network.caches)
+        for each in self.network.operations:
+            if each.kind == "attention":
+                window, chunk = each.attributes["window"], each.attributes["chunk"]
+                seen = LayerWindow(chunk, is_chunked=True) if chunk else LayerWindow(window)
+                layer = each.attributes["layer"]
+                windows[layer] = seen if windows[layer] in (None, seen) and self.network.causal else LayerWindow()
+        return [each or LayerWindow() for each in windows]
 
     @property
     def states(self) -> tuple[StateShape, ...]:
@@ -107,16 +128,6 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes of one slot: the states of a request over all layers."""
         return sum(state.num_bytes for state in self.states)
-
-    @cached_property
-    def window(self) -> int | None:
-        """Largest sliding window of all layers in tokens, including the token itself; None: a layer has no window, or
-        the model is bidirectional.
-        """
-        if not self.network.causal:
-            return None
-        windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attention"]
-        return max(windows) if windows and all(windows) else None
 
     @cached_property
     def num_parameters(self) -> int:
@@ -135,6 +146,14 @@ class ModelSpec:
         spec = replace(self)
         spec.__dict__["network"] = sharded(self.network, rank, num_ranks)
         spec.__dict__["scheme"] = self.scheme
+        return spec
+
+    def with_cache_groups(self, max_model_len: int) -> ModelSpec:
+        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens."""
+        spec = replace(self)
+        spec.__dict__["network"] = network = copy(self.network)
+        spec.__dict__["scheme"] = self.scheme
+        network.layout = grouped(network.caches, self._windows, max_model_len) if network.causal else None
         return spec
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llm_serving.errors import ModelError
-from llm_serving.network.caches import CacheShape, StateShape
+from llm_serving.network.caches import CacheLayout, CacheShape, StateShape
 from llm_serving.network.experts import MAX_EXPERTS, Expert, ExpertRouting, ExpertStacks, Gate, expert_weights
 from llm_serving.network.factors import Constant, PaddedMeanScale
 from llm_serving.network.operations import BY_TOKEN, ElementType, Operation, Transform, Value, Weight
@@ -53,6 +53,8 @@ class Network:
         self.caches: list[CacheShape] = []
         self.states: list[StateShape] = []
         """The states of the operations with an attribute `state`, which is an index into this list."""
+        self.layout: CacheLayout | None = None
+        """Groups of the layers (`network.caches.grouped`); None: one group."""
         self.num_adapter_slots = 0
         """Number of adapters whose matrices `lora` operations hold (`network.adapters`)."""
         self.optional: set[str] = set()

@@ -86,8 +86,11 @@ def build_hidden_states_program(network: Network, dtype: str) -> Program:
 
 
 def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
-    states, adapters = len(network.states), network.num_adapter_slots
-    return assemble(plan, len(network.caches), dtype, num_states=states, num_adapter_slots=adapters)
+    states, adapters, layout = len(network.states), network.num_adapter_slots, network.layout
+    num_caches, places = len(network.caches), () if layout is None else layout.places
+    if layout is not None:
+        num_caches = len(layout.shapes)
+    return assemble(plan, num_caches, dtype, num_states=states, num_adapter_slots=adapters, places=places)
 
 
 def build_head_program(network: Network, dtype: str) -> Program:

@@ -11,7 +11,7 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.block_table import Tables
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.recording.records import (
@@ -77,8 +77,8 @@ class DecisionEncoder:
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._encoded: dict[int, tuple[BlockTable, int]] = {}
-        """`Request.sequence` -> (block table, number of its blocks that have been encoded)."""
+        self._encoded: dict[int, tuple[Tables, list[int]]] = {}
+        """`Request.sequence` -> (block tables, number of entries of each that have been encoded)."""
 
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
@@ -86,15 +86,14 @@ class DecisionEncoder:
         encoded, tables = self._encoded, self._blocks.tables
         rows: list[Row] = []
         for request, num_computed, query_len, samples, _ in schedule.rows:
-            sequence, table = request.sequence, tables[request.request_id]
-            num_blocks, before, new = len(table.ids), encoded.get(sequence), _NO_BLOCKS
-            if before is None or before[0] is not table:
-                new = table.ids.tolist()
-                encoded[sequence] = table, num_blocks
-            elif before[1] != num_blocks:
-                new = table.ids[before[1] :].tolist()
-                encoded[sequence] = table, num_blocks
-            rows.append((sequence, num_computed, query_len, samples, num_blocks, new))
+            sequence, held = request.sequence, tables[request.request_id]
+            lengths, before, new = [len(table.ids) for table in held], encoded.get(sequence), _NO_BLOCKS
+            if before is None or before[0] is not held:
+                before = held, [0] * len(held)
+            if before[1] != lengths:
+                new = [block for table, at in zip(held, before[1], strict=True) for block in table.ids[at:]]
+                encoded[sequence] = held, lengths
+            rows.append((sequence, num_computed, query_len, samples, sum(lengths), new))
         if len(encoded) > 2 * len(rows) + 256:  # most of these requests have finished
             self._encoded = {row[0]: encoded[row[0]] for row in rows}
         preempted = [request.sequence for request in schedule.preempted]

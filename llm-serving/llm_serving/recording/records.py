@@ -22,7 +22,7 @@ from llm_serving.recording.upgrade import OLD_FORMAT
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 16
+FORMAT: Final = 17
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -162,9 +162,7 @@ class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""(request, tokens in the cache before the step, tokens computed, samples, blocks in the request's table, those of
-these blocks that are new).
-"""
+"""(request, tokens already in the cache, tokens computed, samples, blocks of its tables, new ones of these blocks)."""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):

@@ -6,9 +6,11 @@ Remove this module one release after the release that introduced format 16.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Final
 
+from llm_serving.core.window import CacheGroups
 from llm_serving.scheduler.stages import DecodeStage
 
 OLD_FORMAT: Final = 14
@@ -44,7 +46,6 @@ _ATTRIBUTES: Final[dict[str, dict[str, str]]] = {
         "_names": "_block_hashes",
         "_spent": "_released_imports",
         "exports": "transfer_pool",
-        "most_blocks": "max_blocks_per_request",
     },
     "BlockPool": {"_blocks_by_name": "_blocks_by_hash", "_names": "_hashes"},
     "ClassBounds": {"steps_an_admission": "steps_per_admission"},
@@ -119,7 +120,8 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
     components = attributes.pop("_deciders")
     limits, policy, order = attributes["limits"], attributes["policy"], attributes["order"]
     blocks = attributes["blocks"]
-    blocks.max_request_tokens = blocks.window.max_request_tokens(blocks.block_size, blocks.pool.num_blocks)
+    _upgrade_blocks(vars(blocks))
+    blocks.max_request_tokens = blocks.groups.max_request_tokens(blocks.block_size, blocks.pool.num_blocks)
     decode = DecodeStage(limits, policy, blocks, components.waiting.sharing, components.preemptor, components.bounds)
     decode.num_steps_without_prefill = attributes.pop("_prefill_gap")
     components.decode = decode
@@ -140,6 +142,18 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
     }
     new = {renamed.get(name, name): value for name, value in attributes.items()}
     return new | {"_components": components, "decode": decode, "running": components.slots.running}
+
+
+def _upgrade_blocks(blocks: dict[str, Any]) -> None:
+    """Give all layers of a block manager one group, and its pools blocks that are freed early."""
+    groups = blocks["groups"] = CacheGroups((blocks.pop("window"),))
+    blocks |= {"num_groups": 1, "has_sliding_window": groups.is_sliding, "max_blocks": [blocks.pop("most_blocks")]}
+    blocks["_kept_ends"] = {}
+    for name in ("_tables", "_host_tables", "_import_tables"):
+        blocks[name] = {request_id: (table,) for request_id, table in blocks[name].items()}
+    blocks["tables"] = blocks.pop("_tables")
+    for pool in (blocks["pool"], blocks["host_pool"], blocks["transfer_pool"].pool):
+        pool._early = OrderedDict()
 
 
 def _present_name(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.window import Window
+from llm_serving.core.window import ONE_GROUP, CacheGroups
 from llm_serving.scheduler.fair_sharing import max_decode_gap
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
@@ -78,7 +78,7 @@ def class_bounds(
     num_blocks: int,
     block_size: int,
     policy: Policy,
-    window: Window | None = None,
+    groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
     """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: requests that already run.
@@ -115,14 +115,14 @@ def class_bounds(
     Whole prompts: a prompt that does not fit into one step is computed in the next. So two consecutive steps together
     compute at least `max_num_batched_tokens`, or all waiting prompts.
 
-    Sliding windows: a request holds blocks for at most its window and one step, so more of the longest requests run in
-    parallel.
+    Sliding windows: in a group of layers with a window, a request holds blocks for at most its window and one step, so
+    more of the longest requests run in parallel.
     """
-    window = Window() if window is None else window
-    longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
-    longest_blocks = window.max_blocks_of(longest, block_size, num_blocks)
-    # One block is kept free for each running request when another is admitted.
-    num_side_by_side = (num_blocks + 1) // (longest_blocks + 1)
+    longest = min(limits.max_model_len, groups.max_request_tokens(block_size, num_blocks))
+    longest_blocks = groups.max_blocks_of(longest, block_size, num_blocks)
+    # One block of each group is kept free for each running request when another is admitted.
+    num_kept = len(groups.windows)
+    num_side_by_side = (num_blocks + num_kept) // (longest_blocks + num_kept)
     num_slots = max(1, min(limits.max_num_seqs, num_side_by_side))
     # Tokens of all running requests; with a sliding window, a block stands for its part of the whole sequence.
     tokens_per_block, chunk = Fraction(block_size), limits.max_num_batched_tokens
@@ -130,7 +130,8 @@ def class_bounds(
         chunk = (chunk + 1) // 2  # two consecutive steps fill more than one, or compute all prompts that wait
     if longest > longest_blocks * block_size:
         tokens_per_block = Fraction(longest, longest_blocks)
-        chunk = min(chunk, window.min_chunk(block_size, num_blocks))
+    if groups.is_sliding:
+        chunk = min(chunk, groups.min_chunk(block_size, num_blocks))
     cache_tokens = num_blocks * tokens_per_block
     steps_per_prompt_token = _steps_per_prompt_token(limits, policy, chunk)
     limits_now = replace(

@@ -93,16 +93,12 @@ class RunningSlots:
 
     def grow(self, request: Request) -> None:
         """Allocate the blocks that the request needs now. The caller must have checked `can_grow`."""
-        request_id, blocks = request.request_id, self._blocks
-        before = blocks.num_blocks_held(request_id)
-        blocks.grow(request_id, self.num_tokens_to_allocate(request))
-        self.blocks_by_class[request.request_class.name] += blocks.num_blocks_held(request_id) - before
+        num_new = self._blocks.grow(request.request_id, self.num_tokens_to_allocate(request))
+        self.blocks_by_class[request.request_class.name] += num_new
 
     def free_outside_window(self, request: Request) -> None:
-        request_id, blocks = request.request_id, self._blocks
-        before = blocks.num_blocks_held(request_id)
-        blocks.free_outside_window(request_id, request.num_computed_tokens)
-        self.blocks_by_class[request.request_class.name] += blocks.num_blocks_held(request_id) - before
+        num_freed = self._blocks.free_outside_window(request.request_id, request.num_computed_tokens)
+        self.blocks_by_class[request.request_class.name] -= num_freed
 
     def can_grow(self, request: Request) -> bool:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
@@ -114,14 +110,16 @@ class RunningSlots:
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
         """Return whether slots and blocks would be free for a request if the requests `without` were preempted. One
-        block for each running request must stay free, so that each can fill a block before a preemption.
+        block for each running request and group of layers must stay free, so that each can fill a block before a
+        preemption.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
             return False
         if request.adapter and not self._adapters.has_room_for(request, without):
             return False
-        return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
+        num_kept = num_running * self._blocks.num_groups
+        return self.num_blocks_to_admit(request, parent, without) + num_kept <= self._blocks.pool.num_free_blocks
 
     def is_at_limit(self, request: Request, share: RequestClass) -> bool:
         """Return whether the request would exceed `max_running_share` or `max_kv_share` of the class `share`."""

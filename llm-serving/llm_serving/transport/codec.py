@@ -139,16 +139,16 @@ def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> lis
 
 
 def max_step_bytes(
-    max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_draft_tokens: int = 0
+    max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_draft_tokens: int = 0, num_groups: int = 1
 ) -> int:
-    """Return the size in bytes of a buffer that holds the arrays of any step.
+    """Return the size of a buffer that holds the arrays of any step of a model with `num_groups` groups of layers.
 
     The size covers these maxima: for each row, its whole history and a full bias table; for each token, a result and a
     bitmap of allowed tokens; for each draft token, a bias table of its own and one more history token than the previous
     draft token. A block table entry needs at most four block moves; there is space for five. The kernel allocates pages
     when they are first written.
     """
-    max_row_blocks = -(-max_model_len // block_size)
+    max_row_blocks = -(-max_model_len // block_size) * num_groups
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
     sample_bytes = _SAMPLE_BYTES + _BIAS_BYTES
     per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + sample_bytes

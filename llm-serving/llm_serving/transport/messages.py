@@ -38,8 +38,9 @@ import msgspec
 
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import DraftRequest
+from llm_serving.core.window import LayerWindow
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -117,6 +118,10 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """Path of a rank table of HCCL."""
     uses_mtp: bool = False
     """Whether the model's layer for multi-token prediction proposes draft tokens."""
+    groups_layers: bool = False
+    """Whether layers with different windows may form groups with block tables of their own."""
+    has_group_blocks: bool = False
+    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers, as in `Loaded`, not of all."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -130,11 +135,11 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     """Warning for the operator about this WorkAgent; usually empty."""
     compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
-    """Bytes of a block over all layers; 0: unknown."""
+    """Bytes of a block over all layers of a group; 0: unknown."""
     model: str = ""
-    """Weight fingerprint of the files, if the WorkAgent read them on another machine; empty if it read the master's
-    files.
-    """
+    """Weight fingerprint of the files read on another machine; empty if the WorkAgent read the master's files."""
+    windows: tuple[LayerWindow, ...] = (LayerWindow(),)
+    """Window of each group of layers."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

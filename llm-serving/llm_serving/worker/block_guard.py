@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array, StepInput
+from llm_serving.core.window import ONE_GROUP, CacheGroups
 from llm_serving.errors import WorkerError
 from llm_serving.transport.shared_memory import MAX_TOKENS_PER_BLOCK
 from llm_serving.worker.model_inputs import any_true, first_visible_blocks
@@ -102,15 +103,16 @@ class BlockGuard:
         num_blocks: int,
         num_swap_blocks: int,
         block_size: int,
-        window: int | None = None,
+        groups: CacheGroups = ONE_GROUP,
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """`window`: sliding window in tokens. `transfer`: tags of the transfer pool, shared with other WorkAgents.
+        """`groups`: the groups of layers. `transfer`: tags of the transfer pool, shared with other WorkAgents.
         `states`: tags of the state slots.
         """
         self._block_size = block_size
-        self._window = window
+        self._groups = groups
+        self._num_groups = len(self._groups.windows)
         self._cache = BlockTags.of_empty(num_blocks)
         self._memories = {
             BlockLocation.CACHE: self._cache,
@@ -155,17 +157,20 @@ class BlockGuard:
         """Check the blocks that the rows of a step read, and tag those that they write. The indices of the step must be
         valid. Raise WorkerError if a row reads a block that was not written for it, or if two rows write one block.
         """
-        block_size = self._block_size
+        block_size, num_computed = self._block_size, step.num_computed
+        num_tokens = num_computed + step.query_lens
+        if self._num_groups > 1:
+            num_computed, num_tokens = np.tile(num_computed, self._num_groups), np.tile(num_tokens, self._num_groups)
         starts = np.arange(0, step.block_tables.shape[1] * block_size, block_size, dtype=np.int32)
-        num_before = step.num_computed[:, None] - starts
-        num_after = (step.num_computed + step.query_lens)[:, None] - starts
+        num_before = num_computed[:, None] - starts
+        num_after = num_tokens[:, None] - starts
         reads = num_before > 0
-        if self._window is not None:
-            reads &= starts >= first_visible_blocks(step, block_size, self._window)[:, None] * block_size
+        if self._groups.is_sliding:
+            reads &= starts >= first_visible_blocks(step, block_size, self._groups)[:, None] * block_size
         read, owners = step.block_tables[reads], step.block_epochs[reads]
         missing = self._cache.num_written[read] < np.minimum(num_before[reads], block_size)
         if any_true(missing):
-            row = reads.nonzero()[0][missing][0]
+            row = reads.nonzero()[0][missing][0] % step.num_rows
             raise WorkerError(f"row {row} would read more of block {read[missing][0]} than was written")
         self._check_owners(read, owners, reads)
         writes = (num_after > 0) & (num_before < block_size)
@@ -187,9 +192,9 @@ class BlockGuard:
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
         """Check that each block has the epoch that its row expects. `owners`: expected epochs in the order of `reads`
-        [B, W].
+        [G * B, W].
         """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
-            row = reads.nonzero()[0][foreign][0]
+            row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)
             raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which another owner has written")

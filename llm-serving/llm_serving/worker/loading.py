@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import mindspore as ms
+import msgspec
 import psutil
 
 from llm_serving.backends import Backend, create_backend
@@ -18,7 +19,7 @@ from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDty
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_DRAFT_TOKENS, blocks_per_draft_request
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.formats.gguf import Gguf
 from llm_serving.kernels import library
@@ -126,6 +127,14 @@ def load_runner(
     if ranks_fd is not None and ranks is None:
         ranks = _join_ranks(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)
+    if settings.groups_layers and backend.program() is not None:
+        spec = spec.with_cache_groups(settings.max_model_len)
+    if not settings.has_group_blocks:
+        settings = msgspec.structs.replace(
+            settings,
+            num_blocks=None if settings.num_blocks is None else spec.layout.num_blocks(settings.num_blocks),
+            num_swap_blocks=spec.layout.num_blocks(settings.num_swap_blocks),
+        )
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     if ranks is not None:
         num_blocks = min(blocks for (blocks,) in ranks.exchange([num_blocks]))
@@ -280,8 +289,8 @@ def _num_state_slots(settings: LoadModel, spec: ModelSpec) -> int:
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """Return the number of blocks that fit into memory, limited to what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size, int8=_has_int8_cache(settings))
-    window = Window.from_model(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
-    useful = settings.max_num_seqs * window.max_blocks_of(settings.max_model_len, settings.block_size)
+    groups = CacheGroups.of(spec.layout.windows, settings.max_num_batched_tokens, settings.max_model_len)
+    useful = settings.max_num_seqs * groups.max_blocks_of(settings.max_model_len, settings.block_size)
     if settings.device_target == "Ascend":
         limit = _npu_memory(settings)
     elif settings.max_device_memory is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import NO_BLOCK, Int32Array, ResultKind, ResultToken, StepInput
+from llm_serving.core.window import ONE_GROUP, CacheGroups
 from llm_serving.errors import WorkerError
 
 
@@ -68,8 +69,8 @@ class ModelLimits:
     max_positions: int
     num_blocks: int
     block_size: int
-    window: int | None = None
-    """Sliding window in tokens, including the token itself; None: some layer has full attention."""
+    groups: CacheGroups = ONE_GROUP
+    """The groups of layers, each of which has block tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ class ModelInputs:
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
-    slot_mapping: Int32Array  # [T], block_id * block_size + offset of the token's key and value
-    block_tables: Int32Array  # [B, W]; where a step names no block: 0, which is not read
+    slot_mapping: Int32Array  # [G * T], for each group of layers block_id * block_size + offset of each token's key
+    block_tables: Int32Array  # [G * B, W]; where a step names no block: 0, which is not read
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
@@ -192,11 +193,13 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         positions = np.arange(num_tokens, dtype=np.int32) + (context_lens - row_ends)[rows]
         first_tokens = row_ends - query_lens
     logical_blocks, offsets = np.divmod(positions, np.int32(block_size))
-    slot_mapping = block_tables[rows, logical_blocks] * np.int32(block_size) + offsets
+    num_groups = len(limits.groups.windows)
+    of_groups = [block_tables] if num_groups == 1 else np.split(block_tables, num_groups)
+    slots = [tables[rows, logical_blocks] * np.int32(block_size) + offsets for tables in of_groups]
     return ModelInputs(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=slot_mapping,
+        slot_mapping=slots[0] if len(slots) == 1 else np.concatenate(slots),
         block_tables=block_tables,
         query_lens=query_lens,
         context_lens=context_lens,
@@ -204,11 +207,17 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
     )
 
 
-def first_visible_blocks(step: StepInput, block_size: int, window: int | None) -> Int32Array:
-    """Return the index of the first column of `block_tables` that the first token of each row attends to, [B]."""
-    if window is None:
-        return np.zeros(step.num_rows, np.int32)
-    return np.maximum(step.num_computed + np.int32(1 - window), 0) // np.int32(block_size)
+def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) -> Int32Array:
+    """Return [G * B], the first column of `block_tables` to which the first token of a row attends."""
+    firsts = []
+    for window in groups.windows:
+        first = np.zeros(step.num_rows, np.int32)
+        if window.is_chunked:
+            first = step.num_computed // np.int32(window.num_tokens) * np.int32(window.num_tokens)
+        elif window.is_sliding:
+            first = np.maximum(step.num_computed + np.int32(1 - window.num_tokens), 0)
+        firsts.append(first // np.int32(block_size))
+    return np.concatenate(firsts)
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
@@ -216,7 +225,7 @@ def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
     invalid entry.
     """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
-    behind = columns < first_visible_blocks(step, limits.block_size, limits.window)[:, None]
+    behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)
     if not all_in_range(block_tables, limits.num_blocks):
         raise WorkerError(
@@ -230,9 +239,10 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
     num_rows = step.num_rows
     if not num_rows:
         raise WorkerError("a step must have at least one row")
-    if len(step.num_computed) != num_rows or len(step.block_tables) != num_rows:
+    num_groups = len(limits.groups.windows)
+    if len(step.num_computed) != num_rows or len(step.block_tables) != num_groups * num_rows:
         raise WorkerError(
-            f"query_lens, num_computed and block_tables must have one entry a row. "
+            f"query_lens and num_computed must have one entry a row, block_tables {num_groups} of them. "
             f"Given: {num_rows}, {len(step.num_computed)}, {len(step.block_tables)}"
         )
     if step.block_epochs.shape != step.block_tables.shape:

@@ -14,7 +14,7 @@ from llm_serving.backends.parameters import is_on_npu
 from llm_serving.core.enums import ImplementationName
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import AllowedTokens, DraftModelClient, Float32Array, Int32Array, StepInput, StepOutput
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups
 from llm_serving.errors import StepMismatchError, WorkerError
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.parameters import Parameters
@@ -113,10 +113,10 @@ class ModelRunner:
                 self.kv_tensors = replace(self.kv_tensors, transfer=transfer)
         else:
             self.kv_tensors = GraphOwnedCache.of(backend, num_blocks, block_size)
-        most_tokens = Window.from_model(spec.window, 1, max_model_len).max_request_tokens(block_size, num_blocks)
-        max_positions = min(max_model_len, most_tokens)
+        groups = CacheGroups.of(spec.layout.windows, 1, max_model_len)
+        max_positions = min(max_model_len, groups.max_request_tokens(block_size, num_blocks))
         self.max_positions = max_positions
-        self._limits = ModelLimits(spec.network.num_input_ids, max_positions, num_blocks, block_size, spec.window)
+        self._limits = ModelLimits(spec.network.num_input_ids, max_positions, num_blocks, block_size, groups)
         self._num_prompt_rows = num_prompt_rows
         if networks is None:
             lowered = lower(
@@ -152,7 +152,7 @@ class ModelRunner:
         self._state_guard = StateGuard(num_state_slots) if spec.states else None
         states = None if self._state_guard is None else self._state_guard.tags
         sizes = num_blocks, self.kv_tensors.num_swap_blocks, block_size
-        self._guard = BlockGuard(*sizes, spec.window, tags, states)
+        self._guard = BlockGuard(*sizes, groups, tags, states)
         self._next_step = 0
         self._previous: Int32Array | StartedStep = NO_TOKENS
 
@@ -168,14 +168,15 @@ class ModelRunner:
         """Compile the network and initialize what the first steps need. Call it before any step, because it overwrites
         blocks.
         """
+        num_groups = len(self._limits.groups.windows)
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
             num_rows, num_tokens = len(lens), int(lens.sum())
             inputs = ModelInputs(
                 token_ids=np.zeros(num_tokens, np.int32),
                 positions=np.zeros(num_tokens, np.int32),
-                slot_mapping=np.zeros(num_tokens, np.int32),
-                block_tables=np.zeros((num_rows, 1), np.int32),
+                slot_mapping=np.zeros(num_tokens * num_groups, np.int32),
+                block_tables=np.zeros((num_rows * num_groups, 1), np.int32),
                 query_lens=lens,
                 context_lens=lens,
                 sample_indices=np.arange(num_rows, dtype=np.int32),

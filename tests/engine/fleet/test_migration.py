@@ -54,7 +54,7 @@ class Pair:
     def _revive(self, harness: Harness) -> None:
         """Start another WorkAgent, with empty caches and the same transfer pool."""
         blocks = harness.scheduler.blocks
-        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
+        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.groups
         num_slots = 0 if blocks.states is None else blocks.states.pool.num_blocks
         harness.runner = Mortal(*sizes, self.pool, num_slots)
         harness.executor._runner = harness.runner

@@ -68,7 +68,8 @@ class ClusterConfig:
     num_transfer_blocks: int | None = option(None, integer(1), expert=True)
     """Number of KV blocks in the transfer buffer of each `prefill` replica. While the buffer is full, a request
     continues on the replica that computed its prompt. null: as many as four requests of
-    `model_config.max_generate_length` need. The operating system assigns memory pages when they are first written."""
+    `model_config.max_generate_length` need; fewer requests if the layers form groups, each with its own blocks. The
+    operating system assigns memory pages when they are first written."""
 
 
 _FOR_RANKS: Final = (

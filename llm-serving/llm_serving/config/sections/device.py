@@ -89,8 +89,9 @@ class CacheConfig:
     """Section `pa_config`: the paged KV cache."""
 
     num_blocks: int | None = option(None, integer(1))
-    """Number of KV blocks of each WorkAgent. null: as many as fit into the memory of `device_config.max_device_memory`.
-    A request that needs more blocks than there are is refused with 400."""
+    """Number of KV blocks of each WorkAgent, each of all layers. null: as many as fit into the memory of
+    `device_config.max_device_memory`. A request that needs more blocks than there are is refused with 400. Groups of
+    layers share the same memory in smaller blocks."""
     block_size: int = option(16, integer(1, 1024))
     """Tokens in one KV block: a multiple of 16, or any number with `device_config.kernels: plain`. On Ascend the
     default is 128 with `exactness: fast` (64 if heads are wider than 128) and 32 with `exact`."""
@@ -164,6 +165,13 @@ def _stored(runs_programs: bool) -> Quantization | None:
 
 def _runs_programs(target: str, kernels: str) -> bool:
     return target == "CPU" and kernels in PROGRAM_KERNELS
+
+
+def groups_layers(target: str, kernels: str, disk_cache: object | None) -> bool:
+    """Return whether layers with different windows may form groups with block tables of their own. Programs support
+    several tables; a disk cache stores blocks of all layers, so that a hit needs no window.
+    """
+    return _runs_programs(target, kernels) and disk_cache is None
 
 
 def set_block_size(values: Values, spec: ModelSpec | None) -> None:
@@ -364,7 +372,7 @@ def _check_disk_cache(values: Values, spec: ModelSpec | None) -> None:
         return
     if spec.states:
         raise values.error(DISK_CACHE, "must be null for a model with fixed-size states: they are not in KV blocks")
-    if spec.window is not None:
+    if spec.layout.windows[0].num_tokens:
         rule = "must be null for a model whose layers all have a sliding window: its first blocks are freed early"
         raise values.error(DISK_CACHE, rule)
     if not spec.network.causal:

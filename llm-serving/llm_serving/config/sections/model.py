@@ -23,10 +23,11 @@ from llm_serving.config.rules import (
     path,
     path_or_first,
 )
+from llm_serving.config.sections.device import groups_layers
 from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.enums import ExactnessName, ImplementationName
-from llm_serving.core.window import Window
+from llm_serving.core.window import CacheGroups
 from llm_serving.errors import ConfigError
 from llm_serving.hub import HUBS
 from llm_serving.models.context_length import ContextLengths, context_lengths
@@ -149,7 +150,7 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
         _agree_end_token(values, spec, str(config))
         _agree_pad_token(values, spec, str(config))
         longest = context_lengths(spec, values["model_config.model_path"])
-        _limit_length(values, longest, MODEL_SOURCE, spec.window)
+        _limit_length(values, longest, MODEL_SOURCE, spec)
     elif described is not None and not values.is_given("model_config.max_generate_length"):
         # MindFormers compiles its networks for `seq_length`, which may be shorter than what the model supports.
         own = described.max_position_embeddings
@@ -224,15 +225,21 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
         values.notice(name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
 
 
-def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
+def _longest_in_cache(values: Values, length: int, spec: ModelSpec | None) -> int:
     """Return the length in tokens of the longest request that fits into `pa_config.num_blocks`, at most `length`."""
-    num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+    num_blocks, block_size = values["pa_config.num_blocks"], int(values["pa_config.block_size"])
     if num_blocks is None:
         return length
-    return min(length, Window.from_model(window, 1, length).max_request_tokens(block_size, num_blocks))
+    if spec is None:
+        return min(length, int(num_blocks) * block_size)
+    if groups_layers(values["device_config.device_target"], values[KERNELS], values["pa_config.disk_cache_path"]):
+        spec = spec.with_cache_groups(length)
+    groups = CacheGroups.of(spec.layout.windows, 1, length)
+    longest: int = groups.max_request_tokens(block_size, spec.layout.num_blocks(num_blocks))
+    return min(length, longest)
 
 
-def _limit_length(values: Values, longest: ContextLengths, source: str, window: int | None = None) -> None:
+def _limit_length(values: Values, longest: ContextLengths, source: str, spec: ModelSpec | None = None) -> None:
     name, is_given = "model_config.max_generate_length", values.is_given("model_config.max_generate_length")
     positions = longest.maximum if is_given else longest.default
     if longest.reason and positions == longest.maximum:
@@ -242,9 +249,9 @@ def _limit_length(values: Values, longest: ContextLengths, source: str, window: 
             raise values.error(name, f"must be <= {positions}, the positions of the model ({source})")
         return
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
-    if _longest_in_cache(values, positions, window) < positions:
+    if (held := _longest_in_cache(values, positions, spec)) < positions:
         room = f"room of pa_config.num_blocks {num_blocks} x block_size {block_size}; {source}: {positions}"
-        values.set(name, max(2, num_blocks * block_size), room)
+        values.set(name, max(2, held), room)
     else:
         values.set(name, positions, source)
     # The queue refuses prompts above its token limit, so that limit becomes the default of the maximum prompt length.
@@ -291,8 +298,8 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
         text = f"{decode_length} has no effect; max_generate_length {length} applies"
         values.notice("pa_config.decode_seq_length", text)
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
-    if num_blocks is not None and _longest_in_cache(values, length, None if spec is None else spec.window) < length:
-        text = f"the KV cache holds {num_blocks} x {block_size} = {num_blocks * block_size} tokens; "
+    if num_blocks is not None and (held := _longest_in_cache(values, length, spec)) < length:
+        text = f"the KV cache of {num_blocks} x {block_size} tokens holds a request of {held} tokens; "
         text += f"a longer request is refused, although max_generate_length is {length}"
         values.notice("pa_config.num_blocks", text)
     if values["model_config.prefill_batch_size"] == 1:

@@ -1,0 +1,103 @@
+"""Search for the computed prefix that a request can share with earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llm_serving.core.window import Window
+from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.block_table import BlockTable, Tables
+
+
+def group_hash(block_hash: bytes, group: int) -> bytes:
+    """Return the hash by which the block of a group of layers is found. The first group has `block_hash` itself."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
+    """Return the numbers of blocks after which later prompts probably differ from a request's: the blocks that it
+    shares, those that the first group has although other groups lack theirs, and those of its prompt. `hashes`: hashes
+    of its first full blocks.
+    """
+    num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
+    return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
+
+
+class PrefixSearch:
+    """The blocks of one request's prefix that are in the cache.
+
+    A prefix of n blocks can be shared if each group of layers has the blocks that the next token sees: all n without a
+    window, otherwise those of the window.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        block_size: int,
+        pool: BlockPool,
+        sources: Tables,
+        num_common: int,
+        hashes: Sequence[bytes],
+    ) -> None:
+        """`sources`: tables of a running request, whose first `num_common` blocks can be shared; empty: there is none.
+        `hashes`: hashes of the request's first full blocks.
+        """
+        self._windows, self._block_size, self._pool = windows, block_size, pool
+        self._sources, self._num_common, self._hashes = sources, num_common, hashes
+
+    def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
+        """Return tables of the longest prefix, one for each group. `is_checkpoint`: whether a prefix may end with the
+        block of a hash; None: with any.
+        """
+        found: list[list[tuple[int, int] | None]] = []
+        limit = max(self._num_common, len(self._hashes))
+        runs: dict[Window, list[int]] = {}
+        for group, window in enumerate(self._windows):
+            blocks = self._find(group, limit, stops=not window.is_sliding)
+            found.append(blocks)
+            limit = len(blocks)
+            of_group = _runs(blocks)
+            before = runs.get(window)
+            runs[window] = of_group if before is None else list(map(min, before, of_group))
+        for end in range(limit, 0, -1):
+            if is_checkpoint is not None and not (self._hashes and is_checkpoint(self._hashes[end - 1])):
+                continue
+            if all(run[end - 1] >= end - self._start(window, end) for window, run in runs.items()):
+                return tuple(
+                    self._table(blocks, self._start(window, end), end)
+                    for window, blocks in zip(self._windows, found, strict=True)
+                )
+        return tuple([BlockTable() for _ in self._windows])
+
+    def _start(self, window: Window, end: int) -> int:
+        return window.first_block(end * self._block_size, self._block_size)
+
+    def _find(self, group: int, limit: int, *, stops: bool) -> list[tuple[int, int] | None]:
+        """Return (block id, epoch) of a group's first `limit` blocks, None where one is missing. `stops`: the list ends
+        at the first missing block.
+        """
+        blocks: list[tuple[int, int] | None] = []
+        source = self._sources[group] if self._sources else BlockTable()
+        for index in range(limit):
+            if source.start <= index < self._num_common:
+                blocks.append((source.ids[index], source.epochs[index]))
+                continue
+            found = self._pool.find_cached(group_hash(self._hashes[index], group)) if self._hashes else None
+            if found is None and stops:
+                break
+            blocks.append(None if found is None else (found, self._pool.epoch(found)))
+        return blocks
+
+    @staticmethod
+    def _table(blocks: Sequence[tuple[int, int] | None], start: int, end: int) -> BlockTable:
+        pairs = [block for block in blocks[start:end] if block is not None]
+        return BlockTable([block_id for block_id, _ in pairs], [epoch for _, epoch in pairs], start)
+
+
+def _runs(blocks: Sequence[object]) -> list[int]:
+    """Return for each block how many blocks up to it are there without a gap."""
+    runs, run = [], 0
+    for block in blocks:
+        run = 0 if block is None else run + 1
+        runs.append(run)
+    return runs

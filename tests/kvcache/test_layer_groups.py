@@ -1,0 +1,158 @@
+"""With groups of layers, layers with a window free their blocks while others keep theirs."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.core.request import Request
+from llm_serving.core.window import CacheGroups, LayerWindow
+from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.network.caches import MAX_GROUPS, CacheLayout, CacheShape, grouped
+from support.factories import create_request, create_scheduler
+from support.scheduler_run import SchedulerRun
+
+WINDOWS = (LayerWindow(), LayerWindow(6), LayerWindow(8, is_chunked=True))
+"""Blocks have 4 tokens."""
+
+
+def manager(num_blocks: int = 60, **options: object) -> BlockManager:
+    return BlockManager(num_blocks, 4, groups=CacheGroups.of(WINDOWS, 8, 1000), **options)
+
+
+def computed(blocks: BlockManager, num_tokens: int, request_id: str = "a") -> Request:
+    """Admit a request, and compute its prompt in steps of 8 tokens."""
+    request = create_request(num_tokens, request_id=request_id)
+    request.num_computed_tokens = request.num_confirmed_tokens = blocks.admit(request, num_tokens)
+    while request.num_computed_tokens < num_tokens:
+        blocks.free_outside_window(request_id, request.num_computed_tokens)
+        blocks.grow(request_id, num_tokens)
+        room = blocks.num_tokens_with_blocks(request_id)
+        request.num_computed_tokens = min(num_tokens, room, request.num_computed_tokens + 8)
+        blocks.cache_full_blocks(request, request.num_computed_tokens)
+        request.num_confirmed_tokens = request.num_computed_tokens
+        blocks.check_integrity()
+    blocks.free_outside_window(request_id, num_tokens)
+    return request
+
+
+def test_layers_without_a_window_keep_all_blocks() -> None:
+    blocks = manager()
+    computed(blocks, 46)
+    whole, window, chunk = blocks.tables["a"]
+    assert (whole.start, whole.end) == (0, 12)
+    assert (window.start, window.end) == (10, 12), "token 46 sees from token 41 on"
+    assert (chunk.start, chunk.end) == (10, 12), "its chunk begins at token 40"
+    assert blocks.num_blocks_held("a") == 12 + 2 + 2
+    blocks.free("a")
+    assert blocks.pool.num_used_blocks == 0
+
+
+def test_a_hit_needs_the_blocks_of_every_window() -> None:
+    blocks = manager(num_blocks=200)
+    computed(blocks, 41)
+    table = blocks.tables["a"][1]
+    lost, kept = table.ids[-2], blocks.block_table("a")
+    blocks.free("a")
+    blocks.pool.forget_hash(lost)
+    request = create_request(45, request_id="again")
+    found = blocks.admit(request, 45)
+    assert found == 36, "the block of tokens 36 to 39 is missing in the group of the window"
+    assert blocks.block_table("again")[:9] == kept[:9]
+    assert [each.start for each in blocks.tables["again"]] == [0, 7, 8]
+
+
+def test_chunks_need_no_block_where_a_chunk_begins() -> None:
+    blocks = manager(num_blocks=200)
+    computed(blocks, 41)
+    blocks.free("a")
+    request = create_request(45, request_id="again")
+    assert blocks.admit(request, 45) == 40
+    assert [each.start for each in blocks.tables["again"]] == [0, 8, 10]
+
+
+def test_blocks_that_a_window_has_passed_are_used_first() -> None:
+    """The prefix of another request survives a prompt that passes more blocks than are free."""
+    blocks = manager(num_blocks=56)
+    computed(blocks, 21, "short")
+    blocks.free("short")
+    long = create_request(121, request_id="long")
+    long.cache_salt = "other"
+    long.num_computed_tokens = long.num_confirmed_tokens = blocks.admit(long, 121)
+    while long.num_computed_tokens < 121:
+        blocks.free_outside_window("long", long.num_computed_tokens)
+        blocks.grow("long", 121)
+        long.num_computed_tokens = min(121, long.num_computed_tokens + 8)
+        blocks.cache_full_blocks(long, long.num_computed_tokens)
+        long.num_confirmed_tokens = long.num_computed_tokens
+    assert blocks.pool.num_touched_blocks == 56, "all blocks were used"
+    assert blocks.num_prefix_hit_tokens(create_request(25, request_id="again")) == 20
+
+
+def test_early_blocks_are_allocated_after_those_without_a_hash() -> None:
+    pool = BlockPool(4)
+    first, second, third, fourth = pool.allocate(4)
+    for block_id in (first, second, third):
+        pool.register_hash(block_id, pool.epoch(block_id), bytes([block_id]))
+    pool.free([first])
+    pool.free([second, third], early=True)
+    pool.free([fourth], early=True)
+    pool.add_references([third])
+    pool.free([third], early=True)
+    pool.check_integrity([])
+    assert [pool.allocate(1) for _ in range(4)] == [[fourth], [second], [third], [first]]
+
+
+def test_more_long_requests_run_at_once() -> None:
+    """Of 6 layers, one sees all tokens: groups of one layer let three times as many requests of 200 tokens run."""
+    running = []
+    for windows, num_blocks in (((LayerWindow(),), 120), ((LayerWindow(), *(LayerWindow(8),) * 5), 720)):
+        scheduler = create_scheduler(windows=windows, num_blocks=num_blocks, max_num_batched_tokens=16)
+        run = SchedulerRun(scheduler)
+        run.add(*(create_request(200, max_tokens=30, seed=seed) for seed in range(9)))
+        most = 0
+        for _ in range(150):
+            run.step()
+            most = max(most, len(scheduler.running))
+        run.finish()
+        assert not any(each.num_preemptions for each in run.requests)
+        running.append(most)
+    assert running[1] >= 3 * running[0]
+
+
+SHAPE = CacheShape(1, 64, 64)
+
+
+def layout(num_layers: int, every: int, window: int, max_model_len: int = 32768) -> CacheLayout:
+    windows = [LayerWindow() if layer % every == every - 1 else LayerWindow(window) for layer in range(num_layers)]
+    return grouped([SHAPE] * num_layers, windows, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_groups", "size"),
+    [
+        ((26, 6, 512), 7, 4),
+        ((48, 6, 1024), 6, 8),
+        ((24, 2, 128), 2, 12),
+        ((48, 4, 8192), 4, 12),
+        ((62, 6, 1024), 7, 10),
+    ],
+)
+def test_group_sizes_of_models(model: tuple[int, int, int], num_groups: int, size: int) -> None:
+    found = layout(*model)
+    assert (len(found.windows), len(found.shapes)) == (num_groups, size)
+    assert num_groups <= MAX_GROUPS
+    assert len(set(found.places)) == len(found.places), "two layers have one place"
+    assert [found.windows[group].num_tokens for group, _ in found.places] == [
+        0 if layer % model[1] == model[1] - 1 else model[2] for layer in range(model[0])
+    ]
+
+
+def test_windows_that_never_slide_form_no_group() -> None:
+    assert len(layout(48, 4, 8192, max_model_len=8192).windows) == 1
+
+
+def test_layers_of_different_shapes_form_one_group() -> None:
+    shapes = [SHAPE, CacheShape(2, 64, 64)]
+    found = grouped(shapes, [LayerWindow(), LayerWindow(64)], 1000)
+    assert found.windows == (LayerWindow(),)
+    assert found.shapes == tuple(shapes)
