@@ -493,7 +493,7 @@ class TestDefaultContext:
     def test_configured_max_generate_length_is_kept(self, long_model):
         config = self.load(long_model, "model_config.max_generate_length=512", "pa_config.num_blocks=10")
         assert config.model.max_generate_length == 512
-        assert "holds 10 x 16 = 160 tokens; a longer request is refused" in config.notices[0]
+        assert "holds a request of 160 tokens; a longer request is refused" in config.notices[0]
 
 
 def test_max_input_len_is_the_largest_seq_length(tmp_path):
@@ -515,7 +515,7 @@ def test_existing_vocab_file_is_the_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("override", "notice"),
     [
-        ("pa_config.num_blocks=10", "holds 10 x 16 = 160 tokens"),
+        ("pa_config.num_blocks=10", "holds a request of 160 tokens"),
         ("pa_config.decode_seq_length=100", "100 has no effect; max_generate_length 4096 applies"),
         ("model_config.backend=ge", "ge is served as kbk"),
         ("model_config.page_attention=False", "the KV cache is always paged"),

@@ -15,6 +15,7 @@ from llm_serving.config.model_size import model_size
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import kv_cache_bytes_left
 from llm_serving.models.spec import ModelSpec
+from support.family_configs import config_of
 from support.model_folders import write_config
 
 from .conftest import weight_requests
@@ -184,3 +185,19 @@ def test_duplicate_weights_count_once(tmp_path):
     for name in ("model.safetensors", "consolidated.safetensors"):
         (folder / name).write_bytes(bytes(10**6))
     assert stored_size(config).lines == model_size(config, 10**6).lines
+
+
+def test_model_size_counts_blocks_of_groups_of_layers(tmp_path):
+    """Of 12 layers, two see all tokens: six groups of two layers, five of which hold 512 tokens and a step of 256."""
+    changes = {"num_hidden_layers": 12, "sliding_window": 512, "sliding_window_pattern": 6}
+    changes |= {"max_position_embeddings": 8192}
+    folder = write_config(tmp_path / "model", **config_of("gemma3") | changes)
+    overrides = ["device_config.max_device_memory=2GB", "scheduler_config.max_prefill_tokens=256"]
+    config = load_config(model=folder, overrides=[*overrides, "pa_config.num_blocks=100"])
+    lines = lines_of(config)
+    assert config.model.max_generate_length == 355 * 16, "600 blocks hold 355 of all tokens and 49 of each window"
+    assert lines["longest context"].endswith(" in 600 blocks of a group")
+    assert lines["KV cache, reserved"].startswith("600 blocks of a group, ")
+    assert lines["fits"].startswith("yes: 600 blocks of a group by pa_config.num_blocks, ")
+    unlimited = lines_of(load_config(model=folder, overrides=overrides))
+    assert "requests of 8,192 tokens" in unlimited["fits"]

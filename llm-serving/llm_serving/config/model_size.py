@@ -53,7 +53,6 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     if kept is None:
         kept = spec.scheme.stored_types if isinstance(spec.scheme, Gguf) else dtype
     per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
-    per_block = per_token * config.pa.block_size
     weights = weight_bytes(spec, dtype_bytes, quantization)
     fits, verdict, num_tokens = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
@@ -63,7 +62,8 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     in_codes = f" ({config.quant.kv_cache_dtype})" if config.quant.has_coded_cache else ""
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     if len(groups.windows) > 1:
-        beyond = f" in {num_held:,} blocks of {readable_size(per_block)}"
+        beyond = f" in {num_held:,} blocks of a group"
+    idle_bytes = weights + _draft_bytes(config, spec, dtype_bytes) + IDLE_BYTES
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
         (f"weights as served ({kept})", readable_size(weights)),
@@ -72,11 +72,18 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
         ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}{_in_groups(groups)}"),
         *_states(config, spec),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
-        *_cache(config, num_tokens, per_token, weights + _draft_bytes(config, spec, dtype_bytes) + IDLE_BYTES),
+        *_cache(config, num_tokens, len(groups.windows), per_token, idle_bytes),
         ("fits", verdict),
     ]
     width = max(len(name) for name, _ in rows)
     return ModelSize([f"{name:<{width}}  {text}" for name, text in rows], fits)
+
+
+def _room(num_tokens: int, block_size: int, num_groups: int) -> str:
+    """Return a text for the size of a cache. With several groups, each token takes a slot in each of them."""
+    if num_groups == 1:
+        return f"{num_tokens:,} tokens"
+    return f"{num_tokens // block_size:,} blocks of a group"
 
 
 def _in_groups(groups: CacheGroups) -> str:
@@ -122,11 +129,13 @@ def _states(config: ServingConfig, spec: ModelSpec) -> list[tuple[str, str]]:
     return [("states of requests", f"{slots} slots of {readable_size(one)}, {readable_size(slots * one)}")]
 
 
-def _cache(config: ServingConfig, num_tokens: int | None, per_token: int, idle_bytes: int) -> list[tuple[str, str]]:
+def _cache(
+    config: ServingConfig, num_tokens: int | None, num_groups: int, per_token: int, idle_bytes: int
+) -> list[tuple[str, str]]:
     """Return rows for the KV cache of `num_tokens` tokens (None: unknown) and for an idle WorkAgent."""
     if num_tokens is None:
         return []
-    reserved = f"{num_tokens:,} tokens, {readable_size(num_tokens * per_token)}"
+    reserved = f"{_room(num_tokens, config.pa.block_size, num_groups)}, {readable_size(num_tokens * per_token)}"
     if config.device.device_target != "CPU":
         return [("KV cache", reserved)]
     return [
@@ -186,10 +195,12 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     size, left = config.pa.block_size, kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys)
     tokens = left // per_token
+    num_groups = len(spec.layout.windows)
     if config.pa.num_blocks is not None:
         asked = spec.layout.num_blocks(config.pa.num_blocks) * size
         verdict = "yes" if asked <= tokens else "no"
-        text = f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
+        rooms = [_room(each, size, num_groups) for each in (asked, max(tokens, 0))]
+        text = f"{verdict}: {rooms[0]} by pa_config.num_blocks, {rooms[1].removesuffix(' tokens')} in {source}"
         return _Verdict(asked <= tokens, text, asked)
     if tokens < size:
         missing = size * per_token - left
@@ -200,8 +211,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
     most = groups.max_blocks_of(length, size)
     useful = config.model.decode_batch_size * most
     text = f"{how}: {tokens:,} tokens of context, all requests together, in {source}"
-    if len(groups.windows) > 1:
-        text = (
-            f"{how}: {tokens // size:,} blocks, for {tokens // size // most} requests of {length:,} tokens, in {source}"
-        )
+    if num_groups > 1:
+        room = _room(tokens, size, num_groups)
+        text = f"{how}: {room}, for {tokens // size // most} requests of {length:,} tokens, in {source}"
     return _Verdict(True, text, min(useful, tokens // size) * size)

@@ -234,7 +234,7 @@ def _longest_in_cache(values: Values, length: int, spec: ModelSpec | None) -> in
         return min(length, int(num_blocks) * block_size)
     if groups_layers(values["device_config.device_target"], values[KERNELS], values["pa_config.disk_cache_path"]):
         spec = spec.with_cache_groups(length)
-    groups = CacheGroups.of(spec.layout.windows, 1, length)
+    groups = CacheGroups.of(spec.layout.windows, values["scheduler_config.max_prefill_tokens"], length)
     longest: int = groups.max_request_tokens(block_size, spec.layout.num_blocks(num_blocks))
     return min(length, longest)
 
