@@ -389,9 +389,11 @@ class BlockManager(RequestBlocks):
 
     def _num_missing_blocks(self, tables: Tables, num_tokens: int) -> int:
         """Return the number of blocks that `_allocate` would add."""
-        num_entries, missing = -(-num_tokens // self.block_size), 0
-        for table, most in zip(tables, self.max_blocks, strict=True):
-            missing += max(0, min(num_entries, table.start + most) - len(table.ids))
+        num_entries, most, table = -(-num_tokens // self.block_size), self.max_blocks, tables[0]
+        missing = max(0, min(num_entries, table.start + most[0]) - len(table.ids))
+        for group in range(1, self.num_groups):
+            table = tables[group]
+            missing += max(0, min(num_entries, table.start + most[group]) - len(table.ids))
         return missing
 
     def _allocate(self, tables: Tables, num_tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from llm_serving.core.step import NO_BLOCK
 from llm_serving.core.window import Window
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, Tables
@@ -49,55 +50,62 @@ class PrefixSearch:
         """Return tables of the longest prefix, one for each group. `is_checkpoint`: whether a prefix may end with the
         block of a hash; None: with any.
         """
-        found: list[list[tuple[int, int] | None]] = []
+        found: list[list[int]] = []
         limit = max(self._num_common, len(self._hashes))
         runs: dict[Window, list[int]] = {}
         for group, window in enumerate(self._windows):
             blocks = self._find(group, limit, stops=not window.is_sliding)
             found.append(blocks)
             limit = len(blocks)
-            of_group = _runs(blocks)
-            before = runs.get(window)
-            runs[window] = of_group if before is None else list(map(min, before, of_group))
+            if window.is_sliding:
+                of_group = _runs(blocks)
+                runs[window] = list(map(min, runs.get(window, of_group), of_group))
         for end in range(limit, 0, -1):
             if is_checkpoint is not None and not (self._hashes and is_checkpoint(self._hashes[end - 1])):
                 continue
             if all(run[end - 1] >= end - self._start(window, end) for window, run in runs.items()):
                 return tuple(
-                    self._table(blocks, self._start(window, end), end)
-                    for window, blocks in zip(self._windows, found, strict=True)
+                    self._table(group, found[group], self._start(window, end), end)
+                    for group, window in enumerate(self._windows)
                 )
         return tuple([BlockTable() for _ in self._windows])
 
     def _start(self, window: Window, end: int) -> int:
         return window.first_block(end * self._block_size, self._block_size)
 
-    def _find(self, group: int, limit: int, *, stops: bool) -> list[tuple[int, int] | None]:
-        """Return (block id, epoch) of a group's first `limit` blocks, None where one is missing. `stops`: the list ends
-        at the first missing block.
+    def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
+        """Return the ids of a group's first `limit` blocks, `NO_BLOCK` where one is missing. `stops`: the list ends at
+        the first missing block.
         """
-        blocks: list[tuple[int, int] | None] = []
-        source = self._sources[group] if self._sources else BlockTable()
+        blocks: list[int] = []
+        find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
+        if self._sources:
+            source, start = self._sources[group].ids, self._sources[group].start
         for index in range(limit):
-            if source.start <= index < self._num_common:
-                blocks.append((source.ids[index], source.epochs[index]))
+            if start <= index < num_common:
+                blocks.append(source[index])
                 continue
-            found = self._pool.find_cached(group_hash(self._hashes[index], group)) if self._hashes else None
+            found = None
+            if hashes:
+                found = find(group_hash(hashes[index], group) if group else hashes[index])
             if found is None and stops:
                 break
-            blocks.append(None if found is None else (found, self._pool.epoch(found)))
+            blocks.append(NO_BLOCK if found is None else found)
         return blocks
 
-    @staticmethod
-    def _table(blocks: Sequence[tuple[int, int] | None], start: int, end: int) -> BlockTable:
-        pairs = [block for block in blocks[start:end] if block is not None]
-        return BlockTable([block_id for block_id, _ in pairs], [epoch for _, epoch in pairs], start)
+    def _table(self, group: int, blocks: Sequence[int], start: int, end: int) -> BlockTable:
+        table = BlockTable.of(self._pool, blocks[start:end], start)
+        if self._sources:  # the request expects the epochs that the other one does
+            source = self._sources[group]
+            shared = slice(max(start, source.start), max(start, source.start, min(end, self._num_common)))
+            table.epochs[shared] = source.epochs[shared]
+        return table
 
 
-def _runs(blocks: Sequence[object]) -> list[int]:
+def _runs(blocks: Sequence[int]) -> list[int]:
     """Return for each block how many blocks up to it are there without a gap."""
     runs, run = [], 0
     for block in blocks:
-        run = 0 if block is None else run + 1
+        run = 0 if block == NO_BLOCK else run + 1
         runs.append(run)
     return runs
