@@ -7,6 +7,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.window import CacheGroups, LayerWindow
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.network.caches import MAX_GROUPS, CacheLayout, CacheShape, grouped
 from support.factories import create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
@@ -156,3 +157,36 @@ def test_layers_of_different_shapes_form_one_group() -> None:
     found = grouped(shapes, [LayerWindow(), LayerWindow(64)], 1000)
     assert found.windows == (LayerWindow(),)
     assert found.shapes == tuple(shapes)
+
+
+def test_a_migration_copies_what_each_group_still_needs() -> None:
+    """The importing replica has the same groups, so the numbers of tokens tell which block belongs where."""
+    exporting, importing = manager(exports=TransferPool(40)), manager()
+    request = computed(exporting, 46)
+    moves = exporting.export("a", 46)
+    assert moves is not None
+    transfer = exporting.transfer_pool.hand_over("a")
+    tables = exporting.tables["a"]
+    needed = [block for table, start in zip(tables, (0, 10, 10), strict=True) for block in table.ids[start:]]
+    assert [move.source for move in moves] == needed
+    importing.add_import("a", transfer)
+    assert importing.num_blocks_to_admit(request, 47) == 12 + 2 + 2
+    assert importing.admit(request, 47) == 46
+    imported = importing.pop_block_moves()
+    assert [move.source for move in imported] == [move.target for move in moves]
+    targets = [block for table in importing.tables["a"] for block in table.ids[table.start :]]
+    assert [move.target for move in imported] == targets
+    assert [each.start for each in importing.tables["a"]] == [0, 10, 10]
+    importing.check_integrity()
+
+
+def test_a_swap_copies_what_each_group_still_needs() -> None:
+    blocks = manager(num_swap_blocks=16)
+    request = computed(blocks, 46)
+    assert blocks.num_blocks_to_swap(request) == 12 + 2 + 2
+    blocks.swap_out(request)
+    assert blocks.pool.num_used_blocks == 0
+    assert blocks.num_blocks_to_admit(request, 47) == 16
+    assert blocks.admit(request, 47) == 46
+    assert [each.start for each in blocks.tables["a"]] == [0, 10, 10]
+    blocks.check_integrity()

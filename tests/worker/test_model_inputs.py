@@ -255,3 +255,16 @@ def test_all_true_and_any_true_equal_python(values):
 @given(st.lists(st.sampled_from([0, 1, 256, -(2**31)]), max_size=4), st.sampled_from([np.int32, np.float64]))
 def test_all_zero_equals_python(values, dtype):
     assert all_zero(np.array(values, dtype)) == (not any(values))
+
+
+def test_each_group_of_layers_has_slots_from_its_own_tables():
+    """Two rows in two groups: the second group has a window of 6 tokens, and no block before it."""
+    limits = dataclasses.replace(LIMITS, groups=CacheGroups((Window(), Window(6))))
+    given = step_input([([5], 9, [1, 2, 3]), ([6, 7], 3, [4, 5])])
+    tables = np.array([[1, 2, 3], [4, 5, 0], [NO_BLOCK, 7, 8], [9, 6, 0]], np.int32)
+    given = dataclasses.replace(given, block_tables=tables, block_epochs=np.zeros_like(tables))
+    inputs = build(given, limits=limits)
+    assert inputs.slot_mapping.tolist() == [3 * 4 + 1, 4 * 4 + 3, 5 * 4, 8 * 4 + 1, 9 * 4 + 3, 6 * 4]
+    assert inputs.block_tables.tolist() == [[1, 2, 3], [4, 5, 0], [0, 7, 8], [9, 6, 0]]
+    with pytest.raises(WorkerError, match="block_tables of each of 2 groups"):
+        build(dataclasses.replace(given, block_tables=tables[:2], block_epochs=tables[:2]), limits=limits)

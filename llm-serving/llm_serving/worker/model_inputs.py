@@ -242,7 +242,7 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
     num_groups = len(limits.groups.windows)
     if len(step.num_computed) != num_rows or len(step.block_tables) != num_groups * num_rows:
         raise WorkerError(
-            f"query_lens and num_computed must have one entry a row, block_tables {num_groups} of them. "
+            f"query_lens, num_computed and the block_tables of each of {num_groups} groups must have one entry a row. "
             f"Given: {num_rows}, {len(step.num_computed)}, {len(step.block_tables)}"
         )
     if step.block_epochs.shape != step.block_tables.shape:
