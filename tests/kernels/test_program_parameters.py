@@ -63,7 +63,7 @@ def with_first(part: str, index: int, value: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_first("instructions", 0, 1), "the version must be 8, is 1"),
+        (with_first("instructions", 0, 1), "the version must be 11, is 1"),
         (with_first("instructions", 5, 3), "the model's type must be 0, 1 or 2, is 3"),
         (with_first("instructions", 5, 0), "weight 0 must be [V, H] of the model's type or int8"),
         (with_first("instructions", 4, 23), "instructions have 22 numbers, the header says 23"),
@@ -88,10 +88,10 @@ def with_first(part: str, index: int, value: int) -> Change:
         (with_word("rms_norm", 8, 7), "instruction 1 (rms_norm): groups of 7 do not make 45 columns"),
         (with_word("rms_norm", 10, 99), "instruction 1 (rms_norm): there is no weight 99"),
         (with_word("linear", 4, -1), "instruction 2 (linear): weight is absent"),
-        (with_word("linear", 6, 5), "instruction 2 (linear): function must be from 0 to 4, is 5"),
-        (with_word("linear", 7, 0), "instruction 2 (linear): scale is of what is added to something"),
-        (with_word("linear", 9, 0), "instruction 2 (linear): a product that is not gated lies as rows"),
-        (with_word("linear", 10, 2), "instruction 2 (linear): 45 columns of x are not 2 heads"),
+        (with_word("linear", 10, 5), "instruction 2 (linear): function must be from 0 to 4, is 5"),
+        (with_word("linear", 11, 0), "instruction 2 (linear): scale is of what is added to something"),
+        (with_word("linear", 13, 0), "instruction 2 (linear): a product that is not gated lies as rows"),
+        (with_word("linear", 14, 2), "instruction 2 (linear): 45 columns of x are not 2 heads"),
         (with_word("attention", 14, 1), "instruction 3 (attention): there is no layer 1"),
         (with_word("attention", 5, -1), "instruction 3 (attention): k and v go together"),
         (with_word("attention", 9, -1), "instruction 3 (attention): cos and sin go together"),

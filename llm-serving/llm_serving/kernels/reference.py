@@ -24,6 +24,13 @@ def linear(x: Floats, weight: Floats) -> Doubles:
     return product
 
 
+def lora(x: Floats, weight: Floats, a: Floats, b: Floats, rounded: Callable[[Doubles], Floats]) -> Doubles:
+    """x weight^T + rounded(x A^T) B^T of rows of one adapter (E. Hu et al., LoRA, 2021): [M, K], [N, K], [R, K], [N, R]
+    -> [M, N]; `rounded` rounds to the model dtype.
+    """
+    return linear(x, weight) + linear(rounded(linear(x, a)), b)
+
+
 def embedding(token_ids: Integers, table: Floats) -> Doubles:
     """[T], [V, H] -> [T, H]"""
     rows: Doubles = _double(table)[token_ids]

@@ -262,7 +262,12 @@ class _Schedule:
                     backend, wholes["table"], *(attributes[each] for each in EMBEDDING_ATTRIBUTES)
                 )
             case "linear":
-                return cells.LinearCell(backend, wholes["weight"], weights.get("bias"))
+                change = None
+                if "a" in weights:
+                    selected = operation.outputs["y"] in self._selected
+                    slots = self._network.num_adapter_slots
+                    change = cells.LowRankCell(backend, weights["a"], weights["b"], slots, selected)
+                return cells.LinearCell(backend, wholes["weight"], weights.get("bias"), change)
             case "rms_norm" if "residual" in operation.inputs:
                 return cells.AddRmsNormCell(backend, weights["gamma"], attributes["eps"])
             case "rms_norm":
@@ -279,9 +284,6 @@ class _Schedule:
                 return cells.AddCell(backend, attributes["scale"])
             case "all_reduce":
                 return cells.AllReduceCell(backend)
-            case "lora":
-                selected = operation.outputs["y"] in self._selected
-                return cells.LoraCell(backend, weights["a"], weights["b"], attributes["slots"], selected)
             case "sigmoid_gate":
                 return cells.SigmoidGateCell()
             case "route":

@@ -84,21 +84,54 @@ class EmbeddingCell(nn.Cell):
         return (self.scaled(rows) if self.is_scaled else rows,)
 
 
-class LinearCell(nn.Cell):
-    """x [T, K] -> x * weight^T + bias, rounded after each operation"""
+class LowRankCell(nn.Cell):
+    """base, x -> base + B (A x) with the matrices in the slot of each row's adapter; base without one.
 
-    def __init__(self, backend: Backend, weight: Sequence[ms.Parameter], bias: ms.Parameter | None) -> None:
+    All slots are multiplied, and a row keeps only the columns of its own: each other term of its sums is zero, so a
+    row's result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    """
+
+    def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:
+        super().__init__()
+        self.product = backend.linear()
+        self.a, self.b, self.selected = a, b, selected
+        self.slot_of_column = ms.Tensor(np.repeat(np.arange(slots, dtype=np.int32), a.shape[0] // slots).reshape(1, -1))
+
+    def construct(self, base: ms.Tensor, x: ms.Tensor, step: Tensors) -> ms.Tensor:
+        slots = ops.gather(step[8], step[6], 0) if self.selected else step[8]
+        slots = slots.reshape(-1, 1)
+        own = ops.equal(slots, self.slot_of_column).astype(x.dtype)
+        change = self.product(self.product(x, self.a) * own, self.b)
+        wide = base.astype(ms.float32)
+        return ops.where(slots >= 0, wide + change.astype(ms.float32), wide).astype(base.dtype)
+
+
+class LinearCell(nn.Cell):
+    """x [T, K] -> x * weight^T, changed by adapters, + bias, rounded after each operation"""
+
+    def __init__(
+        self,
+        backend: Backend,
+        weight: Sequence[ms.Parameter],
+        bias: ms.Parameter | None,
+        change: LowRankCell | None = None,
+    ) -> None:
         super().__init__()
         self.product = backend.quantized_linear() if is_quantized(weight) else backend.linear()
         self.weight = ms.ParameterTuple(weight)
+        self.has_adapters = change is not None
+        if change is not None:
+            self.change = change
         self.has_bias = bias is not None
         if bias is not None:
             self.bias = bias
             self.add = backend.add()
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        x = self.product(read[0], *self.weight)
-        return (self.add(x, self.bias) if self.has_bias else x,)
+        y = self.product(read[0], *self.weight)
+        if self.has_adapters:
+            y = self.change(y, read[0], step)
+        return (self.add(y, self.bias) if self.has_bias else y,)
 
 
 class RmsNormCell(nn.Cell):
@@ -315,27 +348,3 @@ class HiddenStatesCell(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         return (read[0].astype(ms.float32),)
-
-
-class LoraCell(nn.Cell):
-    """base, x -> base + B (A x) with the matrices in the slot of each row's adapter; base without one.
-
-    Each row is multiplied by the A of all slots, and the columns of other slots are set to zero. All other terms of
-    its sums are zero then, so its result does not depend on other adapters. `selected`: whether x has only the sampled
-    rows.
-    """
-
-    def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:
-        super().__init__()
-        self.product = backend.linear()
-        self.a, self.b, self.selected = a, b, selected
-        self.slot_of_column = ms.Tensor(np.repeat(np.arange(slots, dtype=np.int32), a.shape[0] // slots).reshape(1, -1))
-
-    def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        base, x = read[0], read[1]
-        slots = ops.gather(step[8], step[6], 0) if self.selected else step[8]
-        slots = slots.reshape(-1, 1)
-        own = ops.equal(slots, self.slot_of_column).astype(x.dtype)
-        change = self.product(self.product(x, self.a) * own, self.b)
-        wide = base.astype(ms.float32)
-        return (ops.where(slots >= 0, wide + change.astype(ms.float32), wide).astype(base.dtype),)

@@ -1,17 +1,18 @@
-"""Slots for low-rank adapters (LoRA, Hu et al. 2021): an operation `lora` after each linear operation.
+"""Slots for low-rank adapters (LoRA, Hu et al. 2021) in the linear operations of a network.
 
-A slot holds the matrices A and B of one adapter for every such operation. If a linear operation stacks several tensors,
-its A has the rows of all their matrices A, and its B is block-diagonal. With tensor parallelism, each process holds the
-columns of A or the rows of B that belong to its part of the weight, so the sum over all processes includes the change
-once.
+A row with an adapter gets x * weight^T + B round(A x): A x is rounded to the model dtype, the sum once. A slot holds
+the matrices A and B of one adapter for every linear operation. An operation that stacks several tensors has one part
+for each of them: the columns of a part read only the rows of A of this tensor. A rank of a tensor parallel replica
+holds the columns of A or the rows of B that belong to its part of the weight, so the sum over all ranks includes the
+change once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from llm_serving.network.operations import Float32Array, Operation, Weight
 from llm_serving.network.weights import picked
 
 PANEL: Final = 16
-"""Number of rows of A that a matrix product reads together; kPanelWidth of csrc/kernels.h."""
+"""Rows of a matrix that products read together; kPanelWidth of csrc/kernels.h."""
 SUFFIX: Final = ".weight"
 
 
@@ -37,51 +38,69 @@ class LowRankChange:
         return len(self.a)
 
 
+class Matrices(NamedTuple):
+    """A [rank, K] and scale * B [N, rank] of one part; rows of B that belong to other parts are zeros."""
+
+    a: Float32Array
+    b: Float32Array
+
+
 @dataclass(frozen=True)
 class AdaptedLinear:
     """The slots of one linear operation.
 
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
-        a, b: The matrices A and B of all slots. In a program: [slots, R / 16, K, 16] and [slots, R, N, padded]; in
-            Cells: [slots * R, K] and [N, slots * R].
-        ranks: Number of rows of A in use in each slot; only programs read it.
+        part_of_panel: Part of each panel of 16 columns.
+        a, b: The matrices of all slots. Of a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and
+            [slots, N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16; of Cells, whose
+            operations have one part: [slots * R, K] and [N, slots * R].
+        ranks: float32 [slots, parts], rank of the adapter in each slot; only programs read it.
+        parts: float32 [N / 16], `part_of_panel`; only programs read it.
     """
 
     weight: Weight
     modules: tuple[str, ...]
-    max_rank: int
+    part_of_panel: tuple[int, ...]
     a: Weight
     b: Weight
     ranks: Weight
+    parts: Weight
+
+    @property
+    def num_parts(self) -> int:
+        return 1 + max(self.part_of_panel)
 
     def stored_shape(self, module: str) -> tuple[int, int]:
         """Return (rows, columns) of the whole tensor of a module."""
         rows, columns = self.weight.stored_shapes[self.modules.index(module)]
         return rows, columns
 
-    def matrices(self, changes: Mapping[str, LowRankChange]) -> tuple[Float32Array, Float32Array]:
-        """Return A [R', K] and scale * B [N, R'] of an adapter, in the weight's order. R' is the adapter's own rank."""
-        present = [name for name in self.modules if name in changes]
+    def matrices(self, changes: Mapping[str, LowRankChange]) -> list[Matrices]:
+        """Return the matrices of each part of an adapter, in the order of the weight."""
+        of_parts = [(name,) for name in self.modules] if self.num_parts > 1 else [self.modules]
+        return [self._matrices({name: changes[name] for name in names if name in changes}) for names in of_parts]
+
+    def _matrices(self, changes: Mapping[str, LowRankChange]) -> Matrices:
         heights = [rows for rows, _ in self.weight.stored_shapes]
-        rank = sum(changes[name].rank for name in present)
+        rank = sum(each.rank for each in changes.values())
         a = np.zeros((rank, self.weight.stored_shapes[0][1]), np.float32)
         b = np.zeros((sum(heights), rank), np.float32)
         at = 0
-        for name in present:
-            change, index = changes[name], self.modules.index(name)
+        for name, change in changes.items():
+            index = self.modules.index(name)
             first = sum(heights[:index])
             a[at : at + change.rank] = change.a
             b[first : first + heights[index], at : at + change.rank] = change.b * np.float32(change.scale)
             at += change.rank
-        return picked(a.T, self.weight.columns).T, picked(b, self.weight.rows)
+        return Matrices(picked(a.T, self.weight.columns).T, picked(b, self.weight.rows))
 
 
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network with an operation `lora` after each linear operation whose weight is used without a transform,
-    and the slots of these operations.
+    """Return a network whose linear operations have slots, if their weight is stored as it is multiplied, and the slots
+    of these operations.
 
     Args:
         max_rank: Highest rank of an adapter, rounded up to a multiple of `PANEL`.
@@ -96,14 +115,10 @@ def with_adapters(
         if each in head or each.kind != "linear" or weight is None or not _is_plain(each, weight):
             operations.append(each)
             continue
-        linear = _adapted(weight, slots, -(-max_rank // PANEL) * PANEL, as_program=as_program)
+        linear = _adapted(weight, slots, _padded(max_rank), as_program=as_program)
         linears.append(linear)
-        y = each.outputs["y"]
-        base = replace(y, name=f"{y.name}.base")
-        operations.append(each.changed(outputs={"y": base}))
-        weights = {"a": linear.a, "b": linear.b, "ranks": linear.ranks}
-        attributes = {"slots": slots}
-        operations.append(Operation("lora", {"base": base, "x": each.inputs["x"]}, weights, {"y": y}, attributes))
+        weights = {"a": linear.a, "b": linear.b, "ranks": linear.ranks, "parts": linear.parts}
+        operations.append(each.changed(weights=weights if as_program else {"a": linear.a, "b": linear.b}))
     adapted.operations = operations
     if network._head_start is not None:
         adapted._head_start = len(operations) - len(head)
@@ -119,12 +134,20 @@ def experts_modules(network: Network) -> tuple[str, ...]:
     return tuple(name.removesuffix(SUFFIX) for weight in weights for name in weight.names)
 
 
-def panels(a: Float32Array) -> Float32Array:
-    """Return A [R', K] as panels [ceil(R' / 16), K, 16], padded with zeros."""
-    rank, columns = a.shape
-    padded = np.zeros((-(-rank // PANEL) * PANEL, columns), np.float32)
-    padded[:rank] = a
-    return np.ascontiguousarray(padded.reshape(-1, PANEL, columns).transpose(0, 2, 1))
+def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
+    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K rounded up to multiples of 16 by zeros.
+
+    Args:
+        in_pairs: Whether inputs k and k + 1 of a row are adjacent, for even k: the order of bfloat16 products. The
+            panels then have this order in memory, and their shape is nominal.
+    """
+    n, k = matrix.shape
+    rows, inputs = _padded(n), _padded(k)
+    padded = np.zeros((rows, inputs), np.float32)
+    padded[:n, :k] = matrix
+    together = 2 if in_pairs else 1
+    split = padded.reshape(rows // PANEL, PANEL, inputs // together, together)
+    return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(rows // PANEL, inputs, PANEL)
 
 
 def _is_plain(operation: Operation, weight: Weight) -> bool:
@@ -133,16 +156,36 @@ def _is_plain(operation: Operation, weight: Weight) -> bool:
 
 def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> AdaptedLinear:
     modules = tuple(name.removesuffix(SUFFIX) for name in weight.names)
-    (n, k), rank = weight.shape, max_rank * len(modules)
+    n, k = weight.shape
+    part_of_panel = _part_of_panel(weight) if as_program else (0,)
+    num_parts = 1 + max(part_of_panel)
+    rank = max_rank * len(modules) // num_parts
     of_a: tuple[int, ...] = (slots * rank, k)
     of_b: tuple[int, ...] = (n, slots * rank)
     if as_program:
-        of_a, of_b = (slots, rank // PANEL, k, PANEL), (slots, rank, -(-n // PANEL) * PANEL)
+        of_a = (slots, num_parts * rank // PANEL, _padded(k), PANEL)
+        of_b = (slots, len(part_of_panel), rank, PANEL)
     a, b = (
         Weight((), shape, generate=_Zeros(f"{modules[0]}.{part}", shape)) for part, shape in (("a", of_a), ("b", of_b))
     )
-    ranks = Weight((), (slots,), generate=_Zeros(f"{modules[0]}.ranks", (slots,)), dtype="float32")
-    return AdaptedLinear(weight, modules, max_rank, a, b, ranks)
+    of_ranks = (slots, num_parts)
+    ranks = Weight((), of_ranks, generate=_Zeros(f"{modules[0]}.ranks", of_ranks), dtype="float32")
+    parts = Weight((), (len(part_of_panel),), generate=_Numbers(part_of_panel), dtype="float32")
+    return AdaptedLinear(weight, modules, part_of_panel, a, b, ranks, parts)
+
+
+def _part_of_panel(weight: Weight) -> tuple[int, ...]:
+    """Return the tensor that each panel of 16 rows of a weight comes from; zeros if a panel has rows of several."""
+    ends = np.cumsum([rows for rows, _ in weight.stored_shapes])
+    rows = np.arange(weight.shape[0]) if weight.rows is None else np.array(weight.rows)
+    tensors = np.where(rows < 0, -1, np.searchsorted(ends, rows, side="right"))
+    of_panels = [set(tensors[at : at + PANEL].tolist()) - {-1} or {0} for at in range(0, len(rows), PANEL)]
+    is_divided = all(len(each) == 1 for each in of_panels) and len(set.union(*of_panels)) == len(ends)
+    return tuple(each.pop() if is_divided else 0 for each in of_panels)
+
+
+def _padded(size: int) -> int:
+    return -(-size // PANEL) * PANEL
 
 
 @dataclass(frozen=True)
@@ -155,3 +198,11 @@ class _Zeros:
 
     def __call__(self, num_positions: int) -> Float32Array:
         return np.zeros(self.shape, np.float32)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    values: Sequence[int]
+
+    def __call__(self, num_positions: int) -> Float32Array:
+        return np.array(self.values, np.float32)

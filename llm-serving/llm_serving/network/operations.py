@@ -3,8 +3,8 @@
 This module computes nothing. A value is a matrix with one row for each token of a step. A weight names the tensors of
 a model folder that it is assembled from. SIGNATURES lists the roles of each operation:
 
-    embedding         rows of a table by token id or position; zeros if another rank holds the row of a token
-    linear            x * weight^T, optionally with a bias or with one weight for each head
+    embedding         rows of a table by token id, or by position; zeros for a token whose row another rank holds
+    linear            x * weight^T, optionally with a bias, one weight for each head, or adapters (`adapters.py`)
     rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); with `centred`
                       their layer norm (Ba et al. 2016), which subtracts the mean first
     rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
@@ -27,7 +27,6 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     all_reduce        the sum of a value over all ranks, added in rank order
     lm_head           float32 logits of the sampled rows; all ranks get the logits of every part of the head
     hidden_states     the sampled rows themselves in float32
-    lora              base + B (A x) with the matrices of the row's adapter (Hu et al. 2021); base if it has none
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def _signature(outputs: str, inputs: str, weights: str, attributes: str) -> Sign
 
 SIGNATURES: Final[Mapping[str, Signature]] = {
     "embedding": _signature("y", "", "table", "scale first rows of_positions"),
-    "linear": _signature("y", "x residual", "weight bias", "function scale tiled consumer heads"),
+    "linear": _signature("y", "x residual", "weight bias a b ranks parts", "function scale tiled consumer heads"),
     "rms_norm": _signature("y residual_out", "x residual", "gamma beta", "eps group centred consumer"),
     "rope": _signature("y", "x", "cos sin", ""),
     "store_kv": _signature("", "k v", "k_offset", "layer layer_group"),
@@ -102,13 +101,13 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "match_streams": _signature("y", "like x", "", "eps sums"),
     "sparsify": _signature("y", "x", "", "scale"),
     "select_keys": _signature("selected", "q weights", "", "layer top_k"),
-    "lora": _signature("y", "base x", "a b ranks", ""),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 
 Model families leave some roles to `network.rewriting` (`residual`, `residual_out`, `tiled`, `consumer`, keys and
 rotary embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of
-a table or head with `rows` rows; `rows` 0: the weight is not split. `network.adapters` adds `lora`.
+a table or head with `rows` rows; `rows` 0: the weight is not split. `network.adapters` sets `a`, `b`, `ranks` and
+`parts`.
 """
 
 

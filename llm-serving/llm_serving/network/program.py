@@ -29,7 +29,7 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 10
+VERSION: Final = 11
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
@@ -51,7 +51,6 @@ _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "rms_norm": {"residual_out": ("residual", "x")},
     "add": {"y": ("a", "b")},
     "all_reduce": {"y": ("x",)},
-    "lora": {"y": ("base",)},
 }
 
 

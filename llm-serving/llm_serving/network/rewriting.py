@@ -28,7 +28,6 @@ _ROW_BY_ROW: Final = frozenset(
         "mix_streams",
         "match_streams",
         "sparsify",
-        "lora",
     }
 )
 """Operations whose output row depends only on the same input row."""

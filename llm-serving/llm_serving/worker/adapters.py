@@ -17,16 +17,18 @@ from llm_serving.errors import ModelError, WorkerError
 from llm_serving.formats.peft import PeftAdapter, fingerprint, number_of, read_adapter
 from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models.adapters import AdapterLimits, check_adapter
-from llm_serving.network.adapters import AdaptedLinear, LowRankChange, panels
+from llm_serving.network.adapters import PANEL, AdaptedLinear, LowRankChange, panels
 from llm_serving.network.operations import Weight
 
 
-class _Matrices(NamedTuple):
-    """An adapter's matrices for one linear operation, in the layout of a slot and the model dtype."""
+class _Stored(NamedTuple):
+    """An adapter\'s matrices for one linear operation, in the layout of a slot and the model dtype."""
 
-    a: Array
+    a: Sequence[Array]
+    """Of each part."""
     b: Array
-    rank: int
+    ranks: Sequence[int]
+    """Of each part."""
 
 
 class AdapterMemory:
@@ -51,7 +53,7 @@ class AdapterMemory:
         self._linears, self._experts, self._dtype, self._as_program = linears, experts, dtype, as_program
         self._parameters = [[parameters[each][0] for each in (linear.a, linear.b)] for linear in linears]
         self._ranks = [parameters[linear.ranks][0] if as_program else None for linear in linears]
-        self._host: dict[int, Future[list[_Matrices]]] = {}
+        self._host: dict[int, Future[list[_Stored]]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._slots: dict[int, int] = {}
         """Slot -> number of the adapter that it holds."""
@@ -70,14 +72,14 @@ class AdapterMemory:
         self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
 
-    def _read_same(self, number: int, folder: Path) -> list[_Matrices]:
-        """Read an adapter. Raise ModelError if its files no longer have the number that they had when it was loaded."""
+    def _read_same(self, number: int, folder: Path) -> list[_Stored]:
+        """Read the adapter whose files have a number, which the server gave them when it loaded the adapter."""
         matrices = self._read(folder)
         if number_of(fingerprint(folder)) != number:
             raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")
         return matrices
 
-    def _read(self, folder: Path) -> list[_Matrices]:
+    def _read(self, folder: Path) -> list[_Stored]:
         adapter = read_adapter(folder)
         check_adapter(adapter, self._linears, self._experts, self.limits.max_rank)
         return [self._matrices(adapter, linear) for linear in self._linears]
@@ -111,44 +113,51 @@ class AdapterMemory:
         except ModelError as error:
             raise WorkerError(f"adapter {number} cannot be read: {error}") from None
         self._slots.pop(slot, None)
-        for matrices, parameters, ranks in zip(adapter, self._parameters, self._ranks, strict=True):
+        for stored, parameters, ranks in zip(adapter, self._parameters, self._ranks, strict=True):
             if self._as_program:
-                _load_panels(slot, matrices, parameters, ranks)
+                _load_panels(slot, stored, parameters, ranks)
             else:
-                _load_columns(slot, self.limits.max_loras, matrices, parameters)
+                _load_columns(slot, self.limits.max_loras, stored, parameters)
         self._slots[slot] = number
 
-    def _matrices(self, adapter: PeftAdapter, linear: AdaptedLinear) -> _Matrices:
+    def _matrices(self, adapter: PeftAdapter, linear: AdaptedLinear) -> _Stored:
         changes = {
-            name: LowRankChange(to_float32(each.a.read()), to_float32(each.b.read()), each.scale)
+            name: LowRankChange(to_float32(stored.a.read()), to_float32(stored.b.read()), stored.scale)
             for name in linear.modules
-            if (each := adapter.modules.get(name)) is not None
+            if (stored := adapter.modules.get(name)) is not None
         }
-        a, b = linear.matrices(changes)
-        if self._as_program:
-            n, rank = b.shape
-            columns = np.zeros((rank, linear.b.shape[2]), np.float32)
-            columns[:, :n] = b.T
-            return _Matrices(to_model_dtype(panels(a), self._dtype), to_model_dtype(columns, self._dtype), rank)
-        return _Matrices(to_model_dtype(a, self._dtype), to_model_dtype(b, self._dtype), len(a))
+        parts = linear.matrices(changes)
+        ranks = [len(each.a) for each in parts]
+        if not self._as_program:
+            ((a, b),) = parts
+            return _Stored([to_model_dtype(a, self._dtype)], to_model_dtype(b, self._dtype), ranks)
+        in_pairs = self._dtype == "bfloat16"
+        own = np.zeros((len(linear.part_of_panel), _rounded_up(max(ranks)), PANEL), np.float32)
+        for number, each in enumerate(parts):
+            at = np.flatnonzero(np.array(linear.part_of_panel) == number)
+            own[at, : _rounded_up(ranks[number])] = panels(each.b, in_pairs=in_pairs)[at]
+        a_panels = [to_model_dtype(panels(each.a, in_pairs=in_pairs), self._dtype) for each in parts]
+        return _Stored(a_panels, to_model_dtype(own, self._dtype), ranks)
 
 
-def _load_panels(slot: int, matrices: _Matrices, parameters: Sequence[ms.Parameter], ranks: Any) -> None:
+def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter], ranks: Any) -> None:
     a, b = (parameter.storage for parameter in parameters)
-    a[slot, : len(matrices.a)] = matrices.a
-    b[slot, : matrices.rank] = matrices.b
-    ranks.storage[slot] = matrices.rank
+    for first, of_part in zip(range(0, a.shape[1], a.shape[1] // len(stored.a)), stored.a, strict=True):
+        a[slot, first : first + len(of_part)] = of_part
+    b[slot, :, : stored.b.shape[1]] = stored.b
+    ranks.storage[slot] = stored.ranks
 
 
-def _load_columns(slot: int, slots: int, matrices: _Matrices, parameters: Sequence[ms.Parameter]) -> None:
+def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
     """Write an adapter into the slot of a graph of Cells: the slot's rows of A and columns of B. Fill them with zeros
     beyond the adapter's rank.
     """
     a, b = parameters
     width = a.shape[0] // slots
-    first, used = slot * width, matrices.rank
-    rows, columns = np.zeros((width, a.shape[1]), matrices.a.dtype), np.zeros((b.shape[0], width), matrices.b.dtype)
-    rows[:used], columns[:, :used] = matrices.a, matrices.b
+    (of_a,), of_b = stored.a, stored.b
+    first, used = slot * width, len(of_a)
+    rows, columns = np.zeros((width, a.shape[1]), of_a.dtype), np.zeros((b.shape[0], width), of_b.dtype)
+    rows[:used], columns[:, :used] = of_a, of_b
     if hasattr(a, "storage"):
         a.storage[first : first + width] = rows
         b.storage[:, first : first + width] = columns
@@ -156,6 +165,10 @@ def _load_columns(slot: int, slots: int, matrices: _Matrices, parameters: Sequen
     dtype = a.dtype
     a[first : first + width] = _tensor(rows, dtype)
     b[:, first : first + width] = _tensor(columns, dtype)
+
+
+def _rounded_up(rank: int) -> int:
+    return -(-rank // PANEL) * PANEL
 
 
 def _tensor(array: Array, dtype: Any) -> ms.Tensor:

@@ -80,6 +80,36 @@ enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kTanh = 6 
 // Function applied to b in y = a * function(b).
 enum class Factor : uint8_t { kItself, kSilu, kSigmoid, kRelu };
 
+// Most rows of an adapter that are multiplied by its A together.
+constexpr size_t kAdapterRows = 16;
+
+// `count` rows of one adapter, in AdapterRows::order from `first` on.
+struct AdapterSpan {
+  int32_t slot;
+  uint32_t first, count;  // count: 1 to kAdapterRows
+};
+
+// The rows of a product that have an adapter.
+struct AdapterRows {
+  const int32_t* slots;   // [m], slot of the adapter of a row; -1: none
+  const uint32_t* order;  // rows by slot, ascending in each
+  const AdapterSpan* spans;
+  size_t num_spans;
+};
+
+// Matrices of adapters, which change a product x * weight^T to x * weight^T + B r with r = A x, rounded to the element
+// type (lora.h). Each panel of 16 columns belongs to a part, which has its own r. K, N and `max_rank` are multiples of
+// 16; the panels are like those of packed weights.
+struct AdapterArgs {
+  AdapterRows rows;
+  const void* a;       // [slots, num_parts * max_rank / 16, K, 16]
+  const void* b;       // [slots, N / 16, max_rank, 16]
+  const float* ranks;  // [slots, num_parts], rows of A and of B in use
+  const float* parts;  // [N / 16], part of each panel
+  size_t num_parts, max_rank;
+  void* r;  // memory for float32 [m, num_parts, max_rank]
+};
+
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32, or int32 for sums of products of qvalues. `bias` and `residual` are rounded to the element type as separate
 // operators would round them.
@@ -99,6 +129,7 @@ struct LinearArgs {
   size_t residual_stride = 0;              // elements from a row to the next; 0: n
   float scale = 1.0f;
   const float* x_scale = nullptr;  // kW8A8: x is already int8 qvalues [m, k], with a scale for each row, or for sums
+  const AdapterArgs* adapters = nullptr;  // null: no row has an adapter; y is of type `dtype` otherwise
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma + beta, where the mean of x is subtracted from it first if `centred`; rstd
@@ -385,32 +416,6 @@ struct KeyScoresArgs {
   size_t table_width, block_size;
 };
 
-// Rows of an adapter that are computed together.
-constexpr size_t kLoraRows = 4;
-
-// Consecutive rows of one adapter, in `LoraArgs::rows`.
-struct LoraItem {
-  int32_t slot;
-  size_t first, count;  // count: 1 to kLoraRows
-};
-
-// y = base + B (A x) for the listed rows, with the matrices of the slot of each (lora.h).
-struct LoraArgs {
-  const void* base;  // may be y
-  const void* x;
-  void* y;
-  const void* a;       // [slots, max_rank / 16, k, 16]
-  const void* b;       // [slots, max_rank, b_stride]
-  const float* ranks;  // [slots], rows of b in use
-  float* shrunk;       // [rows of x, max_rank], scratch memory
-  const uint32_t* rows;
-  const LoraItem* items;
-  size_t num_items;
-  DType dtype;
-  size_t n, k, max_rank, b_stride;
-  size_t base_stride, x_stride, y_stride;
-};
-
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -441,7 +446,6 @@ struct Kernels {
   void (*match_streams)(const MatchStreamsArgs&);
   void (*sparsify)(const SparsifyArgs&);
   void (*key_scores)(const KeyScoresArgs&);
-  void (*lora)(const LoraArgs&);
 };
 
 // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).

@@ -12,7 +12,6 @@
 #include "fixed_point.h"
 #include "key_scores.h"
 #include "linear.h"
-#include "lora.h"
 #include "recurrence.h"
 #include "routing.h"
 #include "sampling.h"
@@ -119,6 +118,9 @@ inline void fixed_point_linear(const LinearArgs&) {}  // never called: see `can_
 
 void linear_of_format(const LinearArgs& args) {
   if (args.m == 0 || args.n == 0) return;
+  if (args.adapters != nullptr) {
+    with_element(args.dtype, [&](auto tag) { multiply_by_a<typename decltype(tag)::Element>(args); });
+  }
   if (args.qvalues == nullptr) return linear(args);
   switch (args.qvalues->format) {
     case WeightFormat::kFixedPoint:
@@ -161,8 +163,7 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           mix_streams,
                           match_streams,
                           sparsify,
-                          key_scores,
-                          lora};
+                          key_scores};
 
 }  // namespace llm::LLM_ISA
 

@@ -3,14 +3,13 @@
 
 #include "elementwise.h"
 #include "kernels.h"
+#include "lora.h"
 #include "simd.h"
 #include "thread_pool.h"
 #include "tile.h"
 
 namespace llm::LLM_ISA {
 
-// Most panels of a unit of work, for any type.
-constexpr size_t kMaxPanels = 16;
 // Inputs of one pass over the rows. Four panels of a pass (32 KB as multiplied) stay in the first-level cache; with AMX
 // tiles, for which storing and loading sums costs as much as eight steps, two panels of twice as many inputs. If
 // products are fast, the next four panels must fit as well (16 KB each). With enough tiles to read panels one by one,
@@ -325,6 +324,7 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
   auto* sums = static_cast<float*>(scratch(Scratch::kTile, size));
   sum_products(args, x, row, rows, panels, sums);
   if constexpr (std::is_same<Element, Result>::value) {
+    if (args.adapters != nullptr) add_changes<Element>(args, row, rows, panels.index, panels.count, sums);
     switch (args.gate) {
       case Gate::kSilu:
         return write_rows<Element, Result, Gate::kSilu>(args, row, rows, panels, sums);

@@ -1,121 +1,120 @@
-// Low-rank changes of a product: y = base + B (A x), with the matrices of the adapter of each row (Hu et al. 2021).
+// The matrices of adapters in a product: rows of x with an adapter get x * weight^T + B r, where r = A x, rounded to
+// the element type (Hu et al. 2021).
 //
-// The rows of one adapter are computed four at a time, so that its matrices are read once for four rows. A sum over the
-// columns of x runs in four partial sums of every fourth element, then (first + second) + (third + fourth); a sum over
-// the rank runs in order. So the bits of a row depend on the row and its adapter alone.
+// Both products are those of tile.h: the sum of an element of r begins with zero, and the products of B continue the
+// sum of x * weight^T. So the bits of a row depend on the row and its adapter alone.
 #pragma once
-
-#include <type_traits>
 
 #include "kernels.h"
 #include "simd.h"
 #include "thread_pool.h"
+#include "tile.h"
 
 namespace llm::LLM_ISA {
 
-// Columns of x that are widened at a time.
-constexpr size_t kLoraColumns = 256;
-// Columns of y of a work item.
-constexpr size_t kLoraOutputs = 512;
+// Panels of A that are read together.
+constexpr size_t kPanelsOfA = 8;
+constexpr size_t kBytesOfAAhead = 1024;
 
-// Computes sixteen elements of A x for `count` rows. `panel` is [k, 16].
-template <class Element, size_t kRows>
-void shrink_rows(const LoraArgs& args, const uint32_t* rows, size_t count, const Element* panel, float* const* shrunk) {
-  Floats sums[kRows][4];
-  for (size_t i = 0; i < kRows; i++) {
-    for (size_t j = 0; j < 4; j++) sums[i][j] = zeros();
-  }
-  float x[kRows][kLoraColumns] = {};
-  for (size_t first = 0; first < args.k; first += kLoraColumns) {
-    const size_t columns = args.k - first < kLoraColumns ? args.k - first : kLoraColumns;
-    for (size_t i = 0; i < count; i++) {
-      const Element* source = static_cast<const Element*>(args.x) + rows[i] * args.x_stride + first;
-      for (size_t c = 0; c < columns; c += kLanes) store(x[i] + c, load_first(source + c, columns - c));
-    }
-    const Element* a = panel + first * kLanes;
-    auto add = [&](size_t column, size_t j) {
-      const Floats weights = load(a + column * kLanes);
-      for (size_t i = 0; i < kRows; i++) sums[i][j] = multiply_add(weights, broadcast(x[i][column]), sums[i][j]);
-    };
-    size_t column = 0;
-    for (; column + 4 <= columns; column += 4) {
-      for (size_t j = 0; j < 4; j++) add(column + j, j);
-    }
-    for (size_t j = 0; column + j < columns; j++) add(column + j, j);
-  }
-  for (size_t i = 0; i < count; i++) store(shrunk[i], (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]));
+inline size_t rank_of(const AdapterArgs& adapters, size_t slot, size_t part) {
+  return static_cast<size_t>(adapters.ranks[slot * adapters.num_parts + part]);
 }
 
-// Adds B times `shrunk` to columns [first, first + width) of `count` rows. `b` is [rank, b_stride].
-template <class Element, size_t kRows>
-void expand_rows(const LoraArgs& args, const uint32_t* rows, size_t count, const Element* b, size_t rank,
-                 const float* const* shrunk, size_t first, size_t width) {
-  constexpr size_t kBlocks = 4;
-  for (size_t at = first; at < first + width; at += kBlocks * kLanes) {
-    const size_t left = first + width - at;
-    const size_t blocks = left >= kBlocks * kLanes ? kBlocks : (left + kLanes - 1) / kLanes;
-    Floats sums[kRows][kBlocks];
-    for (size_t i = 0; i < kRows; i++) {
-      for (size_t j = 0; j < kBlocks; j++) sums[i][j] = zeros();
-    }
-    for (size_t r = 0; r < rank; r++) {
-      for (size_t j = 0; j < blocks; j++) {
-        const Floats weights = load(b + r * args.b_stride + at + j * kLanes);
-        for (size_t i = 0; i < kRows; i++) sums[i][j] = multiply_add(weights, broadcast(shrunk[i][r]), sums[i][j]);
-      }
-    }
-    for (size_t i = 0; i < count; i++) {
-      const Element* base = static_cast<const Element*>(args.base) + rows[i] * args.base_stride + at;
-      Element* y = static_cast<Element*>(args.y) + rows[i] * args.y_stride + at;
-      for (size_t j = 0; j < blocks; j++) {
-        const size_t rest = left - j * kLanes;
-        store_first(y + j * kLanes, load_first(base + j * kLanes, rest) + sums[i][j], rest);
-      }
-    }
-  }
-}
+// Elements from a row of r to the next. A row has `max_rank` elements for each part.
+inline size_t stride_of_r(const AdapterArgs& adapters) { return adapters.num_parts * adapters.max_rank; }
 
+// Computes the elements of r of one part for the rows of a span.
 template <class Element>
-void lora_rows(const LoraArgs& args) {
-  const size_t panels = args.max_rank / kLanes;
-  // Calls body<kRows>(rows, count, slot, rank) for the rows of a work item.
-  auto with_rows = [&](size_t item, auto body) {
-    const LoraItem& each = args.items[item];
-    const auto slot = static_cast<size_t>(each.slot);
-    const size_t rank = static_cast<size_t>(args.ranks[slot]);
-    const uint32_t* rows = args.rows + each.first;
-    each.count == 1 ? body(rows, std::integral_constant<size_t, 1>{}, each.count, slot, rank)
-                    : body(rows, std::integral_constant<size_t, kLoraRows>{}, each.count, slot, rank);
-  };
-  auto shrink = [&](size_t i) {
-    const size_t panel = i % panels;
-    with_rows(i / panels, [&](const uint32_t* rows, auto size, size_t count, size_t slot, size_t rank) {
-      if (panel * kLanes >= rank) return;
-      float* shrunk[kLoraRows];
-      for (size_t r = 0; r < kLoraRows; r++) {
-        shrunk[r] = args.shrunk + rows[r < count ? r : 0] * args.max_rank + panel * kLanes;
+void multiply_by_a(const LinearArgs& args, const AdapterSpan& span, size_t part) {
+  using Activation = ActivationOf<Element>;
+  const AdapterArgs& adapters = *args.adapters;
+  const auto slot = static_cast<size_t>(span.slot);
+  const size_t rank = rank_of(adapters, slot, part);
+  if (rank == 0) return;
+  const size_t inputs = TiledLayout::padded(args.k, Operand<Element>::kMultiple);
+  const size_t height = TiledLayout::padded(args.k, kPanelWidth);  // inputs of a panel in memory
+  const TiledLayout layout = args.x_layout.or_rows(args.m, args.k);
+  auto* x = static_cast<Activation*>(scratch(Scratch::kPanel, span.count * inputs * sizeof(Activation) + 1));
+  const uint32_t* rows = adapters.rows.order + span.first;
+  for (size_t i = 0; i < span.count; i++) {
+    Activation* target = x + i * inputs;
+    layout.for_runs(rows[i], 0, args.k, [&](size_t first, size_t last, size_t at) {
+      to_activations(static_cast<const Element*>(args.x) + at, last - first, target + first);
+    });
+    for (size_t k = args.k; k < inputs; k++) target[k] = Activation{};
+  }
+  const size_t of_slot = slot * adapters.num_parts + part;
+  const auto* a = static_cast<const Element*>(adapters.a) + of_slot * adapters.max_rank * height;
+  float sums[kPanelsOfA * kAdapterRows * kPanelWidth];
+  for (size_t first = 0; first * kPanelWidth < rank; first += kPanelsOfA) {
+    const size_t left = (rank + kPanelWidth - 1) / kPanelWidth - first;
+    const size_t count = left < kPanelsOfA ? left : kPanelsOfA;
+    const Element *panels[kPanelsOfA], *next[kPanelsOfA];
+    for (size_t p = 0; p < count; p++) {
+      panels[p] = a + (first + p) * height * kPanelWidth;
+      next[p] = panels[p] + kBytesOfAAhead / sizeof(Element);
+    }
+    Product<Element> product(span.count, x, panels, count, inputs, sums);
+    product.next = next;
+    multiply(product);
+    for (size_t i = 0; i < span.count; i++) {
+      Activation* r = static_cast<Activation*>(adapters.r) + rows[i] * stride_of_r(adapters) + part * adapters.max_rank;
+      for (size_t p = 0; p < count; p++) {
+        Element rounded[kPanelWidth];
+        store(rounded, load(sums + (p * span.count + i) * kPanelWidth));
+        to_activations(rounded, kPanelWidth, r + (first + p) * kPanelWidth);
       }
-      const Element* a = static_cast<const Element*>(args.a) + (slot * panels + panel) * args.k * kLanes;
-      shrink_rows<Element, decltype(size)::value>(args, rows, count, a, shrunk);
-    });
-  };
-  parallel_for(args.num_items * panels, shrink);
-  const size_t parts = (args.n + kLoraOutputs - 1) / kLoraOutputs;
-  auto expand = [&](size_t i) {
-    const size_t first = i % parts * kLoraOutputs;
-    const size_t width = args.n - first < kLoraOutputs ? args.n - first : kLoraOutputs;
-    with_rows(i / parts, [&](const uint32_t* rows, auto size, size_t count, size_t slot, size_t rank) {
-      const float* shrunk[kLoraRows];
-      for (size_t r = 0; r < kLoraRows; r++) shrunk[r] = args.shrunk + rows[r < count ? r : 0] * args.max_rank;
-      const Element* b = static_cast<const Element*>(args.b) + slot * args.max_rank * args.b_stride;
-      expand_rows<Element, decltype(size)::value>(args, rows, count, b, rank, shrunk, first, width);
-    });
-  };
-  parallel_for(args.num_items * parts, expand);
+    }
+  }
 }
 
-inline void lora(const LoraArgs& args) {
-  with_element(args.dtype, [&](auto tag) { lora_rows<typename decltype(tag)::Element>(args); });
+// Computes r for all rows with an adapter.
+template <class Element>
+void multiply_by_a(const LinearArgs& args) {
+  const AdapterArgs& adapters = *args.adapters;
+  auto body = [&](size_t i) {
+    multiply_by_a<Element>(args, adapters.rows.spans[i / adapters.num_parts], i % adapters.num_parts);
+  };
+  parallel_for(adapters.rows.num_spans * adapters.num_parts, body);
+}
+
+// Adds B r to the sums [count][rows][16] of a block of rows. `index`: the panels of the weight.
+template <class Element>
+void add_changes(const LinearArgs& args, size_t row, size_t rows, const size_t* index, size_t count, float* sums) {
+  using Activation = ActivationOf<Element>;
+  const AdapterArgs& adapters = *args.adapters;
+  const size_t all_panels = (args.n + kPanelWidth - 1) / kPanelWidth;
+  const size_t size = adapters.max_rank * kPanelWidth;  // of a panel
+  const int32_t* slots = adapters.rows.slots + row;
+  for (size_t first = 0; first < count;) {
+    const auto part = static_cast<size_t>(adapters.parts[index[first]]);
+    size_t last = first + 1;
+    while (last < count && static_cast<size_t>(adapters.parts[index[last]]) == part) last++;
+    for (size_t begin = 0, end = 0; begin < rows; begin = end) {
+      for (end = begin + 1; end < rows && slots[end] == slots[begin]; end++) continue;
+      if (slots[begin] < 0) continue;
+      const auto slot = static_cast<size_t>(slots[begin]);
+      const size_t rank = rank_of(adapters, slot, part);
+      if (rank == 0) continue;
+      const size_t next_slot = end < rows && slots[end] >= 0 ? static_cast<size_t>(slots[end]) : slot;
+      const Element *panels[kMaxPanels], *next[kMaxPanels];
+      for (size_t p = first; p < last; p++) {
+        const auto* b = static_cast<const Element*>(adapters.b) + index[p] * size;
+        panels[p - first] = b + slot * all_panels * size;
+        next[p - first] = b + next_slot * all_panels * size;
+      }
+      const size_t inputs = TiledLayout::padded(rank, Operand<Element>::kMultiple);
+      const auto* r = static_cast<const Activation*>(adapters.r) + (row + begin) * stride_of_r(adapters);
+      Product<Element> product(end - begin, r + part * adapters.max_rank, panels, last - first, inputs,
+                               sums + (first * rows + begin) * kPanelWidth);
+      product.a_stride = stride_of_r(adapters);
+      product.c_panel = rows * kPanelWidth;
+      product.add_to_c = true;
+      product.next = next_slot == slot ? nullptr : next;
+      multiply(product);
+    }
+    first = last;
+  }
 }
 
 }  // namespace llm::LLM_ISA

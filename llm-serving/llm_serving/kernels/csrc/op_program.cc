@@ -12,7 +12,7 @@ const Operation* const kOperations[] = {&kEmbedding,  &kLinear,          &kRmsNo
                                         &kAttention,  &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
                                         &kLmHead,     &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce,
                                         &kActivation, &kMultiply,        &kCausalConv,  &kDeltaRule,    &kSsm,
-                                        &kMixStreams, &kMatchStreams,    &kSparsify,    &kSelectKeys,   &kLora};
+                                        &kMixStreams, &kMatchStreams,    &kSparsify,    &kSelectKeys};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {

@@ -11,7 +11,7 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 10;
+constexpr int32_t kVersion = 11;
 constexpr size_t kHeaderLength = 8;
 constexpr size_t kOperandLength = 6;
 
@@ -186,7 +186,30 @@ int Program::read_adapter_slots() {
   if (call_.dtype(slots) != DType::kInt32 || call_.elements(slots) != tokens_) {
     return call_.fail("adapter_slots must be int32, one for each of %zu rows", tokens_);
   }
-  return call_.check_within(slots, "adapter_slots", -1, num_adapter_slots_, "slots of adapters");
+  if (const int status = call_.check_within(slots, "adapter_slots", -1, num_adapter_slots_, "slots of adapters")) {
+    return status;
+  }
+  const auto* given = call_.data<const int32_t>(slots);
+  auto& [of_step, of_samples] = adapter_rows_;
+  of_step.slots.assign(given, given + tokens_);
+  for (size_t i = 0; i < samples(); i++) {
+    of_samples.slots.push_back(given[static_cast<size_t>(call_.integer(kSampleIndices, i))]);
+  }
+  of_step.sort();
+  of_samples.sort();
+  return 0;
+}
+
+void Program::RowsByAdapter::sort() {
+  for (size_t row = 0; row < slots.size(); row++) {
+    if (slots[row] >= 0) order.push_back(static_cast<uint32_t>(row));
+  }
+  std::stable_sort(order.begin(), order.end(), [this](uint32_t i, uint32_t j) { return slots[i] < slots[j]; });
+  for (uint32_t i = 0; i < order.size(); i++) {
+    const int32_t slot = slots[order[i]];
+    if (spans.empty() || spans.back().slot != slot || spans.back().count == kAdapterRows) spans.push_back({slot, i, 0});
+    spans.back().count++;
+  }
 }
 
 Sequences Program::sequences() const {

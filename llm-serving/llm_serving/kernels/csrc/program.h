@@ -79,14 +79,8 @@ class Program {
   int state_parameter(size_t i) const { return kWeights + static_cast<int>(num_weights_ + 2 * num_layers_ + i); }
   const std::vector<Operand>& operands() const { return operands_; }
   size_t num_adapter_slots() const { return num_adapter_slots_; }
-  // Null if the program has no slots of adapters.
-  const int32_t* adapter_slots() const {
-    return num_adapter_slots_ == 0 ? nullptr : call_.data<const int32_t>(result() - 1);
-  }
-  // Slot of the adapter of a row of the step or, if `selected`, of a sampled row; -1: none.
-  int32_t adapter_slot(size_t row, bool selected) const {
-    return adapter_slots()[selected ? static_cast<size_t>(call_.integer(kSampleIndices, row)) : row];
-  }
+  // The rows of the step or, if `selected`, the sampled rows that have an adapter.
+  AdapterRows adapter_rows(bool selected) const { return adapter_rows_[selected].rows(); }
   int result() const { return call_.count() - 1; }
   size_t result_width() const { return call_.dim(result(), 1); }
 
@@ -121,6 +115,16 @@ class Program {
   int read_adapter_slots();
   void read_weights();
 
+  struct RowsByAdapter {
+    std::vector<int32_t> slots;
+    std::vector<uint32_t> order;
+    std::vector<AdapterSpan> spans;
+
+    // Fills `order` and `spans`.
+    void sort();
+    AdapterRows rows() const { return {slots.data(), order.data(), spans.data(), spans.size()}; }
+  };
+
   struct CheckedBlocks {
     size_t group, num_blocks, block_size, window;
   };
@@ -136,6 +140,7 @@ class Program {
   int64_t last_position_ = -1, last_slot_ = -1;
   std::vector<Requests> requests_;  // of each group
   std::vector<int64_t> first_rows_, state_in_, state_out_;
+  RowsByAdapter adapter_rows_[2];  // of the step, and of the sampled rows
   std::vector<CheckedBlocks> checked_blocks_;
   char* data_ = nullptr;
 };
@@ -225,7 +230,6 @@ extern const Operation kAllReduce;                             // program_ranks.
 extern const Operation kCausalConv, kDeltaRule, kSsm;          // program_states.cc
 extern const Operation kMixStreams, kMatchStreams, kSparsify;  // program_streams.cc
 extern const Operation kSelectKeys;                            // program_selection.cc
-extern const Operation kLora;                                  // program_lora.cc
 
 // Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. 5 (sigmoid) and 6 (tanh) are
 // not gates.

@@ -1,12 +1,17 @@
 // Operations that multiply by a weight: linear, lm_head.
+#include <array>
+
 #include "program.h"
 #include "ranks.h"
+#include "thread_pool.h"
 
 namespace llm {
 namespace {
 
-// linear: y | x residual | weight bias | function scale tiled consumer heads. z = x * weight^T + bias; y = z, or
-// function(first half of z) * second half, or residual + scale * z. Each head of x has its own rows of the weight.
+// linear: y | x residual | weight bias a b ranks parts | function scale tiled consumer heads. z = x * weight^T + bias;
+// y = z, or function(first half of z) * second half, or residual + scale * z. Each head of x has its own rows of the
+// weight. With a, b, ranks and parts, which AdapterArgs describes, a row with an adapter has x * weight^T + B A x in
+// place of x * weight^T.
 
 struct LinearSizes {
   size_t heads, n, k;  // sizes of a head
@@ -27,6 +32,49 @@ int check_tiled(const Instruction& in, const Operand& x, int attribute) {
   const int32_t tiled = in.integer(attribute);
   if (tiled != 0 && tiled != 1) return in.fail("tiled must be 0 or 1, is %d", tiled);
   return tiled == 0 || in.program().has_room(x) ? 0 : in.fail("x has no room for the order in which it is read");
+}
+
+// Checks the weights of adapters, which are all absent or all present.
+int check_adapters(const Instruction& in, size_t n, size_t k) {
+  const size_t slots = in.program().num_adapter_slots();
+  if (!in.has_weight(2) && !in.has_weight(3) && !in.has_weight(4) && !in.has_weight(5)) return 0;
+  for (int i = 2; i < 6; i++) {
+    if (!in.has_weight(i)) return in.fail("a, b, ranks and parts go together");
+  }
+  if (slots == 0 || in.integer(4) != 1) return in.fail("adapters need slots, and a weight without heads");
+  const Call& call = in.call();
+  const int a = in.parameter(2), b = in.parameter(3), ranks = in.parameter(4), parts = in.parameter(5);
+  const DType dtype = in.program().dtype();
+  if (call.dtype(a) != dtype || call.dtype(b) != dtype || call.rank(a) != 4 || call.rank(b) != 4) {
+    return in.fail("a and b must be of the model's type, of four dimensions");
+  }
+  if (call.rank(ranks) != 2 || call.dim(ranks, 1) == 0) return in.fail("ranks must be [%zu, parts]", slots);
+  const size_t panels = TiledLayout::padded(n, kPanelWidth) / kPanelWidth, inputs = TiledLayout::padded(k, kPanelWidth);
+  const size_t num_parts = call.dim(ranks, 1), max_rank = call.dim(b, 2);
+  auto has = [&](int parameter, std::array<size_t, 4> sizes) {
+    for (int i = 0; i < 4; i++) {
+      if (call.dim(parameter, i) != sizes[static_cast<size_t>(i)]) return false;
+    }
+    return true;
+  };
+  if (max_rank % kPanelWidth != 0 || !has(b, {slots, panels, max_rank, kPanelWidth}) ||
+      !has(a, {slots, num_parts * max_rank / kPanelWidth, inputs, kPanelWidth})) {
+    return in.fail("a must be [%zu, parts * R / 16, %zu, 16], b [%zu, %zu, R, 16]", slots, inputs, slots, panels);
+  }
+  auto check = [&](const char* name, int parameter, size_t size, size_t most) {
+    if (call.dtype(parameter) != DType::kFloat32 || call.elements(parameter) != size) {
+      return in.fail("%s must be float32, %zu elements", name, size);
+    }
+    const float* values = call.data<const float>(parameter);
+    for (size_t i = 0; i < size; i++) {
+      if (!(values[i] >= 0.0f && values[i] <= static_cast<float>(most))) {
+        return in.fail("%s must be from 0 to %zu", name, most);
+      }
+    }
+    return 0;
+  };
+  if (const int status = check("ranks", ranks, slots * num_parts, max_rank)) return status;
+  return check("parts", parts, panels, num_parts - 1);
 }
 
 int check_linear(const Instruction& in) {
@@ -52,13 +100,33 @@ int check_linear(const Instruction& in) {
   if (const int status = check_added(in, *y)) return status;
   if (const int status = check_tiled(in, *x, 2)) return status;
   if (in.integer(3) != -1 && !is_gate(function)) return in.fail("a product that is not gated lies as rows");
+  if (const int status = check_adapters(in, n, x->width)) return status;
   return in.check_consumer(3, *y);
+}
+
+// Reads the matrices of adapters. Returns whether a row has an adapter.
+bool read_adapters(const Instruction& in, AdapterArgs& adapters) {
+  const Operand& y = *in.output(0);
+  if (!in.has_weight(2)) return false;
+  adapters.rows = in.program().adapter_rows(y.selected);
+  if (adapters.rows.num_spans == 0) return false;
+  adapters.a = in.weight_data(2);
+  adapters.b = in.weight_data(3);
+  adapters.ranks = in.call().data<const float>(in.parameter(4));
+  adapters.parts = in.call().data<const float>(in.parameter(5));
+  adapters.num_parts = in.call().dim(in.parameter(4), 1);
+  adapters.max_rank = in.call().dim(in.parameter(3), 2);
+  const size_t elements = in.program().count(y.selected) * adapters.num_parts * adapters.max_rank;
+  adapters.r = scratch(Scratch::kAdapters, elements * sizeof(float));
+  return true;
 }
 
 int run_linear(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
   const size_t bytes = in.program().element_bytes();
   const LinearSizes sizes(in);
+  AdapterArgs adapters;
+  const bool has_adapters = read_adapters(in, adapters);
   for (size_t head = 0; head < sizes.heads; head++) {
     const Weight weight = sizes.heads == 1 ? in.weight(0) : in.weight(0).part(head * sizes.n, sizes.n);
     const size_t column = head * sizes.n;
@@ -73,6 +141,7 @@ int run_linear(const Instruction& in) {
       args.scale = in.number(1);
     }
     args.gate = gate_of(in.integer(0));
+    if (has_adapters) args.adapters = &adapters;
     args.y_layout = in.consumer(3) == nullptr ? TiledLayout{y.count, y.stride} : in.consumer(3)->layout(y.count);
     multiply(args);
   }
@@ -80,9 +149,8 @@ int run_linear(const Instruction& in) {
 }
 
 // lm_head: | x | weight bias | scale cap tiled first rows. The result: scale * (x * weight^T + bias) or, with a cap,
-// cap
-// * tanh(that / cap). If rows is not 0, the weight has the rows from `first` on of `rows`, and the result is gathered
-// from all ranks.
+// cap * tanh(that / cap). If rows is not 0, the weight has the rows from `first` on of `rows`, and the result is
+// gathered from all ranks.
 
 // Checks the rows of the weight.
 int check_share(const Instruction& in, size_t here) {
@@ -140,7 +208,7 @@ int run_lm_head(const Instruction& in) {
 
 }  // namespace
 
-const Operation kLinear = {{"linear", 1, 2, 2, 5}, check_linear, run_linear};
+const Operation kLinear = {{"linear", 1, 2, 6, 5}, check_linear, run_linear};
 const Operation kLmHead = {{"lm_head", 0, 1, 2, 5}, check_lm_head, run_lm_head};
 
 }  // namespace llm

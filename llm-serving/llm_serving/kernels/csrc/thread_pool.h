@@ -24,7 +24,7 @@ void parallel_for(size_t count, Body& body) {
 
 // Uninitialised memory of this thread, aligned to 64 bytes, valid until the next request for the same slot. The slots
 // separate the buffers of an operator.
-enum class Scratch { kActivations, kPanel, kTile, kScores, kItems, kLayer, kCount };
+enum class Scratch { kActivations, kPanel, kTile, kScores, kItems, kLayer, kAdapters, kCount };
 LLM_SHARED void* scratch(Scratch slot, size_t bytes);
 
 }  // namespace llm

@@ -117,6 +117,9 @@ constexpr size_t kTileRows = 2;
 constexpr size_t kTilePanels = 1;
 #endif
 
+// Most panels of a product.
+constexpr size_t kMaxPanels = 16;
+
 // Rows that a tile, or a pair of AMX tiles, computes together.
 #if defined(LLM_AMX)
 constexpr size_t kRowMultiple = 2 * kTileHeight;
