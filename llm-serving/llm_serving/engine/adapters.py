@@ -34,7 +34,7 @@ class Adapter:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether its files are those that were loaded. This reads them."""
+        """Whether the adapter's files are the same as when it was loaded. This reads all of them."""
         try:
             return fingerprint(self.folder) == self.fingerprint
         except ModelError:

@@ -233,7 +233,9 @@ class Engine(EngineRequests):
         return True
 
     def _wait(self) -> None:
-        """Sleep until a message comes, the WorkAgent exits, a deadline passes or a batch has waited long enough."""
+        """Sleep until a message arrives, the WorkAgent exits, a deadline passes, or a static batch has waited long
+        enough.
+        """
         if self._inbox.wait(self._executor.fileno(), self.idle_s):
             try:
                 self._executor.collect()  # no step is in flight, so the WorkAgent has died

@@ -108,8 +108,8 @@ class Lifecycle:
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Hold or refuse new requests, and wait until accepted ones have finished, were aborted or are frozen. Raise
-        RequestError if the model sleeps.
+        """Hold or refuse new requests. Then wait until all accepted requests have finished, were aborted or are frozen.
+        Raise RequestError if the model sleeps.
         """
         with self.exclusive():
             self._check_awake()
@@ -205,7 +205,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Raise RequestError during another change."""
+        """Raise RequestError if another change is in progress. Prevent other changes within the context."""
         if self._is_changing:
             raise RequestError("model", "is being changed by another request; send this one again when that has ended")
         self._is_changing = True
