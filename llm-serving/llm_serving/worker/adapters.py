@@ -68,7 +68,7 @@ class AdapterMemory:
             self._host.pop(number, None)
 
     def read(self, number: int, folder: Path) -> None:
-        """Read an adapter into host memory under any number. Raise ModelError if it cannot be served."""
+        """Read an adapter into host memory under the number `number`. Raise ModelError if it cannot be served."""
         self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
 

@@ -179,8 +179,8 @@ class DiskStore:
         return total, num_evicted
 
     def _files(self) -> Iterator[_File]:
-        """Yield the blocks of all models. Delete temporary files that killed processes left. Skip what other programs
-        wrote.
+        """Yield the blocks of all models. Delete temporary files that killed processes have left. Skip files that other
+        programs wrote.
         """
         for model in os.scandir(self.folder):
             if not model.is_dir(follow_symlinks=False) or not _HEX.fullmatch(model.name):

@@ -89,7 +89,7 @@ class DraftModel:
         return proposed
 
     def _rows(self, requests: Sequence[DraftRequest]) -> list[DraftRow]:
-        """Return the rows of the requests within the limits."""
+        """Return a row for each request that exceeds no limit."""
         rows, left = [], MAX_PROPOSED_TOKENS
         for index, request in enumerate(requests[:MAX_DRAFT_REQUESTS]):
             token_ids = request.token_ids
@@ -114,7 +114,7 @@ class DraftModel:
     def _extend(
         self, requests: Sequence[DraftRequest], rows: list[DraftRow], proposed: list[list[int]]
     ) -> list[DraftRow]:
-        """Add one draft token to each row. Return the rows that need more."""
+        """Add one draft token to each row. Return the rows that need further tokens."""
         extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)

@@ -347,7 +347,7 @@ class ModelRunner:
         return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
 
     def logits_of(self, states: Float32Array) -> Float32Array:
-        """Return the logits [P, V] or scores [P, labels] of hidden states [P, H]."""
+        """Return the logits [P, V], or classification scores [P, labels], of hidden states [P, H]."""
         return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
