@@ -260,7 +260,7 @@ def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
 
 
 def _compare_texts(verdict: Verdict, opened: OpenedReceipt, llm: LLM) -> None:
-    """Compare the texts with those of the response that contained the receipt."""
+    """Compare the texts in the response that contained the receipt with those of the receipt."""
     receipt = opened.receipt
     for index, text in opened.texts.items():
         if not 0 <= index < len(receipt.choices):

@@ -27,8 +27,8 @@ class ReplicaTrace:
     events: EventSnapshot
     records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Whether to show only the rows of `records` and steps that have some of them, because the client may see only its
-    own tenant.
+    """Whether to show only `records` and the steps that computed them, because the client may see only its own
+    tenant.
     """
     machine: str = ""
     """Address of the WorkAgent's machine. It is not shown with `own_steps_only`."""

@@ -74,7 +74,7 @@ class ScheduledRow(NamedTuple):
     query_len: int
     """Number of tokens that the step computes."""
     num_samples: int
-    """Number of tokens that the step samples: 0 while known tokens remain, then 1 plus one after each draft token."""
+    """Number of tokens that the step samples: 0 if known tokens remain to be computed, else 1 plus the draft tokens."""
     num_preemptions: int
     """`Request.num_preemptions` when the step was formed. If the request was preempted since, the row's KV cache is
     lost.

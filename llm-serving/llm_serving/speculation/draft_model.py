@@ -77,8 +77,8 @@ class DraftModelProposer:
         )
 
     def propose(self, requested: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Propose for each request that has room, at most the given number of draft tokens. Return request -> draft
-        tokens. Raise WorkerError if the WorkAgent exits.
+        """Return request -> draft tokens, for each request that has room. `requested`: (request, maximum number of its
+        draft tokens). Raise WorkerError if the WorkAgent exits.
         """
         counts = [(request, min(count, self._room(request))) for request, count in requested]
         counts = [each for each in counts if each[1] > 0]

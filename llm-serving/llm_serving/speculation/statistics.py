@@ -39,7 +39,7 @@ SIZE_DECAY: Final = 1 / 1024
 this.
 """
 SMALLEST_SIZE: Final = 7
-"""This is added to a number of tokens; the bit length of the sum is the size class."""
+"""Added to a number of tokens; the bit length of the sum is the size class. So 1 to 8 tokens are in one class."""
 MIN_VARIANCE: Final = 1e-6
 """Minimum relative variance of token counts from which the time of one token can be estimated."""
 

@@ -230,7 +230,7 @@ def open_disk_store(
 ) -> DiskStore:
     """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...].
 
-    The fingerprint covers everything except the tokens that affects the contents of a block: the package's code, the
+    Its fingerprint covers everything that affects the contents of a block, except the tokens: the package's code, the
     weight files, the kernels, and the settings that change how keys and values are computed.
     """
     assert settings.disk_cache_path is not None

@@ -45,7 +45,7 @@ from llm_serving.worker.state_guard import NO_SLOT, StateGuard
 from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
-"""Tag of the first step among ranks. Work before it has tag 0."""
+"""Ranks tag their shared work with a number. The first step has this tag, work before it 0."""
 
 
 class ModelRunner:
