@@ -226,9 +226,9 @@ def _are_networks(value: Any) -> bool:
 
 TEXT: Final = _text(r"[^\x00]*", "must be text")
 MODEL_NAME: Final = _text(r"[\w.\-/]{1,128}", "must be text of 1 to 128 letters, digits and ._-/")
-"""Restricted, because the model's name is part of a URL path: `/models/{name}`."""
+"""The characters of a model's name are restricted, because it is part of a URL path: `/models/{name}`."""
 ROW_NAME: Final = _text(r"[a-z0-9_-]{1,32}", "must be 1 to 32 lowercase letters, digits, _ or -")
-"""Restricted, because a row's name appears in metrics, errors and request bodies."""
+"""The characters of a row's name are restricted, because it appears in metrics, errors and request bodies."""
 REVISION: Final = _rule(
     "must be a branch, a tag or a commit",
     # YAML reads some commits as numbers.

@@ -47,7 +47,7 @@ class ServingConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
-    """Ordered by rank, at least one."""
+    """The request classes in the order of their ranks; at least one."""
     api_keys: tuple[ApiKey, ...] = ()
     """API keys of the tenants. Empty: the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class ServingConfig:
     model_hint: str = ""
     """Why the weights that a MindFormers YAML names cannot be served directly, and what to do; empty: they can."""
     origin: Origin | None = field(default=None, compare=False)
-    """None: the configuration was not loaded by `load_config`."""
+    """The arguments of `load_config`, with which it can be loaded again; None: `load_config` did not load it."""
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
     """The configuration of each row of the section `models`; `self` is that of the first row. Empty: the YAML has one
     model."""
     memory_share: float = 1.0
-    """Share of the memory that all models of the server may use."""
+    """This model's share of the memory that all models of the server may use together."""
     load_at_start: bool = True
 
     @property

@@ -40,8 +40,8 @@ class ApiKey:
     max_requests_per_minute: int | None = None
     """Requests each minute, and the size of a burst. Further ones are refused with 429. null: no limit."""
     max_tokens_per_minute: int | None = None
-    """Tokens each minute: prompt tokens, and the tokens that a request may generate. Those that it does not generate
-    are credited back. Further requests are refused with 429. null: no limit."""
+    """Tokens each minute: prompt tokens, and the tokens that a request may generate. Tokens that were not generated are
+    credited back. Further requests are refused with 429. null: no limit."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ TABLES: Final[Mapping[str, Table]] = {
         },
     ),
 }
-"""YAML section, which is also the attribute of `ServingConfig` -> its rows."""
+"""Name of a YAML section, and of the attribute of `ServingConfig` with its rows -> how its rows are read."""
 
 
 @dataclass

@@ -267,7 +267,7 @@ def _padded(heads: Heads) -> list[int]:
 
 
 def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:
-    """Return the tokens that a row attends to; None: all. `default` applies if the key is absent."""
+    """Return the number of tokens that a row attends to; None: all. `default` applies if the key is absent."""
     if c.has("sliding_window"):
         return c.integer("sliding_window")
     return default if c.is_absent("sliding_window") else None

@@ -1,5 +1,5 @@
-"""ERNIE 4.5: rotary embeddings of adjacent pairs. Most layers of the larger models have experts beside shared ones,
-which are chosen by a corrected softmax.
+"""ERNIE 4.5: rotary embeddings of adjacent pairs. Most layers of the larger models have routed and shared experts. The
+router chooses by softmax scores plus a correction.
 """
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

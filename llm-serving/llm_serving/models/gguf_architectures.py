@@ -46,7 +46,7 @@ def _llama(reader: MetadataReader, config: Config) -> None:
 
 
 def _gemma(reader: MetadataReader, config: Config) -> None:
-    """Set the size that scales attention scores: of a head, or `hidden_size` / heads in the largest Gemma 2 and 3."""
+    """Set `query_pre_attn_scalar`: the size of a head, or `hidden_size` / heads in the largest Gemma 2 and 3."""
     largest = {"gemma2": 46, "gemma3": 62}[reader.architecture]
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     own = config.get("head_dim", hidden // heads)

@@ -1,4 +1,4 @@
-"""The GGUF metadata of families that mix attention with state layers (Mamba-2, delta rule), and of their relatives."""
+"""The GGUF metadata of families that mix attention with state layers (Mamba-2, delta rule), and of related families."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Llama 4: most layers have a rotary embedding and attend within chunks, the others to all tokens without one. The
-weight of an expert multiplies its input.
+"""Llama 4: most layers have a rotary embedding and attend within chunks; the others have none and attend to all tokens.
+The weight of an expert multiplies its input.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Mistral, optionally with a sliding window, Mixtral, whose experts have their own tensor names, and Ministral 3, whose
-queries grow with their position.
+"""Mistral, optionally with a sliding window; Mixtral, whose experts have their own tensor names; and Ministral 3, which
+scales queries up with their position.
 """
 
 from dataclasses import replace

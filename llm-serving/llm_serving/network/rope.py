@@ -70,8 +70,8 @@ class Rotary:
         interleaved: Whether the checkpoint pairs adjacent elements; otherwise it pairs i and i + rotary_dim / 2.
         own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: `head_dim`.
         growth, growth_positions, growth_start: The row at position p is also multiplied by 1 + growth * ln(1 + floor((p
-            + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4). growth 0: it
-            is not.
+            + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4). With growth 0
+            this factor is 1.
     """
 
     head_dim: int

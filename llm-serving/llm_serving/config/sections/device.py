@@ -70,7 +70,7 @@ class DeviceConfig:
     """Attention kernel for whole prompts in the graph of primitives. `exact`: PagedAttention in every step. `fast`:
     FlashAttentionScore in steps of whole prompts. On a CPU both give the same results. On Ascend, `exact` gives the
     same request the same bytes if `ms_custom_ops` and the CANN package `ops-batchinvariant` are installed, except for
-    experts in the model dtype; prompts then take longer. The log has the promise at the start."""
+    experts in the model dtype; prompts then take longer. At the start, the log states whether this applies."""
     enable_graph_kernel: bool = option(False, BOOLEAN, expert=True)
     """MindSpore's graph kernel fusion. Not allowed on Ascend, because infer boost, which PagedAttention requires,
     excludes it. No effect on a CPU, where it fuses only graphs of fixed shapes."""

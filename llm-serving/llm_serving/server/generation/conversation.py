@@ -53,7 +53,7 @@ _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
 
 
 class ConversationRequest(ProtocolRequest):
-    """A request of any chat protocol, as a chat completion."""
+    """A request of any chat protocol, translated to a chat completion."""
 
     def __init__(
         self, engine: AsyncEngine, http_request: Request, body: CallerFields, chat: ChatCompletionRequest
@@ -200,7 +200,10 @@ def nested_schema(flat: JsonObject) -> JsonObject:
 
 
 def flat_error(error: RequestError, format_field: str) -> RequestError:
-    """Rename an error's field for a protocol that nests no schemas; `format_field` is its response format."""
+    """Rename the field of an error for a protocol whose tools and response format are not nested.
+
+    `tools[0].function.name` becomes `tools[0].name`, and `response_format.json_schema` becomes `format_field`.
+    """
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
     if error.field.startswith("response_format"):

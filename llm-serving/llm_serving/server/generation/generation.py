@@ -259,7 +259,7 @@ def raise_on_failure(output: RequestOutput) -> None:
 
 
 def raise_unless_complete(output: RequestOutput) -> None:
-    """Raise as `raise_on_failure` does, and RequestCancelledError for an aborted request."""
+    """Raise the same errors as `raise_on_failure`, and RequestCancelledError for an aborted request."""
     raise_on_failure(output)
     if output.finish_reason is FinishReason.ABORT:
         raise RequestCancelledError

@@ -18,7 +18,8 @@ MAX_PROMPT_VALUES: Final = 2**19
 """Maximum number of prompt logprobs in one response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt: token id -> logprob, for it and the most likely ones; None for the first token."""
+"""An entry for each prompt token: token id -> logprob, for the token itself and the most likely ones. The entry of the
+first token is None."""
 
 
 class TokenOutput(NamedTuple):

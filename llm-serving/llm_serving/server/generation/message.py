@@ -147,7 +147,7 @@ class MessageBlock:
     kind: BlockKind
     index: int
     id: str = ""
-    """Id of a call; empty for other blocks, like `name`."""
+    """Id of a call. It is empty for other blocks, and so is `name`."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
     """Pieces of the block's text or, for a call, of its arguments."""

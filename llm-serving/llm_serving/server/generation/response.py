@@ -62,7 +62,7 @@ class ResponseBuilder(ABC):
         """Return the last bytes of a stream that fails after its status was sent."""
 
     async def collect(self, generation: Generation) -> None:
-        """Add all outputs to the whole response. Long ones are added off the event loop."""
+        """Add all outputs to the whole response. Long outputs are added in a thread."""
         async for index, output in generation.outputs():
             if output.finish_reason is not None:
                 self.check(output)
@@ -109,7 +109,7 @@ class BufferedResponse:
 
 
 class ResponseBuffers:
-    """The memory of responses that are being built as a whole, at most `max_bytes`. For the event loop only."""
+    """The memory of all unfinished responses that are not streamed, at most `max_bytes`. For the event loop only."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -84,7 +84,7 @@ class ConnectionLimits:
             del self._by_address[connection.address]
 
     def weigh(self, connection: Connection, weight: int) -> None:
-        """Record how many bytes a connection buffers. Refuse the largest ones while the total exceeds the limit."""
+        """Record how many bytes a connection buffers. Refuse the largest connections while the total is too large."""
         if connection not in self._by_address.get(connection.address, ()):
             return
         self.num_bytes += weight - connection.weight

@@ -1,4 +1,4 @@
-"""One request of a connection: its head (RFC 9112), rewritten so that a proxy reads it alike, and its body."""
+"""One request of a connection: its head (RFC 9112), rewritten so that it is unambiguous, and its body."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def check_variables(limits: ServerConfig) -> None:
 
 
 class Certificate:
-    """The server's TLS context, which follows changes of its files. Raise ConfigError if they are invalid at first."""
+    """The server's TLS context, which follows changes of its files. Raise ConfigError if the files are invalid."""
 
     def __init__(self, limits: ServerConfig) -> None:
         assert limits.ssl_certfile is not None

@@ -26,7 +26,7 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     """A request of completions or chat, with everything needed to compute its response again."""
 
     stream_id: str
-    """Random, so that it cannot be predicted."""
+    """Id of the stream. It is random, so that no other client can predict it."""
     route: str
     tenant: str
     key: str
@@ -75,8 +75,8 @@ class AcceptedRequests:
     Args:
         quota: Memory for the records; with 0 bytes no record is kept.
         max_age_s: Seconds from a request's acceptance until its record expires.
-        wall_clock: Seconds since the epoch; gives the age of a record that comes from a log.
-        clock: Seconds by which records expire. Changes of the wall clock do not affect it.
+        wall_clock: Returns seconds since the epoch, for the age of records that come from a log.
+        clock: Returns monotonic seconds, by which records expire.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class AcceptedRequests:
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
         """Return the accepted request of a key, or a claim, whose owner holds the key until it calls `settle`.
 
-        Wait while another request claims the key. Raise IdempotencyError if the key belongs to a different one.
+        Wait while another request claims the key. Raise IdempotencyError if the key belongs to a different request.
         """
         name = (tenant, key)
         while True:

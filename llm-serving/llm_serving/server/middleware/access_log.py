@@ -82,7 +82,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     finish: str | None = None
     """Finish reasons of all choices, sorted and separated by commas; `abort` if the client disconnected."""
     queue_ms: float | None = None
-    """From the arrival at the engine until the first scheduling."""
+    """Time from the arrival at the engine until the first scheduling."""
     ttft_ms: float | None = None
     error: str | None = None
     suppressed: int | None = None

@@ -42,7 +42,7 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Continue a prompt. `stream` None: the field of the body decides, and an unstreamed response is a list."""
+    """Continue a prompt. `stream` None: the field of the body applies, and a non-streaming response is a list."""
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream

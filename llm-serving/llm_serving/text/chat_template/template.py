@@ -89,7 +89,9 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process and compile the template in it. Raise RequestError or, beyond the limits, TransportError."""
+    """Start a process and compile the template in it. Raise RequestError if the template is refused, and TransportError
+    if it exceeds the limits.
+    """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
         answer = process.ask(Compile(source))

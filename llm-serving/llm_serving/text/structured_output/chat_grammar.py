@@ -50,7 +50,7 @@ def answer_grammar(
     Args:
         form: Grammar of the response format; None: any text.
         calls: Allowed tool calls; None: no calls.
-        reasoning: None: the model does not reason.
+        reasoning: The reasoning before the answer; None: the model does not reason.
         delimiters: Grammar terms of delimiters, such as `</think>`.
     """
     if form is not None and calls is None and reasoning is None:

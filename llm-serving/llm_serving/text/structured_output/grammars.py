@@ -55,7 +55,7 @@ _Part = Mapping[str, Any]
 
 
 def definitions_of(schema: Any) -> dict[str, Any]:
-    """Return the keywords of a JSON schema to which `$ref` may refer."""
+    """Return the keywords of a JSON schema that hold definitions for `$ref`, such as `$defs`."""
     return {name: schema[name] for name in _DEFINITIONS if name in schema} if isinstance(schema, dict) else {}
 
 
