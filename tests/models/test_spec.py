@@ -127,7 +127,7 @@ def test_num_parameters_includes_biases():
         ({"hidden_size": 2**20, "num_attention_heads": 2}, "`head_dim` must be an integer >= 1 and <= 1024"),
         ({"rope_theta": 10**400}, "`rope_theta` must be a number from 2 to 1e+30"),
         ({"rms_norm_eps": 2}, "`rms_norm_eps` must be a number from 1e-30 to 1. Given: 2"),
-        ({"eos_token_id": [1] * 300}, "`eos_token_id` must be at most 256 token ids"),
+        ({"eos_token_id": [1] * 300}, "`eos_token_id` must have at most 256 token ids"),
         ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer >= 1"),
         ({"num_key_value_heads": 5}, "`num_attention_heads` must be a multiple of `num_key_value_heads` 5. Given: 32"),
         ({"head_dim": 63}, "`head_dim` must be even for rotary embeddings, is 63. Given: 63"),

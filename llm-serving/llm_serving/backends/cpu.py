@@ -228,7 +228,7 @@ class CpuLogits(nn.Cell):
 
 
 class CpuQuantizedLogits(nn.Cell):
-    """Scales integer sums to float32 logits itself, because the result of MindSpore's QuantBatchMatmul has x's type."""
+    """Scales integer sums to float32 logits. MindSpore's QuantBatchMatmul would return them in the type of x."""
 
     def __init__(self) -> None:
         super().__init__()

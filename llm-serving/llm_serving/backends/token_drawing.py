@@ -20,7 +20,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 MAX_TOP_K: Final = 128
 """Maximum `top_k` of a row that the Cell draws."""
 MAX_DRAWN_VOCAB: Final = 2**18
-"""Larger vocabularies would need sums of more bits."""
+"""Maximum vocabulary size. Sums over a larger vocabulary would need more bits."""
 PIECE_BITS: Final = 14
 NUM_PIECES: Final = 4
 """A fraction of 53 bits is divided into pieces of 14 bits, highest first, which float32 holds exactly."""
@@ -78,11 +78,11 @@ class AscendLargestValues(nn.Cell):
 
 
 class _Weights(nn.Cell):
-    """(logits [S, V], largest [S, 1], scale [S, 1]) -> weights [S, V], as `logprobs.token_weights`.
+    """(logits [S, V], largest [S, 1], scale [S, 1]) -> weights [S, V], as `logprobs.token_weights` returns them.
 
-    The power 2^n of an integer n is found without shifts. `near` is about 1.75 * 2^(n + 22). Its 2^-23th is between 1.5
-    and 2 times 2^(n - 1), the distance of float32 numbers there, so the sum of both is rounded to `near` + 2^n. Errors
-    of exp below 10 % have no effect.
+    The exact power 2^n of an integer n is computed without bit shifts. `near` is about 1.75 * 2^(n + 22), where
+    neighbouring float32 numbers differ by 2^(n - 1). `near` * 2^-23 is 1.5 to 2 times this difference, so adding it to
+    `near` is rounded to `near` + 2^n. Errors of exp below 10 % have no effect.
     """
 
     def __init__(self) -> None:
@@ -193,13 +193,13 @@ class _Share(nn.Cell):
 
 
 class TokenDrawing(nn.Cell):
-    """(logits float32 [S, V], largest float32 [S, 2], parameters float32 [S, 13]) -> (token ids int32 [S], float32
-    [S, 2]). `largest` is the second result of `Backend.largest_logits`; the second result here is the same with the ids
-    of the drawn tokens. A row with NaN or infinity gets any valid id.
+    """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters float32 [S, 13]) ->
+    (token ids int32 [S], `largest` with the ids of the drawn tokens in its first column). `largest` is the second
+    result of `Backend.largest_logits`. A row with NaN or infinity gets any valid id.
 
     Args:
-        has_limits: Whether rows may have `top_k`, from 1 to `MAX_TOP_K`; these may also have `top_p`.
-        largest_values: A function from a count to a Cell such as `AscendLargestValues`.
+        has_limits: Whether rows may have `top_k`, from 1 to `MAX_TOP_K`. Rows with `top_k` may also have `top_p`.
+        largest_values: A function of a count that returns a Cell such as `AscendLargestValues`.
     """
 
     def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, *, has_limits: bool) -> None:
@@ -234,7 +234,7 @@ class TokenDrawing(nn.Cell):
         return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((ids, value))
 
     def number_of(self, conditions: ms.Tensor) -> ms.Tensor:
-        """Return how many are true in each row, float32 [S, 1]."""
+        """Return the number of true conditions in each row, float32 [S, 1]."""
         return self.sum(conditions, (-1,), True, ms.float32)
 
     def at(self, values: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
@@ -242,8 +242,9 @@ class TokenDrawing(nn.Cell):
         return self.gather(values, 1, self.cast(index, ms.int64))
 
     def limits(self, weights: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
-        """Return what top_k and top_p keep: all weights above a threshold, and the first few that equal it; both
-        [S, 1]. A row without top_k keeps all weights.
+        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each: a threshold, above which
+        all weights are kept, and how many weights equal to it are kept, in the order of token ids. A row without top_k
+        keeps all weights.
         """
         descending = self.largest_values(weights)
         candidates = self.select(self.below(self.order, top_k), descending, self.zero)

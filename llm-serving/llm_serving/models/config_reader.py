@@ -143,7 +143,7 @@ class ConfigReader:
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             raise self.fail(key, "must be a token id or a list of them")
         if len(items) > MAX_TOKEN_IDS:
-            raise self.fail(key, f"must be at most {MAX_TOKEN_IDS} token ids")
+            raise self.fail(key, f"must have at most {MAX_TOKEN_IDS} token ids")
         return tuple(item for item in items if item >= 0)
 
 

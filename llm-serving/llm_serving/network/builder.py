@@ -119,7 +119,7 @@ class Network:
         return self.record("embedding", {}, {"table": positions.table(self.hidden)}, attributes)
 
     def given_rows(self, width: int) -> Value:
-        """Begin a network whose input is a row of `width` elements for each token."""
+        """Begin a network whose input is a row of `width` elements for each token instead of token ids."""
         self.given = Value("given", width)
         return self.given
 
@@ -421,7 +421,7 @@ class Network:
         self._head_start = len(self.operations)
 
     def scores(self, x: Value, num_labels: int) -> None:
-        """Return x as float32 scores. This is the last operation of a network without LM head."""
+        """Make x, in float32, the result of the network: the scores of a request."""
         self.num_labels = num_labels
         self.result(x)
 

@@ -37,7 +37,7 @@ bodies to disk call it."""
 UNSENT_KEY: Final = "llm_serving.unsent"
 """Scope key: a function that adds to the number of produced but unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"
-"""Scope key: `HttpRequest.write_chunk`."""
+"""Scope key: the method `write_chunk` of the connection's `HttpRequest`."""
 SLICE_BYTES: Final = 16 * 1024
 """Number of bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4

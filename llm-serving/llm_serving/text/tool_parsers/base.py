@@ -250,8 +250,8 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings. A
-    forced call uses the first opening.
+    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings. If
+    an answer must be a call, it uses the first opening.
     """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
