@@ -70,7 +70,7 @@ class CompressedTensors:
             fitting = [each for each in (4, 8) if words == (shape[0], -(-shape[1] // values_per_word(each)))]
             if not fitting:
                 raise ModelError(
-                    f"{parts[PACKED].file}: {name}: {PACKED} must hold 4 or 8 bits of {list(shape)}. "
+                    f"{parts[PACKED].file}: {name}: {PACKED} must hold {list(shape)} values of 4 or 8 bits. "
                     f"Found: {list(words)}"
                 )
             bits = fitting[0]

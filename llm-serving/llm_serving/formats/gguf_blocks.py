@@ -54,8 +54,8 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type. `unpack`: function of the bytes of n blocks, [n, num_bytes]. `bits`, `zero` and `group` (its
-    group_size): as in `BlockTensor`.
+    """A block type. `unpack`: function of the bytes of n blocks, [n, num_bytes]. `bits` and `zero` are those of
+    `BlockTensor`, and `group` is its `group_size`.
     """
 
     name: str
