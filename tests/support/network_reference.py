@@ -180,7 +180,7 @@ def _rope(step: Step, x: Array, cos: Array, sin: Array) -> Array:
     return rotated.reshape(x.shape)
 
 
-def _store_kv(step: Step, k: Array, v: Array, layer: int, k_offset: Any = None) -> None:
+def _store_kv(step: Step, k: Array, v: Array, layer: int, layer_group: int = 0, k_offset: Any = None) -> None:
     """Store keys as they are: an int8 cache alone subtracts `k_offset`, which changes no weight of a softmax."""
     kept = step.slot_mapping >= 0
     for rows, cache in zip((k, v), step.caches[layer], strict=True):
@@ -192,7 +192,7 @@ def _attention(
     q_rope: Any = None, k: Any = None, v: Any = None, selected: Any = None, slopes: Any = None, cos: Any = None,
     sin: Any = None,
     q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, sinks: Any = None, consumer: Any = None,
-    chunk: int = 0,
+    chunk: int = 0, layer_group: int = 0,
 ) -> Array:  # fmt: skip
     if k is not None:
         if q_gamma is not None:
