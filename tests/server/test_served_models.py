@@ -198,6 +198,22 @@ def test_a_model_that_cannot_be_loaded_is_stopped_and_can_be_loaded_later() -> N
     asyncio.run(run())
 
 
+def test_a_shutdown_does_not_wait_for_a_model_that_is_loaded() -> None:
+    async def run() -> None:
+        loading = loadable("two")
+        loading.replicas.counts().num_ready = 0
+        models = models_of(loadable("one"), loading)
+        task = asyncio.create_task(models.load(config_of("two")))
+        while not loading.num_starts:
+            await asyncio.sleep(0)
+        models.begin_shutdown()
+        with pytest.raises(UnavailableError, match="model two was not loaded: the server is shutting down"):
+            await task
+        assert loading.num_stops == 1
+
+    asyncio.run(run())
+
+
 def test_names_of_models_and_adapters_differ_also_while_a_model_is_loaded() -> None:
     async def run() -> None:
         loading, other = loadable("two"), loadable("three")

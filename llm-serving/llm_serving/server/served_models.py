@@ -125,6 +125,7 @@ class ServedModels:
         """Name of a model that is being loaded -> its configuration."""
         self._loading: set[ServedModel] = set()
         self._turn = asyncio.Lock()
+        self._is_ending = False
         self.on_ready: Callable[[AsyncEngine], None] = lambda engine: None
         """Called with the engine of each model that was loaded at run time."""
         self._drains: dict[asyncio.Task[None], ServedModel] = {}
@@ -313,12 +314,13 @@ class ServedModels:
             model.routes.batches = self.default.routes.batches
             self._loading.add(model)
             model.start()
-            while not (model.is_ready or (failures := opened.engine.replicas.load_failures)):
+            while not (model.is_ready or (failures := opened.engine.replicas.load_failures) or self._is_ending):
                 await asyncio.sleep(POLL_S)
             self._loading.discard(model)
             if not model.is_ready:
                 await model.stop()
-                raise UnavailableError(f"model {name} was not loaded: {'; '.join(failures)}")
+                why = "; ".join(failures) or "the server is shutting down"
+                raise UnavailableError(f"model {name} was not loaded: {why}")
             self.on_ready(opened.engine)
             return model
 
@@ -343,7 +345,8 @@ class ServedModels:
             await model.stop()
 
     def begin_shutdown(self) -> None:
-        """End what would delay the end of the server: live views, and requests of models that pause or sleep."""
+        """End what would delay the end of the server: live views, loads, and requests of models that pause or sleep."""
+        self._is_ending = True
         for model in (*self, *self._drains.values()):
             model.routes.live.close()
             model.engine.lifecycle.begin_shutdown()
