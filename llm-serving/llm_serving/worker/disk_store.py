@@ -106,8 +106,8 @@ class DiskStore:
         path = self._own / block_hash.hex()
         try:
             found = path.lstat()
-            is_block = stat.S_ISREG(found.st_mode) and found.st_size <= self._max_bytes
-            content = path.read_bytes() if is_block else b""  # reading a pipe would wait for a writer
+            may_be_block = not stat.S_ISLNK(found.st_mode) and found.st_size <= self._max_bytes
+            content = path.read_bytes() if may_be_block else b""
         except FileNotFoundError:
             return None
         except OSError as error:
