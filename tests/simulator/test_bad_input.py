@@ -56,8 +56,9 @@ def header_only(good):
 
 
 def flipped(good):
-    middle = len(good) // 2
-    return good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
+    """Change a byte of the second record, after its length."""
+    at = len(header_only(good)) + 8 + 2
+    return good[:at] + bytes([good[at] ^ 255]) + good[at + 1 :]
 
 
 FILES = [  # every kind of YAML
