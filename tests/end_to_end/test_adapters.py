@@ -96,6 +96,25 @@ def test_answers_of_adapters_under_load_are_those_of_each_request_alone(
         server.stop()
 
 
+def test_requests_of_adapters_continue_on_decode_replicas_while_one_is_drained(folder: Path) -> None:
+    modules = {name: str(folder / name) for name in NAMES[1:3]}
+    settings = (f"lora_config.lora_modules={json.dumps(modules)}", "cluster_config.roles=[prefill, decode, decode]")
+    server = start_server(*(part for each in (*settings, ONE_THREAD) for part in ("--set", each)), num_agents=3)
+    try:
+
+        async def run() -> None:
+            async with asyncio.timeout(300), server.client() as client:
+                asked = [each | {"max_tokens": 40} for each in requests() if each["model"] != "three"][:9]
+                alone = [await answer(client, each) for each in asked]
+                tasks = [asyncio.create_task(answer(client, each)) for each in asked]
+                assert (await client.post("/v1/replicas/2/drain")).status_code == 200
+                assert await asyncio.gather(*tasks) == alone
+
+        asyncio.run(run())
+    finally:
+        server.stop()
+
+
 def test_refusals_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "one", tmp_path / "inside" / "one")
     server = start_server("--set", f"lora_config.lora_folder={tmp_path / 'inside'}", "--set", ONE_THREAD)

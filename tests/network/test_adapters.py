@@ -15,7 +15,7 @@ from support.model_factories import tiny_spec
 
 def changes_of(folder: Path) -> dict[str, LowRankChange]:
     modules = read_adapter(folder).modules.items()
-    return {name: LowRankChange(each.a.read(), each.b.read(), each.scale) for name, each in modules}
+    return {name: LowRankChange(each.a, each.b, each.scale) for name, each in modules}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

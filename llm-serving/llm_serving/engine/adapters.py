@@ -49,12 +49,18 @@ class AdapterRegistry:
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
         self.folders: Mapping[int, str] = {}
-        """Number -> folder of each adapter."""
+        """Number -> folder of each adapter that requests use or may use."""
+        self._removed: Mapping[int, Adapter] = {}
+        """Number -> adapter that no new request may name, but that unfinished requests use."""
         self._files: dict[int, str] = {}
         """Number -> fingerprint of each adapter loaded so far, because caches may still have its blocks."""
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
+
+    def is_offered(self, number: int) -> bool:
+        """Return whether new requests may use the adapter with a number."""
+        return any(each.number == number for each in self.by_name.values())
 
     def read(self, name: str, folder: Path) -> Adapter:
         """Check an adapter completely, without adding it. Callable in any thread. Raise ModelError if it cannot be
@@ -66,8 +72,9 @@ class AdapterRegistry:
             )
         limits = AdapterLimits(self.config.max_loras, self.config.max_lora_rank)
         _, linears = self._spec.with_adapters(*limits, as_program=True)
-        check_adapter(read_adapter(folder), linears, experts_modules(self._spec.network), limits.max_rank)
-        return Adapter(name, folder, fingerprint(folder))
+        adapter = read_adapter(folder)
+        check_adapter(adapter, linears, experts_modules(self._spec.network), limits.max_rank)
+        return Adapter(name, folder, adapter.fingerprint)
 
     def add(self, adapter: Adapter) -> None:
         """Offer an adapter to new requests. Raise ModelError if too many are loaded, or the name or number is taken."""
@@ -89,11 +96,20 @@ class AdapterRegistry:
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter to new requests. Return it; None if no adapter has this name."""
+        """Stop offering an adapter to new requests. Return it; None if no adapter has this name. A replica that joins
+        still gets it, because requests may migrate there, until `forget`.
+        """
         adapter = self.by_name.get(name)
+        if adapter is not None:
+            self._removed = {**self._removed, adapter.number: adapter}
         self._offer({each: kept for each, kept in self.by_name.items() if each != name})
         return adapter
 
+    def forget(self, adapter: Adapter) -> None:
+        """Note that no unfinished request uses a removed adapter, or that it is offered again."""
+        self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
+        self._offer(self.by_name)
+
     def _offer(self, adapters: Mapping[str, Adapter]) -> None:
         self.by_name = adapters
-        self.folders = {each.number: str(each.folder) for each in adapters.values()}
+        self.folders = {each.number: str(each.folder) for each in (*self._removed.values(), *adapters.values())}

@@ -194,7 +194,7 @@ class AsyncEngine:
         """
         if self.lifecycle.gate is not None:
             raise UnavailableError(f"{self.lifecycle.gate.reason} since the request arrived: send it again")
-        if caller.adapter and caller.adapter not in self.adapters.folders:
+        if caller.adapter and not self.adapters.is_offered(caller.adapter):
             raise ModelNotFoundError(
                 "model", "must be a loaded adapter: this one was unloaded since the request arrived"
             )

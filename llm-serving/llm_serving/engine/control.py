@@ -64,11 +64,12 @@ class Control:
         unfinished.
         """
         unfinished = self._num_of_adapter(adapter.number)
-        if adapter.number in registry.folders:  # the same files are still offered under another name
-            return unfinished
-        if unfinished:
+        if registry.is_offered(adapter.number):  # the same files, under another name
+            registry.forget(adapter)
+        elif unfinished:
             asyncio.get_running_loop().call_later(DROP_DELAY_S, self.drop_adapter, registry, adapter)
         else:
+            registry.forget(adapter)
             self._tell(adapter.number, "")
         return unfinished
 

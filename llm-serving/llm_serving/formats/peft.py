@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llm_serving.core.files import open_regular, read_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.safetensors import read_safetensors
-from llm_serving.formats.stored_tensor import StoredTensor, is_finite
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor, is_finite
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
@@ -77,35 +80,44 @@ class AdapterConfig:
 class StoredChange:
     """The matrices of one module as stored, a [rank, columns] and b [rows, rank], and the factor of their product."""
 
-    a: StoredTensor
-    b: StoredTensor
+    a: Array
+    b: Array
     scale: float
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter before its matrices are read. `modules`: name of a tensor without `.weight` -> its change."""
+    """An adapter in memory.
+
+    Attributes:
+        modules: Name of a tensor without `.weight` -> its change.
+        fingerprint: Result of the function of this name for the folder.
+    """
 
     folder: Path
     config: AdapterConfig
     modules: Mapping[str, StoredChange]
+    fingerprint: str
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Read the configuration and the header of an adapter. Raise ModelError, which names file, field, rule and value,
-    if it is damaged or needs something that is not served.
+    """Read an adapter. Its matrices are read once, so the fingerprint is that of the returned values. Raise ModelError,
+    which names file, field, rule and value, if it is damaged or needs something that is not served.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.exists():
         raise ModelError(f"{folder}: an adapter must have {WEIGHTS_NAME} beside {CONFIG_NAME}")
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in read_safetensors(path).items():
+    stored = read_safetensors(path)
+    with open_regular(path) as file:
+        data = np.fromfile(file, np.uint8)
+    found: dict[str, dict[str, Array]] = {}
+    for name, tensor in stored.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             rule = "must be lora_A.weight or lora_B.weight of a linear layer"
             raise ModelError(f"{path}: tensor {shorten(name)} {rule}")
-        found.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = tensor
+        found.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = _array(path, data, tensor)
     modules: dict[str, StoredChange] = {}
     for module, pair in found.items():
         if len(pair) < 2:
@@ -116,12 +128,22 @@ def read_adapter(folder: Path) -> PeftAdapter:
             if len(shape) != 2 or shape[axis] != rank:
                 rule = f"must have {rank} {'rows' if axis == 0 else 'columns'}, the rank in {CONFIG_NAME}"
                 raise ModelError(f"{path}: {module}.lora_{part}.weight {rule}. Found: shape {list(shape)}")
-            if not is_finite(pair[part].read()):
+            if not is_finite(pair[part]):
                 raise ModelError(f"{path}: {module}.lora_{part}.weight must hold finite numbers only")
         modules[module] = StoredChange(pair["A"], pair["B"], config.scale_of(module))
     if not modules:
         raise ModelError(f"{path}: must have at least one pair of matrices")
-    return PeftAdapter(folder, config, modules)
+    digest = hashlib.sha256(read_regular(config.path, MAX_CONFIG_BYTES))
+    digest.update(data.data)
+    return PeftAdapter(folder, config, modules, digest.hexdigest())
+
+
+def _array(path: Path, data: NDArray[np.uint8], tensor: StoredTensor) -> Array:
+    """Return a tensor of the file that `data` is the content of."""
+    ((start, num_bytes),) = tensor.pieces
+    if start + num_bytes > len(data):
+        raise ModelError(f"{path}: must not change while it is read")
+    return data[start : start + num_bytes].view(NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 def read_config(folder: Path) -> AdapterConfig:

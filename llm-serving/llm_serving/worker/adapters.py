@@ -14,7 +14,7 @@ from llm_serving.backends.base import Array
 from llm_serving.backends.parameters import to_model_dtype
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError, WorkerError
-from llm_serving.formats.peft import PeftAdapter, fingerprint, number_of, read_adapter
+from llm_serving.formats.peft import PeftAdapter, number_of, read_adapter
 from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models.adapters import AdapterLimits, check_adapter
 from llm_serving.network.adapters import PANEL, AdaptedLinear, LowRankChange, panels
@@ -74,13 +74,15 @@ class AdapterMemory:
 
     def _read_same(self, number: int, folder: Path) -> list[_Stored]:
         """Read the adapter whose files have a number, which the server gave them when it loaded the adapter."""
-        matrices = self._read(folder)
-        if number_of(fingerprint(folder)) != number:
+        adapter = read_adapter(folder)
+        if number_of(adapter.fingerprint) != number:
             raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")
-        return matrices
+        return self._converted(adapter)
 
     def _read(self, folder: Path) -> list[_Stored]:
-        adapter = read_adapter(folder)
+        return self._converted(read_adapter(folder))
+
+    def _converted(self, adapter: PeftAdapter) -> list[_Stored]:
         check_adapter(adapter, self._linears, self._experts, self.limits.max_rank)
         return [self._matrices(adapter, linear) for linear in self._linears]
 
@@ -122,7 +124,7 @@ class AdapterMemory:
 
     def _matrices(self, adapter: PeftAdapter, linear: AdaptedLinear) -> _Stored:
         changes = {
-            name: LowRankChange(to_float32(stored.a.read()), to_float32(stored.b.read()), stored.scale)
+            name: LowRankChange(to_float32(stored.a), to_float32(stored.b), stored.scale)
             for name in linear.modules
             if (stored := adapter.modules.get(name)) is not None
         }
