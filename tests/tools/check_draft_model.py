@@ -95,9 +95,9 @@ def check(model: Path, drafts: Sequence[str], num_kills: int) -> int:
     )
     try:
         executor.kills_left = num_kills
-        llm.engine = build_engine(
-            config, executor.loaded.num_blocks, executor, llm.tokenizer, llm.metrics, llm._publish
-        )
+        sizes = {"num_state_slots": config.num_state_slots(llm.model_spec.state_bytes)}
+        num_blocks = executor.loaded.num_blocks
+        llm.engine = build_engine(config, num_blocks, executor, llm.tokenizer, llm.metrics, llm._publish, **sizes)
         num_equal = 0
         rounds = 0
         while executor.kills_left or not rounds:

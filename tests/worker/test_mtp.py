@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from families import models
+from llm_serving.core.enums import QuantizationName
 from llm_serving.core.step import DraftRequest
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.operations import Operation
+from llm_serving.network.quantization import Quantization, quantized_weights
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.mtp import load_mtp
 from support.graph_model import GraphModel, backend
@@ -55,6 +57,7 @@ def test_the_layer_is_one_of_the_model_between_the_joint_input_and_a_norm(name) 
     assert inner == [described(each, "model.layers.0.") for each in single.network.operations[1:-2]]
     assert spec.caches == single.caches
     assert spec.network.operations[-2].weights["gamma"].names == (f"{around['norm']}.weight",)
+    assert second in quantized_weights(spec.network, Quantization(QuantizationName.W8A8))
     weights = mtp_weights(name)
     assert {key: weights[key].shape for key in spec.tensors} == spec.tensors
 

@@ -63,7 +63,7 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
     quantized: dict[Weight, QuantizationName] = {
         each.weights[role]: name for each in network.operations for role in _ROLES.get(each.kind, ())
     }
-    if not network.num_labels:
+    if network.head.kind == "lm_head":
         quantized[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
     return {weight: _with_full_groups(weight, kept, quantization.group_size) for weight, kept in quantized.items()}
 
