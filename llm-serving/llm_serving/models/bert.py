@@ -8,7 +8,7 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import classifier_labels, empty_network, plain_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
-from llm_serving.network.positions import PositionEmbedding
+from llm_serving.network.positions import PositionEmbedding, position_embedding
 
 QKV: Final = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
 _FUNCTIONS: Final[Mapping[str, Literal["gelu", "gelu_tanh"]]] = {"gelu": "gelu", "gelu_new": "gelu_tanh"}
@@ -47,7 +47,7 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
     positions = PositionEmbedding(
         at + "position_embeddings", at + "token_type_embeddings", num_positions, num_types, first_position
     )
-    hidden = net.add(net.embedding(at + "word_embeddings"), net.position_embedding(positions))
+    hidden = net.add(net.embedding(at + "word_embeddings"), position_embedding(net, positions))
     hidden = net.layer_norm(hidden, at + "LayerNorm", bias=True)
 
     def layer(hidden: Value, at: str) -> Value:

@@ -112,12 +112,6 @@ class Network:
             table = replace(table, stored_shapes=((stored_rows, width),), rows=rows)
         return self.record("embedding", {}, {"table": table}, attributes, width)
 
-    def position_embedding(self, positions: PositionEmbedding) -> Value:
-        """Look up rows of a table by position and, if there are several token types, by type."""
-        self.positions = positions
-        attributes = {**BY_TOKEN, "of_positions": True}
-        return self.record("embedding", {}, {"table": positions.table(self.hidden)}, attributes)
-
     def given_rows(self, width: int) -> Value:
         """Begin a network whose input is a row of `width` elements for each token instead of token ids."""
         self.given = Value("given", width)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_serving.network.operations import Float32Array, Weight
+from llm_serving.network.operations import BY_TOKEN, Float32Array, Value, Weight
+
+if TYPE_CHECKING:
+    from llm_serving.network.builder import Network
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,10 @@ class PositionEmbedding:
     def sums(self, stack: Float32Array) -> Float32Array:
         positions, types = stack[self.first : -self.num_types], stack[-self.num_types :]
         return np.concatenate([positions + each for each in types])
+
+
+def position_embedding(net: Network, positions: PositionEmbedding) -> Value:
+    """Look up rows of a table by position and, if there are several token types, by type."""
+    net.positions = positions
+    attributes = {**BY_TOKEN, "of_positions": True}
+    return net.record("embedding", {}, {"table": positions.table(net.hidden)}, attributes)
