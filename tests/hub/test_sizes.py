@@ -98,7 +98,7 @@ def test_model_size_reports_how_many_tokens_fit_on_an_npu(tmp_path):
     )
     fits = lines_of(dataclasses.replace(config, model=model))["fits"]
     assert fits.startswith(
-        f"{1600 * 16:,} tokens on an NPU of 32 GB, {5286 * 16:,} tokens on an NPU of 64 GB, with 90%"
+        f"{1590 * 16:,} tokens on an NPU of 32 GB, {5278 * 16:,} tokens on an NPU of 64 GB, with 90%"
     )
 
 

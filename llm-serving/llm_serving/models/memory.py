@@ -25,6 +25,8 @@ NPU_RESERVE: Final = 2**30
 """Bytes that stay free on an NPU even with `max_device_memory`, because MindSpore's limit must be below the total."""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
+NUM_DRAWING_VALUES: Final = 8
+"""float32 values that an NPU keeps at the same time for each logit, while it draws tokens."""
 LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MIN_SPARE_SLOTS: Final = 8
@@ -60,11 +62,11 @@ def working_bytes(
     """Return the largest temporary memory in bytes: that of the largest step, or of loading one weight.
 
     A step holds the widest values of each token, the logits of every row and a chunk of prompt logits with the
-    sampler's copies, and the attention mask with `num_keys` columns. Loading holds a weight as stored, a second copy if
-    tensors are stacked, and float32 values of a quantized weight.
+    sampler's copies, and on an NPU the attention mask with `num_keys` columns and the values of drawing tokens. Loading
+    holds a weight as stored, a second copy if tensors are stacked, and float32 values of a quantized weight.
     """
     token = dtype_bytes * 2 * spec.max_row_elements + MASK_BYTES * num_keys
-    row = 4 * 3 * spec.vocab_size
+    row = 4 * (NUM_DRAWING_VALUES if num_keys else 3) * spec.vocab_size
     piece = 3 * min(max(LOGITS_BYTES, 4 * spec.vocab_size), max_num_batched_tokens * 4 * spec.vocab_size)
     on_its_way = 2 * dtype_bytes if spec.scheme is None else 3 * 4
     return max(max_num_batched_tokens * token + max_num_seqs * row + piece, on_its_way * spec.max_weight_elements)
