@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import sys
+import time
 import timeit
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,8 @@ KINDS = "greedy", "drawn", "limited", "sampled"
 """Kinds of sampling: the most likely tokens; tokens that the device draws, without and with `top_k`; tokens that the
 host samples.
 """
+NUM_MEANS = 5
+"""Number of means of CPU time, of which the least counts."""
 COUNTS = (
     "to_device",
     "pinned_to_device",
@@ -64,7 +67,7 @@ class Job(NamedTuple):
     num_timed: int = 0
     """How often each step is timed."""
     without: str | None = None
-    """A setting to leave out: `threads` or `swiglu`."""
+    """A setting to leave out: `threads` or `swiglu`; or `decode graph`."""
 
 
 def main() -> None:
@@ -99,6 +102,9 @@ def run(job: Job) -> dict[str, Any]:
 
     if job.without == "swiglu":
         AscendBackend.swiglu = CpuBackend.swiglu
+    largest_logits = AscendBackend.largest_logits
+    if job.without == "decode graph":
+        AscendBackend.largest_logits = lambda backend: None
     if job.without == "threads":
         ms.runtime.dispatch_threads_num = lambda number: None
     device = DeviceConfig(device_target="Ascend", exactness=job.exactness, max_device_memory=job.max_device_memory)
@@ -118,6 +124,7 @@ def run(job: Job) -> dict[str, Any]:
     before = psutil.Process().memory_info().rss
     mark("load", job.name)
     runner, notice = loading.load_runner(settings, lambda text: None)
+    AscendBackend.largest_logits = largest_logits
     tensors = runner.kv_tensors
     found = {
         "backend": runner.compute_fingerprint.kernels,
@@ -127,7 +134,7 @@ def run(job: Job) -> dict[str, Any]:
         "cache": tensors.num_blocks * tensors.block_bytes,
         "held": psutil.Process().memory_info().rss - before,
     }
-    if not job.draws:
+    if not job.draws and runner._tokens is not None:
         runner._tokens._drawing = {}
     steps = [results_of(runner, job, index) for index in range(len(job.steps))]
     if job.num_ahead:
@@ -141,7 +148,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]:
     """Run a step of a job three times for each kind of sampling. Return for each kind what the last run copied and
-    waited for, and the duration in seconds of the fastest timed run.
+    waited for, and the CPU time in seconds of a run, the least of several means.
     """
     import numpy as np
     from llm_serving.worker.model_inputs import ModelInputs
@@ -162,20 +169,34 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
         sample_indices=ends - 1,
     )
     found = {}
+    drawing = {} if runner._tokens is None else runner._tokens._drawing
     mark("first", index)
-    for name in KINDS if job.draws else ("greedy", "sampled"):
+    for name in kinds_of(job):
         sampling = sampling_of(name, len(rows))
         step = SimpleNamespace(step=0, sampling=sampling, allowed_follow=False, exports=(), token_ids=inputs.token_ids)
         compute = partial(run_step, runner, step, inputs)
+        if runner._tokens is not None:
+            runner._tokens._drawing = {} if name.endswith("on the host") else drawing
         compute()
         compute()  # the number of tokens that the first run reads from the one before may differ
         before = read_counts()
         compute()
         found[name] = {each: end - start for each, start, end in zip(COUNTS, before, read_counts(), strict=True)}
         if job.num_timed:
-            found[name]["seconds"] = min(timeit.repeat(compute, number=1, repeat=job.num_timed))
+            number = job.num_timed // NUM_MEANS
+            times = timeit.repeat(compute, timer=time.process_time, number=number, repeat=NUM_MEANS)
+            found[name]["cpu_seconds"] = min(times) / number
+    if runner._tokens is not None:
+        runner._tokens._drawing = drawing
     mark("end", index)
     return found
+
+
+def kinds_of(job: Job) -> tuple[str, ...]:
+    """Return the kinds of sampling with which a job runs its steps."""
+    if job.num_timed:
+        return (*(KINDS if job.draws else ("greedy",)), "on the host", "limited on the host")
+    return KINDS if job.draws else ("greedy", "sampled")
 
 
 def sampling_of(kind: str, num_samples: int) -> Any:
@@ -184,15 +205,18 @@ def sampling_of(kind: str, num_samples: int) -> Any:
     from llm_serving.core.step import SamplingInput
 
     given: dict[str, Any] = {} if kind == "greedy" else {"temperature": np.ones(num_samples, np.float32)}
-    if kind == "limited":
+    if kind.startswith("limited"):
         given["top_k"] = np.full(num_samples, 40, np.int32)
-    if kind in ("limited", "sampled"):
+    if kind.startswith("limited") or kind == "sampled":
         given["top_p"] = np.full(num_samples, 0.9, np.float32)
     return SamplingInput.plain(num_samples, **given)
 
 
 def run_step(runner: Any, step: Any, inputs: Any) -> None:
-    runner._submit(step, inputs, step.token_ids[:0], None).output()
+    if runner._tokens is None:
+        runner._sample(step, inputs, step.token_ids[:0], None)
+    else:
+        runner._submit(step, inputs, step.token_ids[:0], None).output()
 
 
 def start_ahead(runner: Any, job: Job, kind: str) -> None:
@@ -211,8 +235,8 @@ def start_ahead(runner: Any, job: Job, kind: str) -> None:
             mark("await", index - 1)
             waiting.output()
         waiting = started
-    waiting.output()
     mark(f"ahead {kind}", 1)
+    waiting.output()
 
 
 def configure_once(loading: Any) -> None:

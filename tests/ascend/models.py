@@ -53,12 +53,15 @@ LARGE_BYTES: Final = 2 * 2 * 1024 * 20000
 """Bytes of the token embedding and the LM head of the model `large`, nearly all of its weights."""
 
 
-def write_models(folder: Path, families: Sequence[str] = FAMILIES, demo_layers: int = 1) -> dict[str, Path]:
-    """Write a folder for `demo`, for `large` and for each family. All have few layers, because MindSpore compiles each
-    for half a second.
+def write_models(folder: Path, families: Sequence[str] = FAMILIES, demo: Mapping[str, Any] = {}) -> dict[str, Path]:
+    """Write a folder for `demo` with these changes, for `large` and for each family. All have few layers, because
+    MindSpore compiles each for half a second.
     """
-    demo = json.loads((DEMO_FOLDER / "config.json").read_text()) | {"num_hidden_layers": demo_layers}
-    configs: dict[str, dict[str, Any]] = {"demo": demo, "large": config_of("llama") | _LARGE}
+    shipped = json.loads((DEMO_FOLDER / "config.json").read_text())
+    configs: dict[str, dict[str, Any]] = {
+        "demo": shipped | {"num_hidden_layers": 1} | demo,
+        "large": config_of("llama") | _LARGE,
+    }
     configs |= {name: _short(family_config(name)) for name in families}
     folders = {}
     for index, (name, config) in enumerate(configs.items()):

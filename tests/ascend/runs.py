@@ -169,6 +169,7 @@ def run(
     gigabytes: int = 64,
     soc: str = "Ascend910B2",
     traced: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> Ended:
     """Run jobs, which are the fields of `device.Job`, on a machine and device of this size. Kernels print only if
     `traced`.
@@ -185,7 +186,7 @@ def run(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
     calls = trace.read_text() if traced and trace.exists() else ""
