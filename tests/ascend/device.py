@@ -30,6 +30,8 @@ KINDS = "greedy", "drawn", "limited", "sampled"
 """Kinds of sampling: the most likely tokens; tokens that the device draws, without and with `top_k`; tokens that the
 host samples.
 """
+NUM_DRAWN_STEPS = 2
+"""Number of steps of a job that also run with tokens drawn by the device, which takes longer."""
 NUM_MEANS = 5
 """Number of means of CPU time, of which the least counts."""
 COUNTS = (
@@ -171,7 +173,7 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
     found = {}
     drawing = {} if runner._tokens is None else runner._tokens._drawing
     mark("first", index)
-    for name in kinds_of(job):
+    for name in kinds_of(job, index):
         sampling = sampling_of(name, len(rows))
         step = SimpleNamespace(step=0, sampling=sampling, allowed_follow=False, exports=(), token_ids=inputs.token_ids)
         compute = partial(run_step, runner, step, inputs)
@@ -192,11 +194,11 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
     return found
 
 
-def kinds_of(job: Job) -> tuple[str, ...]:
-    """Return the kinds of sampling with which a job runs its steps."""
+def kinds_of(job: Job, index: int) -> tuple[str, ...]:
+    """Return the kinds of sampling with which a job runs a step."""
     if job.num_timed:
         return (*(KINDS if job.draws else ("greedy",)), "on the host", "limited on the host")
-    return KINDS if job.draws else ("greedy", "sampled")
+    return KINDS if job.draws and index < NUM_DRAWN_STEPS else ("greedy", "sampled")
 
 
 def sampling_of(kind: str, num_samples: int) -> Any:
