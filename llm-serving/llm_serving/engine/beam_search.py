@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from msgspec import structs
+
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams
@@ -260,7 +262,7 @@ class BeamSearchSink:
         self.request.output_token_ids = [token.token_id for token in best[0].hypothesis.tokens()]
         output = self._context.processor.pop_output(self.request)
         outputs = [self._answer(output, beam) for beam in best]
-        return replace(outputs[0], beams=tuple(outputs))
+        return structs.replace(outputs[0], beams=tuple(outputs))
 
     def _answer(self, output: RequestOutput, beam: FinishedBeam) -> RequestOutput:
         root = self.request
@@ -268,7 +270,7 @@ class BeamSearchSink:
         token_ids = [token.token_id for token in tokens]
         stopped = beam.finish_reason is FinishReason.STOP
         count = root.sampling.logprobs
-        return replace(
+        return structs.replace(
             output,
             # The token that ended the text is not part of the text.
             text=self._context.processor.text_of(root, token_ids[:-1] if stopped else token_ids),

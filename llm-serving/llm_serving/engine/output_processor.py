@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llm_serving.core.request import Request
+from llm_serving.core.request import FINISHED, Request
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.core.timings import Clock
@@ -102,8 +102,8 @@ class OutputProcessor:
             state.logprobs += (TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs)),)
         self.record_token_time(request)
         # A stop token is not part of the text.
-        if not (token_id in request.stop_token_ids and request.is_finished):
-            state.text += state.detokenizer.add([token_id])
+        if not (token_id in request.stop_token_ids and request.status is FINISHED):
+            state.text += state.detokenizer.add_token(token_id)
         return state.detokenizer.stop_string
 
     def add_prompt_result(
@@ -127,25 +127,26 @@ class OutputProcessor:
         pending.
         """
         state = self._states[request.request_id]
-        is_last = request.is_finished and not num_pending
-        if is_last:
+        reason = stop_reason = None
+        if not num_pending and request.status is FINISHED:
+            reason, stop_reason = request.finish_reason, request.stop_reason
             del self._states[request.request_id]
             state.text += state.detokenizer.flush()
             self._record_finished(state)
             request.sink = None  # breaks a reference cycle, which would stay in memory until a garbage collection
         first = request.first_scheduled_time
         output = RequestOutput(
-            request_id=request.request_id,
-            text=state.text,
-            token_ids=state.token_ids,
-            logprobs=state.logprobs,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(request.output_token_ids) - num_pending,
-            finish_reason=request.finish_reason if is_last else None,
-            stop_reason=request.stop_reason if is_last else None,
-            error=error,
-            queued_s=0.0 if first is None else first - request.arrival_time,
+            request.request_id,
+            state.text,
+            state.token_ids,
+            state.logprobs,
+            len(request.prompt_token_ids),
+            request.num_cached_tokens,
+            len(request.output_token_ids) - num_pending,
+            reason,
+            stop_reason,
+            error,
+            0.0 if first is None else first - request.arrival_time,
         )
         if state.prompt_logprobs:
             output.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
@@ -158,16 +159,16 @@ class OutputProcessor:
         if self._metrics is None:
             return
         state, now = self._states[request.request_id], self._clock()
-        if state.first_token_time is None:
-            state.first_token_time = now
-            http_timings = request.http_timings
-            if http_timings is not None and http_timings.first_token_time is None:
-                http_timings.first_token_time = now
-            self._event_log.first_token(request, now)
-            self._metrics.record_first_token(now - request.arrival_time, request.priority)
-        else:
+        if state.first_token_time is not None:
             self._gaps.append(now - state.last_token_time)
-        state.last_token_time = now
+            state.last_token_time = now
+            return
+        state.first_token_time = state.last_token_time = now
+        http_timings = request.http_timings
+        if http_timings is not None and http_timings.first_token_time is None:
+            http_timings.first_token_time = now
+        self._event_log.first_token(request, now)
+        self._metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
         """Report the times between tokens to the metrics. Called once for each step, because each report takes a

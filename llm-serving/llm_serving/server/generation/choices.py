@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import BeamSearchParams, Whole

@@ -80,6 +80,11 @@ class MessageParser:
         return deltas
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all text is content, and no tokens are counted."""
+        return self._parser is None and self._counter is None
+
+    @property
     def num_reasoning_tokens(self) -> int | None:
         if self._counter is None:
             return None

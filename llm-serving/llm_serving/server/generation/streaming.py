@@ -34,6 +34,22 @@ def named_event(name: str, content: object) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(content)
 
 
+class TextEvents:
+    """The events of a stream that differ only in one text: what is around the text is encoded once.
+
+    Args:
+        content_of: Returns the content of the event with a text.
+    """
+
+    def __init__(self, content_of: Callable[[str], object]) -> None:
+        empty, other = event(content_of("")), event(content_of("x"))  # equal up to the opening quotation mark
+        begin = next(i for i, (ours, theirs) in enumerate(zip(empty, other, strict=False)) if ours != theirs) - 1
+        self._before, self._after = empty[:begin], empty[begin + 2 :]
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
+
+
 class Chunks(Protocol):
     """Formats the outputs of a generation as the bytes of a stream."""
 

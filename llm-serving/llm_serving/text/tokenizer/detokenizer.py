@@ -76,6 +76,8 @@ class Detokenizer(Protocol):
     @property
     def stop_string(self) -> str | None: ...
 
+    def add_token(self, token_id: int) -> str: ...
+
     def add(self, token_ids: Iterable[int]) -> str: ...
 
     def flush(self) -> str: ...
@@ -83,6 +85,9 @@ class Detokenizer(Protocol):
 
 class _SilentDetokenizer:
     stop_string: str | None = None
+
+    def add_token(self, token_id: int) -> str:
+        return ""
 
     def add(self, token_ids: Iterable[int]) -> str:
         del token_ids
@@ -127,16 +132,18 @@ class IncrementalDetokenizer:
         """Whether a stop string ended the text. Later tokens add nothing."""
         return self.stop_string is not None
 
+    def add_token(self, token_id: int) -> str:
+        """Add a token, and return the text that later tokens cannot change."""
+        text = None
+        if not self._mid_character and 0 <= token_id < len(self._texts):
+            text = self._texts[token_id]
+        if text is None:
+            text = self._decode(token_id)
+        return self._release(text) if text and (self._drop_space or self._matcher is not None) else text
+
     def add(self, token_ids: Iterable[int]) -> str:
         """Add tokens, and return the text that later tokens cannot change."""
-        text = ""
-        for token_id in token_ids:
-            if not self._mid_character and 0 <= token_id < len(self._texts):
-                piece = self._texts[token_id]
-                text += self._decode(token_id) if piece is None else piece
-            else:
-                text += self._decode(token_id)
-        return self._release(text) if text else ""
+        return "".join(map(self.add_token, token_ids))
 
     def flush(self) -> str:
         """Return the rest at the end of the output: U+FFFD for an incomplete character, or a partial stop string."""

@@ -19,7 +19,7 @@ from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_log
 from llm_serving.server.generation.message import MessageFold, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
-from llm_serving.server.generation.streaming import event
+from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.parsing.body import note_ignored
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import (
@@ -136,6 +136,10 @@ class ChatBuilder(OpenAIResponseBuilder):
             if self._echo:
                 choice = ChatChunkChoice(index=index, delta=ChatDelta(content=self._echo))
                 opening += event(self._chunk([choice], usage))
+            if self._parsers[index].is_plain and not self._sends_empty_deltas:
+                self._text_events[index] = TextEvents(
+                    lambda text: self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))], usage)
+                )
         delta = self._delta(index, output)
         return opening if delta is None else opening + event(self._chunk([delta], usage))
 

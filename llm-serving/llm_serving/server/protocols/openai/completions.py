@@ -31,7 +31,7 @@ from llm_serving.server.generation.pipeline import (
 from llm_serving.server.generation.prompts import Prompt, encode_prompts, read_prompts, truncate_prompt
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
-from llm_serving.server.generation.streaming import event
+from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import (
@@ -176,8 +176,14 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return delta
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        delta = self._delta(index, output)
-        return b"" if delta is None else event(self._completion([delta], self._streamed_usage.of_output(output)))
+        delta, usage = self._delta(index, output), self._streamed_usage.of_output(output)
+        if delta is None:
+            return b""
+        if not self._sends_empty_deltas and output.finish_reason is None:
+            self._text_events[index] = TextEvents(
+                lambda text: self._completion([CompletionChoice(index=index, text=text)], usage)
+            )
+        return event(self._completion([delta], usage))
 
     def last_chunk(self, usage: Usage | UnsetType) -> Completion:
         return self._completion([], usage)

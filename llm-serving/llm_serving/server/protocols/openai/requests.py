@@ -16,7 +16,7 @@ from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.generation.generation import raise_on_failure
 from llm_serving.server.generation.pipeline import StartedGeneration
 from llm_serving.server.generation.response import ResponseBuilder
-from llm_serving.server.generation.streaming import DONE, event
+from llm_serving.server.generation.streaming import DONE, TextEvents, event
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.headers import query_integer
@@ -83,12 +83,20 @@ class OpenAIResponseBuilder(ResponseBuilder):
         """Whether an output without text produces a chunk."""
         self._started: set[int] = set()
         """Choices that have sent a delta."""
+        self._text_events: dict[int, TextEvents] = {}
+        """Events of the choices of which further chunks report only text."""
         self._whole: Completion | ChatCompletion | None = None
 
     check = staticmethod(raise_on_failure)
 
     def error_chunk(self, error: LLMServingError) -> bytes:
         return event(openai_error(error)) + DONE
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        events = self._text_events.get(index)
+        if events is None or output.finish_reason is not None:
+            return super().chunk(index, output)
+        return events.event(output.text) if output.text else b""  # the last chunk counts the tokens
 
     def add_usage(self, index: int, output: RequestOutput) -> None:
         """Count the tokens of an output; each prompt counts once, however many choices it has."""
