@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -30,9 +30,10 @@ from llm_serving.core.step import (
     reference_to_previous_step,
 )
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.block_table import BlockTable, Tables
+from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.scheduler import Schedule
 
+REQUEST_ID, IDS, START = attrgetter("request_id"), attrgetter("ids"), attrgetter("start")
 _FORBIDDEN = float("-inf")
 _NO_WORDS: Int32Array = np.empty(0, np.int32)
 _NO_IDS: Int32Array = np.empty(0, np.int32)
@@ -57,40 +58,49 @@ class StepBuilder:
         self._pooling = pooling
         self._previous_samples: dict[Request, int] = {}
         self._params = _SamplingParams([], {})
+        self._tables = _PackedTables()
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
         """Build the input of step `number`. Call this once for every schedule, in order."""
+        requests, starts, query_lens, *_ = zip(*schedule.rows, strict=True)
         token_ids: list[int] = []
-        query_lens: list[int] = []
-        num_computed: list[int] = []
-        tables: list[Tables] = []
-        sampled: list[_Sample] = []
-        chosen: list[int] = []
-        positions: list[int] = []
-        all_tables = self._blocks.tables
-        token = ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
-        for index, (request, start, query_len, num_samples, _) in enumerate(schedule.rows):
-            num_known, end = len(request.prompt_token_ids) + len(request.output_token_ids), start + query_len
-            if start < num_known:
-                token_ids += request.known_token_ids(start, end)
-            if num_samples > 1:
-                token_ids += request.draft_token_ids
-            elif end > num_known:  # the newest token is still on the device
-                token_ids.append(reference_to_previous_step(self._previous_samples[request]))
-            query_lens.append(query_len)
-            num_computed.append(start)
-            tables.append(all_tables[request.request_id])
-            for draft in range(num_samples):
-                offset = query_len - num_samples + draft
-                sampled.append((request, draft))
-                chosen += (index, offset, token)
-                positions.append(start + offset + 1)
-        result_tokens = np.array(chosen, np.int32).reshape(-1, len(ResultToken._fields))
+        if not schedule.has_draft_tokens and schedule.num_tokens == schedule.num_samples == len(requests):
+            for request, start in zip(requests, starts, strict=True):  # each computes its latest token
+                output = request.output_token_ids
+                if start >= len(request.prompt_token_ids) + len(output):  # still on the device: the reference, inlined
+                    token_ids.append(-1 - self._previous_samples[request])
+                else:
+                    token_ids.append(output[-1] if output else request.prompt_token_ids[start])
+            sampled: list[_Sample] = list(zip(requests, repeat(0), strict=False))
+            positions = np.array(starts, np.int32) + np.int32(1)
+            result_tokens = np.zeros((len(requests), len(ResultToken._fields)), np.int32)  # of kind TOKEN
+            result_tokens[:, 0] = np.arange(len(requests))
+        else:
+            sampled, token = [], ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
+            chosen: list[int] = []
+            following: list[int] = []
+            for index, (request, start, query_len, num_samples, _) in enumerate(schedule.rows):
+                num_known, end = len(request.prompt_token_ids) + len(request.output_token_ids), start + query_len
+                if start < num_known:
+                    token_ids += request.known_token_ids(start, end)
+                if num_samples > 1:
+                    token_ids += request.draft_token_ids
+                elif end > num_known:  # the newest token is still on the device
+                    token_ids.append(reference_to_previous_step(self._previous_samples[request]))
+                for draft in range(num_samples):
+                    offset = query_len - num_samples + draft
+                    sampled.append((request, draft))
+                    chosen += (index, offset, token)
+                    following.append(start + offset + 1)
+            positions = np.array(following, np.int32)
+            result_tokens = np.array(chosen, np.int32).reshape(-1, len(ResultToken._fields))
         scoring = _NO_SCORING
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule, self._pooling)
             result_tokens = np.concatenate([result_tokens, of_prompts])
-        block_tables, block_epochs = _packed([each[group] for group in range(len(tables[0])) for each in tables])
+        all_tables = list(map(self._blocks.tables.__getitem__, map(REQUEST_ID, requests)))
+        groups = range(len(all_tables[0]))
+        block_tables, block_epochs = self._tables.packed([each[group] for group in groups for each in all_tables])
         adapters = _NO_ADAPTERS
         if (slots := self._blocks.adapters) is not None:
             adapters = np.array(
@@ -100,11 +110,11 @@ class StepBuilder:
             step=number,
             token_ids=np.array(token_ids, np.int32),
             query_lens=np.array(query_lens, np.int32),
-            num_computed=np.array(num_computed, np.int32),
+            num_computed=np.array(starts, np.int32),
             block_tables=block_tables,
             block_epochs=block_epochs,
             result_tokens=result_tokens,
-            sampling=self._sampling(sampled, np.array(positions, np.int32)),
+            sampling=self._sampling(sampled, positions),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else _NO_MOVES,
             exports=np.array(schedule.exports, np.int32) if schedule.exports else _NO_MOVES,
@@ -244,23 +254,32 @@ def _bits(token_ids: Sequence[int]) -> Int32Array:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def _packed(tables: Sequence[BlockTable]) -> tuple[Int32Array, Int32Array]:
-    """Return the block ids and the epochs of all tables, each [tables, entries of the longest table], padded with
-    zeros.
-    """
-    lengths, ids, epochs = [], [], []
-    for table in tables:
-        lengths.append(len(table.ids))
-        ids.append(table.ids)
-        epochs.append(table.epochs)
-    shape = len(lengths), max(lengths)
-    all_ids, all_epochs = np.frombuffer(b"".join(ids), np.int32), np.frombuffer(b"".join(epochs), np.int32)
-    if len(all_ids) == shape[0] * shape[1]:
-        return all_ids.reshape(shape), all_epochs.reshape(shape)
-    has_entry = np.arange(shape[1]) < np.array(lengths)[:, None]
-    block_tables, block_epochs = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    block_tables[has_entry], block_epochs[has_entry] = all_ids, all_epochs
-    return block_tables, block_epochs
+class _PackedTables:
+    """The block tables of the latest step as arrays. Those of the next step differ in few rows, which are replaced."""
+
+    def __init__(self) -> None:
+        self._tables: list[BlockTable] = []
+        self._sizes: list[tuple[int, int]] = []
+        """Number of entries of each table, and of those that the sliding window has passed: a change shows in both."""
+        self._arrays = np.zeros((2, 0, 0), np.int32)
+
+    def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:
+        """Return the block ids and the epochs of all tables, each [tables, entries of the longest table], padded with
+        zeros.
+        """
+        sizes = list(zip(map(len, map(IDS, tables)), map(START, tables), strict=True))
+        width = max(sizes)[0]
+        is_new = tables != self._tables or width != self._arrays.shape[2]
+        if not is_new and sizes == self._sizes:
+            return self._arrays[0], self._arrays[1]
+        # Earlier steps have the old array.
+        self._arrays = arrays = np.zeros((2, len(tables), width), np.int32) if is_new else self._arrays.copy()
+        for index, table in enumerate(tables):
+            if is_new or sizes[index] != self._sizes[index]:
+                arrays[0, index, : len(table.ids)] = table.ids
+                arrays[1, index, : len(table.ids)] = table.epochs
+        self._tables, self._sizes = tables, sizes
+        return arrays[0], arrays[1]
 
 
 def _offsets(lengths: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
