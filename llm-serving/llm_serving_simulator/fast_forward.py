@@ -339,6 +339,7 @@ class FastForwardEngine:
         engine.num_steps += 1
         if drafter is not None:
             drafter.gain.record_step(num_rows, engine._times.step_s, engine._times.host_s)
+            drafter.measured.add(num_rows, 1.0, engine._times.step_s, has_prompts=False, pays=False)
             drafter.record_step((), num_rows)
         engine._step_metrics.record_load(num_rows)
         if self._predicts:

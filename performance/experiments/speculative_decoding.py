@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ NUM_OPEN_LOOP = 400
 NUM_RECITATIONS = 48
 WEIGHTS = {"recitation": 0.3, "question": 0.7}
 MAX_TOKENS = 400
-SHARES = (0.25, 0.5, 0.8)
+SHARES = (0.5, 0.8, 0.95)
 """Shares of the capacity of the first server without draft tokens."""
 
 
@@ -69,6 +70,10 @@ def _result(bench: Bench, num_jobs: int, capacity: float) -> Result:
         rows = [_row(trial) for trial in bench.trials if trial.load == load]
         title = "All at once:" if load == "at once" else f"Poisson at {load} of {capacity:.0f} requests/s:"
         tables[title] = Table(header, rows)
+    names = [f"{share:.0%}" for share in SHARES]
+    tables["99th percentile of the latency, the median of the servers of each kind:"] = Table(
+        ["load", *METHODS.values(), "ratio"], [_tail(bench.trials, name) for name in names]
+    )
     load = (
         f"{num_jobs} requests of the demo model's questions, 30 % of them of the {NUM_RECITATIONS} with the longest "
         f"answers (recitations, tables, counting), greedy, streamed; {NUM_SLOTS} slots. At once, then the first "
@@ -91,6 +96,17 @@ def _row(trial: Trial) -> Sequence[str | float]:
         f"{summary.latency_ms.p50:,.0f} / {summary.latency_ms.p99:,.0f}",
         f"{num_accepted / max(1, summary.num_output_tokens):.0%}",
     ]
+
+
+def _tail(trials: Sequence[Trial], load: str) -> Sequence[str | float]:
+    """Return the p99 of the latency in ms at a load, without and with drafts, and its ratio."""
+    plain, drafted = (
+        statistics.median(
+            _summary(trial).latency_ms.p99 for trial in trials if trial.load == load and trial.variant.startswith(name)
+        )
+        for name in METHODS.values()
+    )
+    return [load, f"{plain:,.0f}", f"{drafted:,.0f}", f"{drafted / plain:.2f}"]
 
 
 def _summary(trial: Trial) -> Summary:

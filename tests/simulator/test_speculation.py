@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from llm_serving.speculation.controller import GainModel
 from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import figures_of
 from llm_serving_simulator.recorded_workload import read_recorded
@@ -156,6 +157,42 @@ def test_draft_tokens_of_a_seed_are_equal_in_every_process():
         for seed in ("1", "2")
     }
     assert len(drafts) == 1
+
+
+def create_repeated(rate, num):
+    """Return requests that arrive at random and repeat thirty answers, so that nearly every draft is right."""
+    rng = random.Random(1)
+    texts = [rng.choices(range(3, 1000), k=rng.choice((20, 40, 60, 120))) for _ in range(30)]
+    requests, due_s = [], 0.0
+    for _ in range(num):
+        due_s, text = due_s + rng.expovariate(rate), rng.choice(texts)
+        requests.append(WorkloadRequest("s", due_s, text[:8], len(text), len(text), answer_token_ids=text))
+    return Workload("tests", (WorkloadStream("s", requests),), vocab_size=1000)
+
+
+def p99_s(load, method, profile):
+    config = config_with(scheduler_config__speculative_method=method, model_config__decode_batch_size=32)
+    outcomes = Simulation(config, load, profile).run().outcomes
+    return sorted(each.token_times_s[-1] - each.due_s for each in outcomes)[-len(outcomes) // 100]
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.004])
+def test_drafts_do_not_raise_the_tail_latency_at_any_load(monkeypatch, latency_s):
+    """Not even where the controller cannot predict how long a step waits for the master."""
+    record = GainModel.record_step
+    monkeypatch.setattr(GainModel, "record_step", lambda self, num, seconds, host_s: record(self, num, seconds, 0.0))
+    step = CostModel((CostTerm("step", 0.002), CostTerm("tokens", 4e-5)))
+    profile = create_profile(step=step, num_blocks=4096, latency_s=latency_s)
+    num = 200
+    at_once = Simulation(
+        config_with(scheduler_config__speculative_method="none", model_config__decode_batch_size=32),
+        create_repeated(1e6, num),
+        profile,
+    ).run()
+    capacity = num / max(each.token_times_s[-1] for each in at_once.outcomes)
+    for share in (0.5, 0.8, 0.95):
+        load = create_repeated(share * capacity, num)
+        assert p99_s(load, "ngram", profile) <= 1.03 * p99_s(load, "none", profile), share
 
 
 def test_recorded_workload_has_answers_for_drafts(tmp_path):

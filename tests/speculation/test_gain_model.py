@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.speculation.controller import MAX_RATE, GainModel, alike, expected_tokens
+from llm_serving.speculation.controller import MAX_RATE, DraftCandidate, GainModel, alike, expected_tokens
 from llm_serving.speculation.statistics import Acceptance
 
 
@@ -37,3 +37,10 @@ def test_the_expected_number_of_accepted_tokens_is_the_sum_of_rates() -> None:
     length, accepted = gain_model(0.1).plan(Acceptance(0.5, 0.75))
     assert length == gain_model(0.1).draft_length(Acceptance(0.5, 0.75))
     assert accepted == expected_tokens(Acceptance(0.5, 0.75), length)
+
+
+def test_drafts_delay_arriving_requests_little() -> None:
+    """The more steps compute prompts, the less may drafts prolong the others."""
+    model, candidates = gain_model(0.3), [DraftCandidate(alike(0.95))]
+    assert [model.pays(1, 1, candidates, 0, 0.0, share) for share in (0.0, 0.02, 0.9)] == [True, True, False]
+    assert gain_model(0.0).pays(1, 1, candidates, 0, 0.0, 0.9), "free drafts delay no request"

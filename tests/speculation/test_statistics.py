@@ -14,6 +14,7 @@ from llm_serving.speculation.statistics import (
     MIN_ACCEPTANCE_RATE,
     RATE_MEMORY,
     Acceptance,
+    MeasuredGain,
     MovingAverage,
     RequestStatistics,
     StepTimeModel,
@@ -187,3 +188,40 @@ def test_outdated_cost_is_measured_again() -> None:
     for _ in range(4000):
         cost.add(128, 0.1)  # long contexts
     assert cost.added_s(128, 12) == 0.0
+
+
+def play_drafts(step_s: float, factor: float, num_steps: int = 8192) -> tuple[float, float]:
+    """Return the time of a run relative to the same tokens without drafts, and the share of steps with drafts. A step
+    takes 1 s without drafts; with drafts it takes `step_s` and gives `factor` as many tokens.
+    """
+    measured = MeasuredGain()
+    seconds = plain_s = 0.0
+    num_drafted = 0
+    for step in range(num_steps):
+        drafts = step >= 16 and not measured.is_paused
+        given = (factor, step_s) if drafts else (1.0, 1.0)
+        measured.add(32, *given, has_prompts=False, pays=drafts)
+        num_drafted += drafts
+        seconds += step_s if drafts else 1.0
+        plain_s += factor if drafts else 1.0
+    return seconds / plain_s, num_drafted / num_steps
+
+
+def test_drafts_pause_while_their_steps_take_longer_than_they_save() -> None:
+    for step_s, factor in ((1.5, 1.1), (3.0, 2.0), (1.0, 1.0)):
+        slowdown, share = play_drafts(step_s, factor)
+        assert slowdown < 1.01
+        assert share < 0.03
+
+
+def test_drafts_that_save_time_do_not_pause() -> None:
+    assert play_drafts(1.5, 2.0) == (pytest.approx(0.75, abs=0.01), pytest.approx(1.0, abs=0.01))
+
+
+def test_one_slow_step_does_not_pause_drafts() -> None:
+    measured = MeasuredGain()
+    for _ in range(16):
+        measured.add(8, 1.0, 0.01, has_prompts=False, pays=False)
+    for seconds in (*[0.01] * 32, 5.0, *[0.01] * 32):
+        measured.add(8, 1.5, seconds, has_prompts=False, pays=True)
+    assert not measured.is_paused

@@ -66,11 +66,13 @@ class StepTimes:
         """Duration of the latest step, from the time at which the WorkAgent could begin it."""
         self.mean_s: float | None = None
         """Moving average of `step_s`; None before the first step."""
+        self.period_s = 0.0
+        """Seconds between the latest two calls of `record_updated`."""
         self.computed_s = 0.0
         """Seconds from the previous reply, or from a submission without a step in flight, to the latest reply."""
         self.host_s = 0.0
         """The master's time for one step, to process a reply and to schedule the next step."""
-        self._reply_s = 0.0
+        self._reply_s = self._updated = 0.0
         self._replied = 0.0
         """Time of the latest reply, or of a submission while no step was in flight."""
 
@@ -86,6 +88,7 @@ class StepTimes:
     def record_updated(self, now: float) -> None:
         """Record that the scheduler has applied the reply, so that the WorkAgent can begin the next step."""
         self.step_s, self.began = now - self.began, now
+        self.period_s, self._updated = now - self._updated, now
         mean_s = self.step_s if self.mean_s is None else self.mean_s
         self.mean_s = mean_s + (self.step_s - mean_s) / STEP_MEMORY
 
@@ -205,19 +208,28 @@ class SpeculationObserver(StepObserver):
 
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
+        self._continues = False
+        """Whether requests of the step before had not finished, so that the engine was not idle since."""
 
     def on_completed(self, step: CompletedStep) -> None:
         drafter, schedule = self._drafter, step.schedule
         if step.num_tokens == schedule.num_samples:  # no prompt was computed
             host_s = self._times.host_s if self._runs_ahead else 0.0
             drafter.gain.record_step(step.num_tokens, self._times.computed_s, host_s)
+        num_rows, num_tokens, factor = len(schedule.rows), step.num_tokens, 1.0
+        if schedule.has_draft_tokens:  # each row computes one token and its drafts
+            num_tokens, factor = num_rows, 1.0 + sum(step.accepted.values()) / num_rows
+        seconds = self._times.period_s if self._continues else self._times.step_s
+        has_prompts = step.num_tokens > schedule.num_samples
+        drafter.measured.add(num_tokens, factor, seconds, has_prompts=has_prompts, pays=drafter.pays)
+        self._continues = len(step.finished) < num_rows
         if schedule.has_draft_tokens:
             for row in schedule.rows:
                 if row.num_drafts:
                     num_accepted = step.accepted.get(row.request.sequence, 0)
                     counts = drafter.record_verified(row.request, row.num_drafts, num_accepted)
                     self._metrics.record_verified_drafts(counts)
-        drafter.record_step(step.finished, len(schedule.rows))
+        drafter.record_step(step.finished, num_rows)
 
 
 def accepted_drafts(schedule: Schedule, updated: list[Request]) -> Mapping[int, int]:

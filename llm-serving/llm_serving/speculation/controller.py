@@ -21,6 +21,7 @@ from llm_serving.speculation.ngram import NgramProposer, RequestDrafts
 from llm_serving.speculation.statistics import (
     MIN_ACCEPTANCE_RATE,
     Acceptance,
+    MeasuredGain,
     MovingAverage,
     StepTimeModel,
     VerifiedDraft,
@@ -40,6 +41,8 @@ RATE_PARTS: Final = 64
 """Acceptance rates are rounded down to multiples of 1/RATE_PARTS, so that draft lengths can be cached."""
 MAX_DELAY: Final = 0.03
 """Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
+MAX_ARRIVAL_DELAY: Final = 0.1
+"""Maximum time that drafts add to a step, as a fraction of its time, multiplied by the share of steps with prompts."""
 HOST_MEMORY: Final = 16
 """Time constant, in steps, of the moving averages of times in the master."""
 PROPOSAL_S: Final = 3e-6
@@ -133,7 +136,13 @@ class GainModel:
         return plan
 
     def pays(
-        self, num_rows: int, num_drafted: int, candidates: Sequence[DraftCandidate], num_unmatched: int, pass_s: float
+        self,
+        num_rows: int,
+        num_drafted: int,
+        candidates: Sequence[DraftCandidate],
+        num_unmatched: int,
+        pass_s: float,
+        prompt_share: float = 0.0,
     ) -> bool:
         """Return whether drafts raise the throughput of a step, and set the best maximum length.
 
@@ -143,6 +152,7 @@ class GainModel:
             candidates: The drafts that could be proposed.
             num_unmatched: Number of requests that have just lost their draft. They do not count as delayed.
             pass_s: Seconds in which the draft model computes one token of each request.
+            prompt_share: Share of steps that compute prompts. Requests that arrive wait for the step before.
         """
         if not self.step_s or not num_rows:
             return True
@@ -158,7 +168,9 @@ class GainModel:
             gain, cost_s = self._balance(candidates, pass_s)
             cost_s += host_s
             rate = (num_rows + gain) / (self._rows_s + cost_s)
-            if rate > max(best_rate, num_rows / self._rows_s) and num_delayed * cost_s <= max_delay_s:
+            is_fair = num_delayed * cost_s <= max_delay_s
+            is_fair = is_fair and prompt_share * cost_s <= MAX_ARRIVAL_DELAY * self._rows_s
+            if is_fair and rate > max(best_rate, num_rows / self._rows_s):
                 best_length, best_rate = length, rate
             elif best_length:
                 break
@@ -239,6 +251,7 @@ class SpeculationController:
         self._sweep_at = MIN_SWEPT
         self.gain = GainModel(max_draft_tokens)
         """Measured costs of drafts. The engine records in it the duration of each step without prompts."""
+        self.measured = MeasuredGain()
         self.pays = False
         """Whether drafts raise the throughput although their steps wait for the previous reply."""
 
@@ -331,7 +344,8 @@ class SpeculationController:
             if drafts.acceptance.first >= self._min_ngram_rate:
                 self._predictable[request] = drafts
         model = {} if self._model is None else self._model_requests()
-        self.pays = bool(self._predictable or self._constrained or model) and self._evaluate(num_rows, model)
+        has_drafts = bool(self._predictable or self._constrained or model) and not self.measured.is_paused
+        self.pays = has_drafts and self._evaluate(num_rows, model)
         if self.pays or is_promising:
             self._update_period = 1
         else:
@@ -417,7 +431,8 @@ class SpeculationController:
         for request, drafts in self._ngram.unmatched.items():
             num_unmatched += drafts.match_rate >= MIN_ACCEPTANCE_RATE and request.status is RUNNING
         pass_s = 0.0 if self._model is None else self._model.pass_s
-        return self.gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s)
+        share = self.measured.prompt_share
+        return self.gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s, share)
 
     def _remove_aborted(self) -> None:
         for request in list(self._ngram.requests):

@@ -43,6 +43,18 @@ SMALLEST_SIZE: Final = 7
 MIN_VARIANCE: Final = 1e-6
 """Minimum relative variance of token counts from which the time of one token can be estimated."""
 
+PROMPT_MEMORY: Final = 64
+"""Time constant, in steps, of the moving average of the share of steps that compute prompts."""
+GAIN_MEMORY: Final = 16
+"""Time constant, in steps, of the moving average of the measured gain."""
+FIRST_GAIN: Final = 1.15
+"""Measured gain that is assumed when drafts begin."""
+MIN_GAIN: Final = 1.03
+"""Measured gain below which drafts pause."""
+FIRST_PAUSE_STEPS: Final = 256
+"""Number of steps of the first pause of all drafts. Each further pause is twice as long, up to `MAX_PAUSE_STEPS`."""
+MAX_PAUSE_STEPS: Final = 4096
+
 
 def no_time() -> float:
     """Return 0. A clock for components whose work is assumed to take no time."""
@@ -210,6 +222,60 @@ class StepTimeModel:
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
+
+
+class MeasuredGain:
+    """How much faster the latest steps gave tokens while drafts paid than without drafts, and a pause if too little.
+
+    While drafts pay, no step is formed ahead: each waits for the master, and the master may wait for cores, clients and
+    the interpreter. No model of costs predicts that, but the time between two replies includes it.
+    """
+
+    def __init__(self) -> None:
+        self._plain = StepTimeModel()
+        """Seconds between two replies by the number of tokens computed, without drafts."""
+        self._plain_s = 0.0
+        """The latest of them."""
+        self._saved_s = self._spent_s = 0.0
+        """Decaying sums over steps while drafts paid: seconds that their tokens would take without drafts, and took."""
+        self.prompt_share = 0.0
+        """Share of the latest steps that computed prompts."""
+        self._num_steps = self._resumes_at = 0
+        self._pause = FIRST_PAUSE_STEPS
+
+    @property
+    def is_paused(self) -> bool:
+        return self._num_steps < self._resumes_at
+
+    def add(self, num_tokens: int, factor: float, seconds: float, *, has_prompts: bool, pays: bool) -> None:
+        """Record a step, and pause drafts if they save too little.
+
+        Args:
+            num_tokens: Number of tokens computed besides drafts.
+            factor: Factor by which drafts raised the output of the step.
+            seconds: Seconds since the reply to the step before.
+            has_prompts: Whether the step computed prompts.
+            pays: Whether steps are not formed ahead, because drafts pay.
+        """
+        self._num_steps += 1
+        self.prompt_share += (has_prompts - self.prompt_share) / PROMPT_MEMORY
+        if not pays:
+            self._plain_s = min(seconds, MAX_OUTLIER * self._plain_s) if self._plain_s else seconds
+            self._plain.add(num_tokens, self._plain_s)
+            return
+        plain_s = self._plain.step_s(num_tokens)
+        if not plain_s:
+            return
+        if not self._spent_s:
+            self._saved_s, self._spent_s = FIRST_GAIN * GAIN_MEMORY * plain_s, GAIN_MEMORY * plain_s
+        decay = 1 - 1 / GAIN_MEMORY
+        self._saved_s = decay * self._saved_s + factor * plain_s
+        self._spent_s = decay * self._spent_s + min(seconds, MAX_OUTLIER * plain_s)
+        if self._saved_s < MIN_GAIN * self._spent_s:
+            self._saved_s, self._spent_s, self._resumes_at = 0.0, 0.0, self._num_steps + self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE_STEPS)
+        elif self._saved_s > FIRST_GAIN * self._spent_s:
+            self._pause = FIRST_PAUSE_STEPS
 
 
 @dataclass(slots=True)
