@@ -6,7 +6,8 @@
         and tenants wait, and finished requests are replaced. The median is a step that only decodes; the mean includes
         admissions and finished requests
     H   microseconds of CPU time of the serving process for each token streamed over HTTP (another process reads as many
-        streams as run at once; submitting them is included), and for each request of one token. Add
+        streams as run at once; submitting them is included), and for each request of one token. Tokens per second of
+        all replicas together: with 16 replicas, as many as one master can stream; the start of the reader counts. Add
         `--set serving_config.access_log=FILE` for the cost of the access log, `--set cluster_config.replicas=N` for N
         replicas with that many streams each, `--set scheduler_config.record_path=FOLDER` for the cost of recording
 
@@ -46,7 +47,7 @@ from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.recorder import RecordedScheduler
-from llm_serving.server.app import create_app
+from llm_serving.server.app import create_app, reduce_garbage_collection, shorten_switch_interval
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import HttpServer
 from llm_serving.server.middleware.access_log import open_access_log
@@ -79,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures += step_parts(config, num_blocks, arguments.waiting, arguments.steps)
     if "H" in arguments.tests:
         num_streams = arguments.running * config.num_replicas
-        seconds = cpu_seconds_per_token(config, num_blocks, num_streams)
-        figures.append(Figure("H", "serving process, CPU time", 1e6 * seconds, "us/token"))
+        num_tokens = num_streams * OUTPUT_LEN
+        cpu_s, seconds = _seconds(config, num_blocks, num_streams, OUTPUT_LEN, 1)
+        figures.append(Figure("H", "serving process, CPU time", 1e6 * cpu_s / num_tokens, "us/token"))
+        figures.append(Figure("H", "streamed by all replicas together", num_tokens / seconds, "tok/s"))
         seconds = cpu_seconds_per_request(config, num_blocks, num_streams)
         figures.append(Figure("H", "serving process, CPU time of a request of one token", 1e6 * seconds, "us/request"))
     for figure in figures:
@@ -212,17 +215,15 @@ STEP_S = 0.01
 """Seconds that a step sleeps, in which the server sends the tokens of the previous step."""
 
 
-def cpu_seconds_per_token(config: ServingConfig, num_blocks: int, num_streams: int) -> float:
-    """Return CPU seconds of this process for each token, while another process reads `num_streams` streams."""
-    return _cpu_seconds(config, num_blocks, num_streams, OUTPUT_LEN, 1) / (num_streams * OUTPUT_LEN)
-
-
 def cpu_seconds_per_request(config: ServingConfig, num_blocks: int, num_streams: int) -> float:
     """Return CPU seconds of this process for a request of one token, with the configured access log."""
-    return _cpu_seconds(config, num_blocks, num_streams, 1, REPEATS) / (num_streams * REPEATS)
+    return _seconds(config, num_blocks, num_streams, 1, REPEATS)[0] / (num_streams * REPEATS)
 
 
-def _cpu_seconds(config: ServingConfig, num_blocks: int, num_streams: int, output_len: int, repeats: int) -> float:
+def _seconds(
+    config: ServingConfig, num_blocks: int, num_streams: int, output_len: int, repeats: int
+) -> tuple[float, float]:
+    """Return CPU seconds of this process and elapsed seconds, while another process reads `num_streams` streams."""
     assert config.model.model_path is not None
     tokenizer = Tokenizer.load(config.model.model_path)
     metrics = Metrics("demo", config.request_classes)
@@ -233,7 +234,9 @@ def _cpu_seconds(config: ServingConfig, num_blocks: int, num_streams: int, outpu
         yield build_engine(config, num_blocks, executor, tokenizer, metrics, publish, index)
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
-    seconds: list[float] = []
+    seconds: list[tuple[float, float]] = []
+    reduce_garbage_collection()
+    shorten_switch_interval()
     access_log, close_log = open_access_log(config.serving)
     with bind("127.0.0.1", 0) as listener:
         server = HttpServer(create_app(engine, access_log), listener, engine.config.serving)
@@ -242,9 +245,9 @@ def _cpu_seconds(config: ServingConfig, num_blocks: int, num_streams: int, outpu
         async def measure() -> None:
             try:
                 for _ in range(2):  # the first run is a warm-up
-                    start = time.process_time()
+                    start, began = time.process_time(), time.perf_counter()
                     await asyncio.to_thread(_read_elsewhere, port, num_streams, output_len, repeats)
-                    seconds.append(time.process_time() - start)
+                    seconds.append((time.process_time() - start, time.perf_counter() - began))
             finally:
                 server.should_exit = True
 
