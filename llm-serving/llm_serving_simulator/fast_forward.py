@@ -8,7 +8,7 @@ block. The requests themselves are updated when another part reads them (`settle
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from llm_serving.admission.ttft_predictor import InFlightSteps
@@ -165,7 +165,7 @@ class FastForwardScheduler:
                 and not (request.paused or request.needs_known_output or request.num_lost_steps)
             )
 
-        if len(newest.rows) != len(running) or scheduler.num_waiting or not running or not scheduler.can_fast_forward:
+        if len(newest.rows) != len(running) or scheduler.num_waiting or not running or not _can_fast_forward(scheduler):
             return False
         return step == scheduler.num_steps - 1 and all(map(continues, newest.rows, running))
 
@@ -184,7 +184,7 @@ class FastForwardScheduler:
             scheduler.slots.grow(request)
         self.num_scheduled += 1
         self.num_keys += len(self.rows)
-        scheduler.fast_forward_step(self._charges, self._tokens)
+        _fast_forward_step(scheduler, self._charges, self._tokens)
         return True
 
     def update(self) -> None:
@@ -399,3 +399,24 @@ def _gets_one_token(request: Request) -> bool:
     """Whether the request has a token already, and its sink handles the next one without other state."""
     is_simple = type(request.sink) in (TokenCounter, SequenceSink) and request.transfer is None
     return is_simple and bool(request.output_token_ids)
+
+
+def _can_fast_forward(scheduler: Scheduler) -> bool:
+    """Return whether all requests only decode, and no sliding window, static batch, beam search or tenant limit affects
+    the next step.
+    """
+    limiter = scheduler.waiting_requests.tenant_limiter
+    limited = scheduler.closed_classes or limiter.full_tenants or limiter.has_changed_demand
+    is_plain = not (limited or scheduler.blocks.has_sliding_window or scheduler.limits.static_batching)
+    return is_plain and not scheduler.has_special_requests
+
+
+def _fast_forward_step(scheduler: Scheduler, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
+    """Account for a step that only decodes. `charges`: (class, tenant) -> virtual tokens. `tokens`: class -> tokens."""
+    slots, waiting = scheduler.slots, scheduler.waiting
+    waiting.charge(charges)
+    waiting.sharing.charge(slots.slots_by_class, tokens, slots.blocks_by_class, (), ())
+    scheduler.decode.num_steps_without_prefill = 0
+    waiting.tick(())
+    scheduler.waiting_requests.monitor.tick(())
+    scheduler.skip_step()

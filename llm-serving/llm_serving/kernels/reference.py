@@ -67,9 +67,7 @@ def swiglu(gate_up: Floats) -> Doubles:
 
 
 def gelu_tanh_gated(gate_up: Floats) -> Doubles:
-    """[T, 2*I] -> [T, I]: gelu(gate) * up, with gate first and GELU's tanh approximation (D. Hendrycks and K. Gimpel,
-    Gaussian Error Linear Units, 2016).
-    """
+    """[T, 2*I] -> [T, I]: gelu(gate) * up, approximated by tanh (D. Hendrycks and K. Gimpel, GELU, 2016)."""
     gate, up = np.split(_double(gate_up), 2, axis=-1)
     gated: Doubles = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     return gated
@@ -251,12 +249,10 @@ def route(
     top_groups: int = 1,
     correction: Floats | None = None,
 ) -> tuple[Doubles, Integers]:
-    """Return the experts of rows with logits [T, E]: weights and numbers [T, top_k], by descending score, equal scores
-    by ascending number.
+    """Logits [T, E] -> weights and numbers [T, top_k] of experts, by descending score, then by ascending number.
 
-    Experts are chosen only from the `top_groups` best groups. A group is rated by its largest score or, with a
-    correction, by the sum of its two largest scores. The correction is added to scores only to choose experts
-    (DeepSeek-V3, 2024).
+    Experts are chosen only from the `top_groups` groups with the largest score or, with a correction, with the largest
+    sum of two scores. The correction is added to scores only to choose experts (DeepSeek-V3, 2024).
     """
     values = _double(logits)
     scores = 1 / (1 + np.exp(-values)) if sigmoid else np.exp(values - values.max(axis=-1, keepdims=True))
@@ -400,9 +396,7 @@ def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
 
 
 def largest_positions(scores: Floats, top_k: int) -> Integers:
-    """Return the ascending positions of the `top_k` largest scores. If there are fewer, -1 follows them. Of equal
-    scores, the first one counts as larger.
-    """
+    """Return the ascending positions of the `top_k` largest scores, of equal ones the first; -1 if there are fewer."""
     chosen = np.sort(np.argsort(-scores, kind="stable")[:top_k])
     return np.concatenate([chosen, np.full(top_k - len(chosen), -1)])
 
@@ -413,8 +407,7 @@ def prompt_attention(
     """Compute attention of consecutive whole prompts to their own keys, as FlashAttentionScore in layout TH does.
 
     Args:
-        q: [T, num_heads*D], which is also the shape of the result.
-        k, v: [T, num_kv_heads*D].
+        q, k, v: [T, num_heads*D], [T, num_kv_heads*D] and the same; the result has the shape of q.
         lens: Tokens of each prompt, T in all.
         scale: Factor of the scores.
         tile: [n, n], added to the scores in each square of side n along the diagonal of a prompt. Keys of earlier

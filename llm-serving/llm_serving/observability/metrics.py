@@ -42,9 +42,7 @@ class Totals(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one replica, or of all replicas. For all replicas, requests are summed and cache usage is
-    averaged.
-    """
+    """The load of one replica, or of all: then requests are summed and cache usage is averaged."""
 
     num_running: int
     num_waiting: int
@@ -63,9 +61,7 @@ class WorkAgentMemory(NamedTuple):
     reserved: int
     """Bytes of all blocks of the KV cache."""
     committed: int
-    """Bytes of the blocks of the KV cache that were used at least once. The system provides memory only at the first
-    use.
-    """
+    """Bytes of the blocks of the KV cache that were used at least once: the system provides memory at first use."""
     resident: int
     """Resident bytes of the WorkAgent's processes; 0: it runs on another machine."""
 
@@ -178,10 +174,8 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request.
-
-        `e2e_s`, `ttft_s`, `queued_s`: seconds from its arrival to its end, to its first token (None: no token), and
-        until it was first scheduled. `decode_s`: seconds from its first to its last token (None: no token).
+        """Record a finished request. `e2e_s`, `ttft_s`, `queued_s`: seconds from its arrival to its end, to its first
+        token (None: no token), and to when it was first scheduled. `decode_s`: from its first to its last token.
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -222,9 +216,7 @@ class Metrics(Collector):
         self._add("llm_serving:bound_violations_total", count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
-        """Count requests that run although their tenant is at its limit, and classes that got less than their
-        weight.
-        """
+        """Count requests that run above their tenant's limit, and classes that got less than their weight."""
         if num_of_tenants or num_of_classes:
             with self._lock:
                 for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
@@ -339,9 +331,7 @@ class Metrics(Collector):
 
 
 class MergedMetrics:
-    """The metrics of several models. Each metric family occurs once; the label `model_name` distinguishes the
-    models.
-    """
+    """The metrics of several models, which the label `model_name` distinguishes. Each metric family occurs once."""
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
         self._first, *self._others = metrics

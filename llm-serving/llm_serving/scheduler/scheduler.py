@@ -1,6 +1,4 @@
-"""The scheduler of one replica. It decides which requests compute how many tokens in each step, and which are
-preempted.
-"""
+"""The scheduler of one replica: it decides how many tokens each request computes in a step, and preempts requests."""
 
 from __future__ import annotations
 
@@ -118,17 +116,13 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Set the draft tokens that follow a request's latest token. The next step verifies as many as fit and drops
-        the rest.
-        """
+        """Set the draft tokens after a request's latest token. The next step verifies those that fit."""
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; None if no request can be computed. `now`: seconds, on the clock of
-        `Request.arrival_time`.
-        """
+        """Form the next step; None if no request can be computed. `now`: seconds, as `Request.arrival_time`."""
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -235,9 +229,7 @@ class Scheduler:
         return finished
 
     def pause(self, request: Request) -> None:
-        """Stop scheduling a request until `resume`. It must have no tokens in flight. Paused requests are preempted
-        first.
-        """
+        """Stop scheduling a request, which has no tokens in flight. Paused requests are preempted first."""
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it was preempted before its reply came
@@ -278,9 +270,7 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request that migrates, after the reply to the step that exported its blocks. Return its state for
-        the replica that continues it.
-        """
+        """Remove a request whose blocks a step has exported. Return its state for the replica that continues it."""
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
@@ -310,9 +300,7 @@ class Scheduler:
         """Record an event that affects no scheduling decision, such as model sleep."""
 
     def reset_cache(self) -> None:
-        """Requeue all running requests, ahead of new ones. Call this after a loss of the KV cache, host pool and steps
-        in flight.
-        """
+        """Requeue all running requests ahead of new ones, after a loss of cache, host pool and steps in flight."""
         self.blocks.reset()
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
@@ -328,9 +316,7 @@ class Scheduler:
     # --- sharing with the schedulers of other replicas --------------------------------------------------------------
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge the tenants for service of other replicas (see `pop_service`). It changes the order within a class,
-        but no bound.
-        """
+        """Charge the tenants for service of other replicas (see `pop_service`). No bound changes."""
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
@@ -376,6 +362,16 @@ class Scheduler:
         return self._step
 
     @property
+    def has_special_requests(self) -> bool:
+        """Whether a request has beams, prompt results or draft tokens, or migrates."""
+        return bool(self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts)
+
+    def skip_step(self) -> None:
+        """Count a step that was accounted for outside `schedule`."""
+        self._step += 1
+        self.blocked = None
+
+    @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
 
@@ -402,28 +398,6 @@ class Scheduler:
         everywhere = waiting + [request.request_id for request in self.running]
         is_whole = len(everywhere) == len(self._requests) and set(everywhere) == self._requests.keys()
         assert is_whole, "a request is both waiting and running, or neither"
-
-    @property
-    def can_fast_forward(self) -> bool:
-        """Whether the simulator may fast-forward: all requests only decode, and no sliding window, static batch, beam
-        search or tenant limit affects the next step.
-        """
-        special = self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts
-        limiter = self.waiting_requests.tenant_limiter
-        limited = self._closed_classes or limiter.full_tenants or limiter.has_changed_demand
-        return not (special or limited or self.blocks.has_sliding_window or self.limits.static_batching)
-
-    def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
-        """Account for a decode-only step of the simulator. `charges`: (class, tenant) -> virtual tokens. `tokens`:
-        class -> tokens.
-        """
-        self.waiting.charge(charges)
-        self.waiting.sharing.charge(self.slots.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
-        self.decode.num_steps_without_prefill = 0
-        self.waiting.tick(())
-        self.waiting_requests.monitor.tick(())
-        self._step += 1
-        self.blocked = None
 
     def _advance(self, plan: StepPlan, rows: Sequence[ScheduledRow], running: RunningSnapshot) -> list[Request]:
         """Mark the tokens of a formed step as computed, and charge classes and tenants for them. Return the requests

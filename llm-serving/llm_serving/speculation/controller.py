@@ -383,9 +383,7 @@ class SpeculationController:
         return proposed
 
     def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
-        """Count a proposal without usable tokens as a rejected token, so that the model is not called in vain in each
-        step.
-        """
+        """Count a proposal without usable tokens as a rejected token, so that the model is called less often."""
         assert self._model is not None
         self._model.record_verified(drafts, request, 1, 0)
 
