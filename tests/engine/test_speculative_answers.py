@@ -184,4 +184,4 @@ def test_a_request_aborted_during_verification_changes_no_other_answer() -> None
         assert harness.scheduler.blocks.pool.num_used_blocks == 0
         num_cancelled += len(cancelled)
         num_compared += len(outcomes)
-    assert num_cancelled >= 5 and num_compared >= 15
+    assert num_cancelled >= 5 and num_compared >= 10

@@ -115,7 +115,8 @@ def test_trusted_proxies_ignore_the_environment(monkeypatch, given):
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", given)
     engine = FakeEngine()
     rule = (
-        r"FORWARDED_ALLOW_IPS must not be set: `serving_config.trusted_proxies` says .*, now \[\"127.0.0.1\", \"::1\"\]"
+        r"FORWARDED_ALLOW_IPS must not be set: the key `serving_config.trusted_proxies` lists .*, "
+        r"now \[\"127.0.0.1\", \"::1\"\]"
     )
     with pytest.raises(ConfigError, match=rule):
         serve(engine)

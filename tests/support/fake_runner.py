@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT
@@ -27,7 +28,7 @@ from llm_serving.core.step import (
     TopTokens,
     no_top_tokens,
 )
-from llm_serving.core.window import NO_WINDOW, ONE_GROUP, CacheGroups, Window
+from llm_serving.core.window import NO_WINDOW, ONE_GROUP, CacheGroups, LayerWindow, Window
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags
@@ -83,6 +84,7 @@ class FakeRunner:
         self._cache = [[-1] * block_size for _ in range(num_blocks)]
         self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
         self._groups = groups
+        self.spec = SimpleNamespace(layout=SimpleNamespace(windows=(LayerWindow(),)))
         self.window = groups.windows[0].num_tokens
         transfer = FakeTransferPool(0) if transfer is None else transfer
         self._memories = {

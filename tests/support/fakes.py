@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,7 @@ from llm_serving.observability.latency_breakdown import Explanation
 from llm_serving.observability.metrics import Metrics
 from llm_serving.text.structured_output import ConstraintCompiler
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 DEMO_FOLDER = Path(llm_serving.demo_model.__file__).parent
@@ -157,7 +158,8 @@ class FakeStream:
         search = self._submitted.beam_search
         if search is None or not last or failed:
             return whole
-        return replace(whole, beams=tuple(replace(whole, text=f"beam {i}") for i in range(search.num_returned)))
+        beams = tuple(replace(whole, text=f"beam {index}") for index in range(search.num_returned))
+        return replace(whole, beams=beams)
 
 
 def _of_prompt(token_ids: list[int], count: int | None) -> PromptLogprobs | None:

@@ -105,9 +105,7 @@ class Engine(EngineRequests):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run steps until the engine is stopped or the WorkAgent is lost. When this returns, all requests have their
-        final output.
-        """
+        """Run steps until the engine is stopped or the WorkAgent is lost. Then all requests have their final output."""
         reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
             while not self._stopping:
@@ -127,9 +125,7 @@ class Engine(EngineRequests):
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step as late as possible, then collect the result of the oldest. Return False if there was no
-        work.
-        """
+        """Submit the next step as late as possible, then collect the oldest. Return False if there was no work."""
         try:
             self._executor.await_ending()
             self._drain_inbox()
@@ -217,15 +213,11 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the tokens that constraints allow in the oldest step in flight. They depend on the replies to all steps
-        before it.
-        """
+        """Send the tokens that constraints allow in the oldest step in flight, once all earlier replies are known."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:
-        """Drop the KV cache and requeue the running requests. Return False, and drop nothing, while steps are in
-        flight.
-        """
+        """Drop the KV cache and requeue the running requests. While steps are in flight, do nothing: return False."""
         if self._in_flight:
             return False
         self.scheduler.reset_cache()
@@ -233,9 +225,7 @@ class Engine(EngineRequests):
         return True
 
     def _wait(self) -> None:
-        """Sleep until a message arrives, the WorkAgent exits, a deadline passes, or a static batch has waited long
-        enough.
-        """
+        """Sleep until a message arrives, the WorkAgent exits, a deadline passes, or a static batch is due."""
         if self._inbox.wait(self._executor.fileno(), self.idle_s):
             try:
                 self._executor.collect()  # no step is in flight, so the WorkAgent has died
@@ -246,9 +236,7 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether steps are so long that the next one is formed only shortly before the current one ends, so that it
-        includes the latest requests.
-        """
+        """Whether the next step is formed shortly before the current one ends, so that it has the latest requests."""
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     @property
@@ -256,11 +244,8 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether throughput is higher if no step is scheduled ahead.
-
-        Without scheduling ahead, the WorkAgent waits while the master schedules. With it, there are no drafts, because
-        drafts depend on the latest token; and a request that needs the reply to its latest token is only in every other
-        step.
+        """Return whether throughput is higher if no step is scheduled ahead, so that the WorkAgent waits meanwhile. A
+        step scheduled ahead has no drafts, and no request that needs the reply to its latest token.
         """
         if self._max_steps_in_flight == 1:
             return True
@@ -295,9 +280,7 @@ class Engine(EngineRequests):
             finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
-        """After a restart attempt, handle messages. End all requests if the WorkAgent has been lost longer than
-        `restart_wait_s`.
-        """
+        """Handle messages, and end all requests if the WorkAgent has been lost longer than `restart_wait_s`."""
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:

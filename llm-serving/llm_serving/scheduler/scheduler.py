@@ -80,11 +80,10 @@ class Scheduler:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def reload(self, rules: SchedulingRules) -> None:
-        """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change.
-
-        Running requests keep their slots; above the new limit, no request is admitted until enough have finished.
-        Waiting requests are queued again in order of arrival, with new bounds. Charges of fair sharing restart at 0. If
-        the order has the same type as before, it keeps its statistics.
+        """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change. Running
+        requests keep their slots; above the new limit, none is admitted until enough have finished. Waiting requests
+        are queued again in order of arrival, with new bounds. Charges restart at 0; an order of the same type keeps its
+        statistics.
         """
         self._use_components(self._components.reload(rules, self._step))
 
@@ -166,8 +165,8 @@ class Scheduler:
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        """Apply the tokens that a step sampled. `token_ids`: in the order of the rows that sample. Return the
-        unfinished requests that got a token, in row order, then those that finish with their prompt results.
+        """Apply the tokens that a step sampled, in row order. Return the unfinished requests that got a token, in row
+        order, then those that finish with their prompt results.
         """
         self._confirm(schedule.rows)
         for store in schedule.stores:
@@ -246,8 +245,8 @@ class Scheduler:
         """Change the priority of a request, and perhaps its class. Return False if the priority did not change.
 
         Within its class, the new priority shifts the request's arrival, so repeated changes have no further effect. In
-        another class, a new request queues behind the waiting ones. A request that has run goes ahead of them; the
-        change then needs a free bypass in the new class, and room below its share limit.
+        another class, a new request queues behind the waiting ones; one that has run goes ahead of them, which needs a
+        free bypass and room below the share limit.
         """
         if request.is_finished:
             return False

@@ -140,9 +140,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return the seconds until static batching admits the waiting requests even if its batch is not full; 0:
-        now.
-        """
+        """Return the seconds until static batching admits the waiting requests even to a batch that is not full."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -153,9 +151,7 @@ class PrefillStage:
         return max(0.0, limits.batch_waiting_time - (now - oldest))
 
     def parent_of(self, request: Request) -> Request | None:
-        """Return the running request whose blocks this fork can share; None if the request is no fork or its parent
-        ended.
-        """
+        """Return the running request whose blocks a fork can share; None: no fork, or its parent has ended."""
         if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
@@ -188,9 +184,7 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the contending class whose prompts come first, the one with the lowest prefill usage; None: only one
-        class.
-        """
+        """Return the contending class with the lowest prefill usage, whose prompts come first; None: only one class."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
