@@ -44,7 +44,7 @@ def test_reload_changes_contain_both_values() -> None:
         ("scheduler_config.policy=fcfs", "--set: `scheduler_config.policy` must not change from or to fcfs"),
         ("scheduler_config.max_prefill_tokens=4096", "`scheduler_config.max_prefill_tokens` must be at most 512"),
         ("model_config.decode_batch_size=33", "--set: `model_config.decode_batch_size` must be at most 32, for which"),
-        (f"api_keys.me.{KEY.replace(': ', '=')}", "only a restart changes whether `api_keys` is empty"),
+        (f"api_keys.me.{KEY.replace(': ', '=')}", "`api_keys` cannot become empty or non-empty by a reload"),
     ],
 )
 def test_reload_refuses_fixed_keys_by_name(override: str, message: str) -> None:

@@ -204,7 +204,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
             {"num_experts_per_tok": 5},
             "`num_experts_per_tok` must be at most the number of experts; there are 4",
         ),
-        ("mixtral", {"hidden_size": 72}, "`hidden_size` must be a multiple of 16 where there are experts. Given: 72"),
+        ("mixtral", {"hidden_size": 72}, "`hidden_size` must be a multiple of 16 in a model with experts. Given: 72"),
         (
             "mixtral",
             {"intermediate_size": 2**20 - 1},

@@ -43,7 +43,7 @@ class ReplicaLoad:
     """Whether the replica's scheduling policy schedules higher classes first."""
     in_flight: InFlightSteps = NO_STEPS
     num_cached_tokens: int = 0
-    """Number of prompt tokens that are in the replica's prefix cache."""
+    """Number of tokens of the requests' prompts that are in the replica's prefix cache."""
 
 
 class RefusedRequests(NamedTuple):

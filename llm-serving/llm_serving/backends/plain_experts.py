@@ -29,7 +29,10 @@ class PlainRouter(nn.Cell):
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
     def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """Return the rank of each element in its row: how many are larger, or equal with a lower number."""
+        """Return the rank of each score in its row: the count of scores that are larger, or equal with a lower index.
+
+        numbers: index of each score.
+        """
         larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
             choice_scores.expand_dims(1) == choice_scores.expand_dims(2),

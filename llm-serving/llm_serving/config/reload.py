@@ -71,7 +71,9 @@ def check_reload(started: ServingConfig, running: ServingConfig, read: ServingCo
         how = "only a restart changes" if row is None else f"only POST /v1/models/{row}/replace or a restart changes"
         raise ConfigError(f"{how} {', '.join(fixed[:MAX_NAMED])}{more}; nothing is changed")
     if bool(running.api_keys) != bool(read.api_keys):
-        raise ConfigError("only a restart changes whether `api_keys` is empty; nothing is changed")
+        raise ConfigError(
+            "`api_keys` cannot become empty or non-empty by a reload: restart the server; nothing is changed"
+        )
     for change in changes:
         if change.key in LOADED_FOR and change.after > (limit := _values(started)[change.key]):
             rule = f"must be at most {limit}, for which the WorkAgents were loaded, without a restart"

@@ -93,8 +93,8 @@ class OpenRequests:
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
-        """Return (number of requests, index) of each engine, ascending. A repeated call with the same object is
-        fast.
+        """Return (number of open requests, index) of each engine, ascending. The order is maintained until
+        another mapping is given.
         """
         if engines is not self._ranked:
             self._ranked = engines

@@ -168,7 +168,9 @@ def untiled_taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
 
 
 def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Do the same as `untiled` for columns. Blocks are dequantized if they contain elements of several heads."""
+    """Return the tensor with its columns in the original order of heads (`untiled` reorders rows). Blocks with elements
+    of several heads are dequantized.
+    """
     order, shape = _untiled(heads, heads.linear_dim), tensor.shape
     if len(shape) != 2 or shape[1] != len(order):
         raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")

@@ -53,8 +53,9 @@ class BlockTable:
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
-        """Return a table for each of several groups, whose blocks follow each other here. `starts`: first entry with a
-        block in each table; each ends with the block of the last of `num_tokens` tokens. One group keeps all blocks.
+        """Split this table, which has the blocks of several groups one after another, into one table for each group.
+        `starts`: index of the first entry with a block in each table. Each table ends with the block of token
+        `num_tokens` - 1. With one group, all blocks are kept.
         """
         if len(starts) == 1:
             return (self,)

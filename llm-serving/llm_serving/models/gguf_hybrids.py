@@ -80,7 +80,7 @@ def _granite_hybrid(reader: MetadataReader, config: Config) -> None:
 
 
 def _falcon_h1(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of Mamba-2 layers. The weights in the file already contain the family's multipliers."""
+    """Read the sizes of Mamba-2 layers. No multiplier is set, because the weights in the file already contain them."""
     _mamba(reader, config)
     config["mamba_rms_norm"] = reader.has_in_layer("ssm_norm.weight")
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of all model families."""
+"""Reads the settings of mixtures of experts, and adds their layers to a network, for all model families."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mixture_of_experts(
         raise c.fail(top_k_key, f"must be at most the number of experts{share}; there are {count}")
     if x.width % PANEL_ROWS:
         key = "hidden_size" if x.width == net.hidden else "moe_latent_size"
-        raise c.fail(key, f"must be a multiple of {PANEL_ROWS} where there are experts")
+        raise c.fail(key, f"must be a multiple of {PANEL_ROWS} in a model with experts")
     if count * inner > MAX_EXPERT_COLUMNS:
         raise c.fail(inner_key, f"must be at most {MAX_EXPERT_COLUMNS // count} for {count} experts")
     names: Sequence[Expert] | ExpertStacks

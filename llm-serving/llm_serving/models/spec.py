@@ -131,7 +131,7 @@ class ModelSpec:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of elements of all distinct tensors in use."""
+        """Number of parameters of the model. Tied tensors count once, and unused ones not at all."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     @cached_property

@@ -122,8 +122,8 @@ def expert_weights(
 
 @lru_cache(8)
 def _gate_up_rows(count: int, inner: int, halves: int, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the row order in which each expert has its gate rows, then its up rows, both padded to a multiple of
-    `PANEL_ROWS`. None: the stored order.
+    """Return the stored row of each row of the parameter (-1: padding), so that each expert has its gate rows, then its
+    up rows, both padded to a multiple of `PANEL_ROWS`. None: the rows are stored in this order.
     """
     wide = padded_order(inner, PANEL_ROWS)
     if not interleaved:

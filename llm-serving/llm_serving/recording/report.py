@@ -190,7 +190,7 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """The request that would be admitted next, if the step could not admit it."""
+    """Number of the first waiting request, which the step could not admit; None: it admitted all requests."""
     reason: str
     """Why `next` could not be admitted; empty if no request waits."""
     behind: str | None

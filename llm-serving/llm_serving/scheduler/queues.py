@@ -63,7 +63,7 @@ class ClassQueue:
         self._tenants: list[_TenantEntry] = []
         """Heap of waiting tenants; some entries are outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
-        """Tenant -> its valid entry in `_tenants`."""
+        """Tenant -> its current entry in the heap `_tenants`. Other entries of the tenant there are outdated."""
 
     def __len__(self) -> int:
         return len(self._members)

@@ -93,8 +93,8 @@ class GainModel:
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a decode step in seconds. `host_s`: the part that waiting for the previous reply
-        added.
+        """Record the duration of a decode step of `num_tokens` tokens. `host_s`: seconds by which it started later
+        because it was formed only after the previous reply.
         """
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0

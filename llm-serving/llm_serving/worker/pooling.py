@@ -18,7 +18,7 @@ def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return inputs that also select, for each result, the `counts` - 1 tokens before its selected token."""
+    """Return a copy of inputs that selects, for each result, the last `counts` tokens up to its selected token."""
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)

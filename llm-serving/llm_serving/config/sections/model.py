@@ -312,7 +312,9 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """Check what MindFormers' classes require, else raise ConfigError. Change `kernels: auto` to `primitives`."""
+    """If MindFormers implements the model, raise ConfigError for a setting that its classes do not support, and set
+    `kernels` to `primitives`.
+    """
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
         return

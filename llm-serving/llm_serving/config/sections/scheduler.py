@@ -135,9 +135,10 @@ SEPARATE_PREFILL_STEPS: Final = 4
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Set `max_prefill_tokens` and `max_consecutive_prefill_steps` where they are not given.
 
-    On a CPU the default is `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each weight and
-    token) need at most `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and
-    `MIN_PROMPT_TOKENS` of a prompt; for an encoder also for a whole input, up to `MAX_WHOLE_TOKENS`.
+    On a CPU, `max_prefill_tokens` is `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each
+    weight and token) need at most `CPU_STEP_OPERATIONS`. On every device it is at least one token for each running
+    request plus `MIN_PROMPT_TOKENS`; for an encoder also a whole input, up to `MAX_WHOLE_TOKENS`.
+    `max_consecutive_prefill_steps` is `SEPARATE_PREFILL_STEPS` if steps do not mix prompts and decoding.
     """
     gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
     if not values.is_given(gap) and not values[mixed]:

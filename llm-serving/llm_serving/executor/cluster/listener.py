@@ -1,5 +1,5 @@
-"""The master's port for WorkAgents on other machines. Each connection presents a token that identifies the start of its
-WorkAgent.
+"""The master's port for WorkAgents on other machines. Each connection presents a secret that identifies the
+WorkAgent process that the master has started.
 """
 
 from __future__ import annotations
