@@ -7,6 +7,8 @@ queries into the latent space, where the latent vector is both key and value, an
 
 from __future__ import annotations
 
+from functools import partial
+
 from llm_serving.models.attention import HEAD_MULTIPLE, MAX_WIDTH, rope_config, rope_scaling
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.indexer import Indexer, Indexing
@@ -76,27 +78,11 @@ class LatentAttention:
         layer = net.store_kv(latent, net.rope(key, self.rotary), 1)
 
         name, stored_shapes = at + "kv_b_proj", (heads * width, self.rank)
-        q = net.linear(
-            q,
-            name,
-            heads * width,
-            heads=heads,
-            rows=self.key_rows,
-            columns=latents,
-            stored_shapes=stored_shapes,
-            transform=_Transposed(still),
-            width=heads * len(latents),
-        )
+        product = partial(net.linear, heads=heads, columns=latents, stored_shapes=stored_shapes)
+        transposed = _Transposed(still)
+        q = product(q, name, heads * width, rows=self.key_rows, transform=transposed, width=heads * len(latents))
         attended = net.attention(q, layer, q_rope=net.rope(q_rope, self.rotary), scale=self.scale, selected=selected)
-        back = net.linear(
-            attended,
-            name,
-            heads * width,
-            heads=heads,
-            rows=self.value_rows,
-            columns=latents,
-            stored_shapes=stored_shapes,
-        )
+        back = product(attended, name, heads * width, rows=self.value_rows)
         return net.linear(back, at + "o_proj", net.hidden, columns=self.out_columns)
 
 

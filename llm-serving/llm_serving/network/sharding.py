@@ -171,6 +171,10 @@ class _Sharding:
         share = size // self._count
         return slice(self._rank * share, (self._rank + 1) * share)
 
+    def _own(self, size: int) -> Indices:
+        """Return the rank's share of `size` consecutive columns or rows."""
+        return shared_order(tuple(range(size)[self._share(size)]))
+
     def _write(self, operation: Operation) -> None:
         kind, y = operation.kind, operation.outputs.get("y")
         given = operation.changed(inputs={role: self._local(x) for role, x in operation.inputs.items()})
@@ -183,7 +187,7 @@ class _Sharding:
             self._write_partial_sum(given, _shard_experts(given, self._rank, self._count))
         elif is_split and _is_product_of_heads(operation):
             assert y is not None
-            self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
+            self._columns[y] = self._own(y.width)
             weights = {role: self._of_own_heads(each) for role, each in given.weights.items()}
             self._record(given.changed(attributes={"heads": operation.attributes["heads"] // self._count}), weights)
         elif is_split and kind in ("causal_conv", "delta_rule"):
@@ -199,9 +203,7 @@ class _Sharding:
         elif kind == "store_kv":
             cache = self._network.caches[given.attributes["layer"]]
             self.result.caches.append(replace(cache, kv_heads=cache.kv_heads // self._count))
-            share = shared_order(
-                tuple(range(cache.kv_heads * cache.key_width)[self._share(cache.kv_heads * cache.key_width)])
-            )
+            share = self._own(cache.kv_heads * cache.key_width)
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
         elif kind == "multiply" and not all(map(self._is_split, operation.inputs.values())):
             raise _CannotShardError(
@@ -209,7 +211,7 @@ class _Sharding:
             )
         elif kind in _OF_SPLIT_VALUES or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
-            self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
+            self._columns[y] = self._own(y.width)
             self._record(given, {role: self._part(operation, role, each) for role, each in given.weights.items()})
         else:
             raise _CannotShardError(f"must be 1 for a model that applies `{kind}` to split values")
@@ -229,7 +231,7 @@ class _Sharding:
             return _VectorPart.of(weight, self._rank, self._count)
         of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
         if role == "sinks" or of_row:
-            return _rows(weight, shared_order(tuple(range(weight.shape[0])[self._share(weight.shape[0])])))
+            return _rows(weight, self._own(weight.shape[0]))
         return weight
 
     def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
@@ -246,12 +248,9 @@ class _Sharding:
         y, number = operation.outputs["y"], operation.attributes["state"]
         whole = self.result.states[number].shape
         if operation.kind == "delta_rule":
-            self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
+            self._columns[y] = self._own(y.width)
             shape = (whole[0] // self._count, *whole[1:])
-            weights = {
-                role: _rows(each, tuple(range(whole[0])[self._share(whole[0])]))
-                for role, each in operation.weights.items()
-            }
+            weights = {role: _rows(each, self._own(whole[0])) for role, each in operation.weights.items()}
             operation = operation.changed(attributes={"heads": operation.attributes["heads"] // self._count})
         else:
             columns = self._columns[y]
