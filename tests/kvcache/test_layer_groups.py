@@ -142,8 +142,8 @@ def test_group_sizes_of_models(model: tuple[int, int, int], num_groups: int, siz
     found = layout(*model)
     assert (len(found.windows), len(found.shapes)) == (num_groups, size)
     assert num_groups <= MAX_GROUPS
-    assert len(set(found.places)) == len(found.places), "two layers have one place"
-    assert [found.windows[group].num_tokens for group, _ in found.places] == [
+    assert len(set(found.layer_tensors)) == len(found.layer_tensors), "two layers share their tensors"
+    assert [found.windows[group].num_tokens for group, _ in found.layer_tensors] == [
         0 if layer % model[1] == model[1] - 1 else model[2] for layer in range(model[0])
     ]
 

@@ -20,8 +20,8 @@ def kept(states, block_ids, count, first=0):
     return states.read(block_ids, first, count)[:, 0].tolist()
 
 
-def filled(num_places, *blocks):
-    states = HiddenStates(num_places, 16, SIZE, HIDDEN, "bfloat16")
+def filled(num_entries, *blocks):
+    states = HiddenStates(num_entries, 16, SIZE, HIDDEN, "bfloat16")
     for block in blocks:
         slots = np.arange(SIZE * block, SIZE * block + SIZE, dtype=np.int32)
         states.keep(slots, states_of(slots))

@@ -285,8 +285,8 @@ class TokenDrawing(nn.Cell):
         index = self.sub(self.number_of(self.within(before, target)), self.one)
         index = self.minimum(self.maximum(index, self.zero), self.last_block)
         target = self.sub(target, self.at(before, index))
-        places = self.reshape(self.cast(self.add(self.mul(row, self.num_blocks_of_row), index), ms.int32), (-1,))
-        of_block = self.gather_rows(blocks, places, 0)
+        indices = self.reshape(self.cast(self.add(self.mul(row, self.num_blocks_of_row), index), ms.int32), (-1,))
+        of_block = self.gather_rows(blocks, indices, 0)
         if limits is not None:
             equal = self.is_equal(of_block, threshold)
             rank = self.cast(self.cumulative_sum(self.cast(equal, ms.float32)), ms.float32)

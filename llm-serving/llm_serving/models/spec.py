@@ -109,7 +109,7 @@ class ModelSpec:
 
     @cached_property
     def _windows(self) -> list[LayerWindow]:
-        """What is read of each layer's KV cache, by the layer or by others that share it."""
+        """Window in which each layer's KV cache is read, by the layer itself or by others that share it."""
         windows: list[LayerWindow | None] = [None] * len(self.network.caches)
         for each in self.network.operations:
             if each.kind == "attention":

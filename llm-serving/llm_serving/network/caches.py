@@ -60,14 +60,14 @@ class CacheLayout:
 
     windows: tuple[LayerWindow, ...]
     """Window of each group, the largest one first."""
-    places: tuple[tuple[int, int], ...]
+    layer_tensors: tuple[tuple[int, int], ...]
     """(group, number of the pair of tensors) of each layer."""
     shapes: tuple[CacheShape, ...]
     """Shape of each pair of tensors."""
 
     def num_blocks(self, num_tables: int) -> int:
         """Return the number of blocks that take the memory of `num_tables` blocks of all layers."""
-        return num_tables * len(self.places) // len(self.shapes)
+        return num_tables * len(self.layer_tensors) // len(self.shapes)
 
 
 ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1),))
@@ -78,8 +78,8 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
     """Return the layout of one group. `windows`: window of each layer; a layer of all tokens keeps all blocks."""
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
-    places = tuple((0, layer) for layer in range(len(shapes)))
-    return CacheLayout((LayerWindow() if chunked else widest,), places, tuple(shapes))
+    layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
+    return CacheLayout((LayerWindow() if chunked else widest,), layer_tensors, tuple(shapes))
 
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
@@ -100,13 +100,13 @@ def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_mo
     if not size:
         return ungrouped(shapes, windows)
     groups: list[LayerWindow] = []
-    places: dict[int, tuple[int, int]] = {}
+    layer_tensors: dict[int, tuple[int, int]] = {}
     for each in counts:
         layers = [layer for layer, window in enumerate(seen) if window == each]
         for number, layer in enumerate(layers):
-            places[layer] = len(groups) + number // size, number % size
+            layer_tensors[layer] = len(groups) + number // size, number % size
         groups += [each] * -(-len(layers) // size)
-    return CacheLayout(tuple(groups), tuple(places[layer] for layer in range(len(seen))), tuple(shapes[:size]))
+    return CacheLayout(tuple(groups), tuple(layer_tensors[layer] for layer in range(len(seen))), tuple(shapes[:size]))
 
 
 def _reach(window: LayerWindow) -> int:

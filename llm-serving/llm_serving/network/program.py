@@ -86,10 +86,10 @@ def build_hidden_states_program(network: Network, dtype: str) -> Program:
 
 def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
     states, adapters, layout = len(network.states), network.num_adapter_slots, network.layout
-    num_caches, places = len(network.caches), () if layout is None else layout.places
+    num_caches, layer_tensors = len(network.caches), () if layout is None else layout.layer_tensors
     if layout is not None:
         num_caches = len(layout.shapes)
-    return assemble(plan, num_caches, dtype, num_states=states, num_adapter_slots=adapters, places=places)
+    return assemble(plan, num_caches, dtype, num_states=states, num_adapter_slots=adapters, layer_tensors=layer_tensors)
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
@@ -130,11 +130,11 @@ def assemble(
     *,
     num_states: int = 0,
     num_adapter_slots: int = 0,
-    places: Sequence[tuple[int, int]] = (),
+    layer_tensors: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """Encode a plan with the given numbers of KV caches, states and adapter slots. `first`: weights that get the first
-    numbers; by default those of the last operation. `places`: (group, KV cache) of each layer; empty: each layer has
-    its own cache, and all layers are one group.
+    numbers; by default those of the last operation. `layer_tensors`: (group, KV cache) of each layer; empty: each
+    layer has its own cache, and all layers are one group.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
@@ -159,7 +159,7 @@ def assemble(
             *(operand(each.outputs.get(role)) for role in signature.outputs),
             *(operand(each.inputs.get(role)) for role in signature.inputs),
             *(number(each.weights.get(role)) for role in signature.weights),
-            *(_encode_attribute(role, each, number, dtype, places) for role in signature.attributes),
+            *(_encode_attribute(role, each, number, dtype, layer_tensors) for role in signature.attributes),
         ]
         row[: len(words)] = words
     instructions[0, :8] = (
@@ -240,12 +240,13 @@ def _encode_attribute(
     operation: Operation,
     number: Callable[[Weight | None], int],
     dtype: str,
-    places: Sequence[tuple[int, int]],
+    layer_tensors: Sequence[tuple[int, int]],
 ) -> int:
     if role == "consumer":
         return number(operation.weights.get("consumer"))
     if role in ("layer", "layer_group"):
-        group, cache = places[operation.attributes["layer"]] if places else (0, operation.attributes["layer"])
+        layer = operation.attributes["layer"]
+        group, cache = layer_tensors[layer] if layer_tensors else (0, layer)
         return int(group if role == "layer_group" else cache)
     value = operation.attributes[role]
     if role in ("function", "score"):

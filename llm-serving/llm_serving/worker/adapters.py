@@ -25,10 +25,10 @@ class _Stored(NamedTuple):
     """An adapter\'s matrices for one linear operation, in the layout of a slot and the model dtype."""
 
     a: Sequence[Array]
-    """Of each part."""
+    """Matrix A of each part."""
     b: Array
     ranks: Sequence[int]
-    """Of each part."""
+    """Rank of each part."""
 
 
 class AdapterMemory:

@@ -14,7 +14,7 @@ from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockLocation
 
 _INTO_CACHE: Final = [kind for kind, (_, target) in SOURCE_AND_TARGET.items() if target is BlockLocation.CACHE]
-_NO_PLACE: Final = -1
+_NO_ENTRY: Final = -1
 
 
 def newest_tokens(query_lens: Int32Array) -> Int32Array:
@@ -27,58 +27,58 @@ def newest_tokens(query_lens: Int32Array) -> Int32Array:
 
 
 class HiddenStates:
-    """Hidden states by KV block and offset. They are kept for `num_places` of `num_blocks` blocks; a block without a
-    place takes that of the least recently used one.
+    """Hidden states by KV block and offset. They are kept for `num_entries` of `num_blocks` blocks; a block without
+    an entry takes that of the least recently used one.
     """
 
-    def __init__(self, num_places: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:
+    def __init__(self, num_entries: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:
         """`dtype`: model dtype, in which the states are kept."""
         self._block_size, self._dtype = block_size, dtype
-        self._states: Array = to_model_dtype(np.zeros((num_places, block_size, hidden), np.float32), dtype)
-        self._is_kept = np.zeros((num_places, block_size), np.bool_)
-        self._place_of = np.full(num_blocks, _NO_PLACE, np.int32)
-        self._block_of = np.full(num_places, -1, np.int32)
-        self._last_use = np.zeros(num_places, np.int64)
+        self._states: Array = to_model_dtype(np.zeros((num_entries, block_size, hidden), np.float32), dtype)
+        self._is_kept = np.zeros((num_entries, block_size), np.bool_)
+        self._entry_of = np.full(num_blocks, _NO_ENTRY, np.int32)
+        self._block_of = np.full(num_entries, -1, np.int32)
+        self._last_use = np.zeros(num_entries, np.int64)
         self._num_uses = 0
 
     def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
         """Drop the states of blocks that a step moves other content to, and of slots that it computes."""
         if len(block_moves):
-            places = self._place_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
-            self._is_kept[places[places != _NO_PLACE]] = False
+            entries = self._entry_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
+            self._is_kept[entries[entries != _NO_ENTRY]] = False
         blocks, offsets = np.divmod(slots, np.int32(self._block_size))
-        places = self._place_of[blocks]
-        found = places != _NO_PLACE
-        self._is_kept[places[found], offsets[found]] = False
+        entries = self._entry_of[blocks]
+        found = entries != _NO_ENTRY
+        self._is_kept[entries[found], offsets[found]] = False
 
     def keep(self, slots: Int32Array, states: Float32Array) -> None:
         """Keep the states [N, H] of the N KV slots of a step."""
         self._num_uses += 1
         blocks, offsets = np.divmod(slots, np.int32(self._block_size))
-        known = self._place_of[blocks]
-        self._last_use[known[known != _NO_PLACE]] = self._num_uses
-        for block in np.unique(blocks[known == _NO_PLACE]).tolist():
+        known = self._entry_of[blocks]
+        self._last_use[known[known != _NO_ENTRY]] = self._num_uses
+        for block in np.unique(blocks[known == _NO_ENTRY]).tolist():
             self._assign(block)
-        places = self._place_of[blocks]
-        found = places != _NO_PLACE  # a step may have more blocks than there are places
-        self._states[places[found], offsets[found]] = to_model_dtype(states[found], self._dtype)
-        self._is_kept[places[found], offsets[found]] = True
+        entries = self._entry_of[blocks]
+        found = entries != _NO_ENTRY  # a step may have more blocks than there are entries
+        self._states[entries[found], offsets[found]] = to_model_dtype(states[found], self._dtype)
+        self._is_kept[entries[found], offsets[found]] = True
 
     def read(self, block_ids: Sequence[int], first: int, count: int) -> Float32Array:
         """Return the states [n, H] of the last n of `count` tokens, as many as are kept without a gap. `block_ids`:
         their KV blocks; `first`: offset of the first token in the first block.
         """
         columns, offsets = np.divmod(np.arange(first, first + count), self._block_size)
-        places = self._place_of[np.array(block_ids, np.int32)[columns]]
-        missing = np.flatnonzero((places == _NO_PLACE) | ~self._is_kept[places, offsets])
+        entries = self._entry_of[np.array(block_ids, np.int32)[columns]]
+        missing = np.flatnonzero((entries == _NO_ENTRY) | ~self._is_kept[entries, offsets])
         begin = int(missing[-1]) + 1 if len(missing) else 0
         self._num_uses += 1
-        self._last_use[places[begin:]] = self._num_uses
-        return to_float32(self._states[places[begin:], offsets[begin:]])
+        self._last_use[entries[begin:]] = self._num_uses
+        return to_float32(self._states[entries[begin:], offsets[begin:]])
 
     def _assign(self, block: int) -> None:
-        place = int(np.argmin(self._last_use))
-        if (before := int(self._block_of[place])) >= 0:
-            self._place_of[before] = _NO_PLACE
-        self._place_of[block], self._block_of[place] = place, block
-        self._is_kept[place], self._last_use[place] = False, self._num_uses
+        entry = int(np.argmin(self._last_use))
+        if (before := int(self._block_of[entry])) >= 0:
+            self._entry_of[before] = _NO_ENTRY
+        self._entry_of[block], self._block_of[entry] = entry, block
+        self._is_kept[entry], self._last_use[entry] = False, self._num_uses

@@ -60,8 +60,8 @@ def load_mtp(
     cache = KVTensors.allocate(layer, backend, MAX_DRAFT_REQUESTS * blocks_per_draft_request(size), size)
     networks = runner.spec.network, layer.network
     lowered = lower_mtp(*networks, backend, reader, cache.layers, runner.max_positions, quantization, runner.parameters)
-    places = min(tensors.num_blocks, -(-KEPT_STATES // size))
-    states = HiddenStates(places, tensors.num_blocks, size, layer.network.hidden, backend.dtype)
+    num_entries = min(tensors.num_blocks, -(-KEPT_STATES // size))
+    states = HiddenStates(num_entries, tensors.num_blocks, size, layer.network.hidden, backend.dtype)
     model = MtpModel(runner, lowered, states, choose_tokens_for(backend.name))
     model.warm_up()
     runner.hidden_states = states
