@@ -9,7 +9,7 @@ import pytest
 from llm_serving.kernels import library
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
-from llm_serving.network.program import INSTRUCTION_LENGTH, KINDS, Program
+from llm_serving.network.program import KINDS, Program
 from support.decoder_calls import HIDDEN, NUM_KV_HEADS, Step, create_decoder
 from support.family_configs import RandomTensors, config_of
 from support.kernel_calls import Typed, empty, integers, packed, status_of, typed
@@ -66,7 +66,7 @@ def with_first(part: str, index: int, value: int) -> Change:
         (with_first("instructions", 0, 1), "the version must be 11, is 1"),
         (with_first("instructions", 5, 3), "the model's type must be 0, 1 or 2, is 3"),
         (with_first("instructions", 5, 0), "weight 0 must be [V, H] of the model's type or int8"),
-        (with_first("instructions", 4, 99), f"instructions have {INSTRUCTION_LENGTH} numbers, the header says 99"),
+        (with_first("instructions", 4, 24), "instructions have 23 numbers, the header says 24"),
         (with_first("instructions", 1, 0), "the header says 0 weights, 1 layers, "),
         (with_first("instructions", 2, 2), "expects 9 parameters, "),
         (with_first("instructions", 6, 1), "expects 9 parameters, "),
