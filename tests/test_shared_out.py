@@ -42,6 +42,12 @@ def test_deadly():
 def test_behind():
     pass
 """,
+    "test_crash.py": """
+import ctypes
+
+def test_crashing():
+    ctypes.string_at(0)
+""",
     "test_third.py": """
 import pytest
 
@@ -72,12 +78,18 @@ def test_distributed_tests_report_every_outcome(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", *settings, "-o", path, "."], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "3 failed, 4 passed, 1 skipped, 3 errors" in done.stdout, done.stdout
+    assert "4 failed, 4 passed, 1 skipped, 3 errors" in done.stdout, done.stdout
     assert "FAILED test_first.py::test_bad - assert" in done.stdout
     assert "what it printed" in done.stdout
     assert "shown by nobody" not in done.stdout
-    assert "FAILED test_second.py::test_deadly - the process that ran this test has ended" in done.stdout
-    assert "FAILED test_waiting.py::test_endless - the process" in done.stdout
-    assert "in test_endless" in done.stderr, "what its threads execute"
+    for name, how in {
+        "test_second.py::test_deadly": "exit code 7",
+        "test_crash.py::test_crashing": "signal 11",
+        "test_waiting.py::test_endless": "exit code 1",
+    }.items():
+        assert f"FAILED {name} - the process" in done.stdout
+        assert f"the process that ran this test has ended ({how})" in done.stdout
+    for name in ("test_crashing", "test_endless"):
+        assert f"in {name}" in done.stdout, "what its threads executed"
     assert "SKIPPED [1] test_second.py:6: too long" in done.stdout
     assert "OSError: in the end" in done.stdout

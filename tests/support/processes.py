@@ -2,7 +2,7 @@
 
 Each process takes one unit of tests after the other, in order, and reports every test to the main process. A unit is a
 file, or a folder whose files share a fixture that takes long. A test that takes longer than `TIME_LIMIT` ends its
-process, which first prints what each of its threads executes.
+process. The failure of such a test, or of one that crashes its process, shows what each thread executed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import mmap
 import os
 import selectors
 import struct
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import IO, Any, Final, NoReturn
 
 import pytest
 
@@ -49,9 +50,7 @@ def run_in_processes(session: pytest.Session, num_processes: int) -> None:
     os.close(into_queue)
     processes: list[_Process] = []
     try:
-        while len(processes) < num_processes:
-            processes.append(_Process(session, queue, processes))
-        for report in _reports(session, processes):
+        for report in _reports(session, queue, processes, num_processes):
             session.config.hook.pytest_runtest_logreport(report=report)
             if report.when != "setup":
                 session.config.hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
@@ -69,26 +68,58 @@ class _Process:
     def __init__(self, session: pytest.Session, queue: int, others: Sequence[_Process]) -> None:
         self.running = mmap.mmap(-1, NUMBER.size)
         """Number of the test that it runs; -1 after the last one."""
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process runs
+        """What each thread executed when a test crashed the process or exceeded its time limit."""
         self.reports_fd, send_fd = os.pipe()
+        self._exit_code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             for each in (self, *others):  # close the read ends: a pipe breaks only if the main process has ended
                 os.close(each.reports_fd)
-            _run(session, queue, send_fd, self.running)
+            _run(session, queue, send_fd, self.running, self.stacks)
         os.close(send_fd)
         self.text = b""
 
     def end(self) -> None:
         """Wait for the process; if it still runs, its next report meets a broken pipe."""
         os.close(self.reports_fd)
-        os.waitpid(self.pid, 0)
+        self._wait()
+
+    def failure(self, items: Sequence[pytest.Item]) -> pytest.TestReport | None:
+        """Wait for the process, which sends no more reports; return a failure if a test has ended it."""
+        exit_code = self._wait()
+        (number,) = NUMBER.unpack(self.running)
+        if number < 0:
+            return None
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        text = f"the process that ran this test has ended ({how}); later tests of its unit were not run"
+        self.stacks.seek(0)
+        sections = [("what its threads executed", self.stacks.read().decode(errors="replace"))]
+        item = items[number]
+        return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call", sections)
+
+    def _wait(self) -> int:
+        """Wait for the process; return its exit code, or the negative number of the signal that ended it."""
+        if self._exit_code is None:
+            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._exit_code
 
 
-def _reports(session: pytest.Session, processes: Sequence[_Process]) -> Iterator[pytest.TestReport]:
-    """Yield the reports of all processes until all have ended, and a failure for the last test of each lost one."""
+def _reports(
+    session: pytest.Session, queue: int, processes: list[_Process], num_processes: int
+) -> Iterator[pytest.TestReport]:
+    """Start the processes; yield the reports of all until all have ended. If a test ends its process, yield a failure
+    and start another process for the remaining units.
+    """
     with selectors.DefaultSelector() as selector:
-        for each in processes:
-            selector.register(each.reports_fd, selectors.EVENT_READ, each)
+
+        def start() -> None:
+            process = _Process(session, queue, [key.data for key in selector.get_map().values()])
+            processes.append(process)
+            selector.register(process.reports_fd, selectors.EVENT_READ, process)
+
+        for _ in range(num_processes):
+            start()
         while selector.get_map():
             for key, _ in selector.select():
                 process: _Process = key.data
@@ -97,9 +128,9 @@ def _reports(session: pytest.Session, processes: Sequence[_Process]) -> Iterator
                 yield from (_deserialized(session.config, line) for line in lines)
                 if not text:
                     selector.unregister(process.reports_fd)
-                    (number,) = NUMBER.unpack(process.running)
-                    if number >= 0:
-                        yield _lost(session.items[number])
+                    if failure := process.failure(session.items):
+                        yield failure
+                        start()
 
 
 def _deserialized(config: pytest.Config, line: bytes) -> pytest.TestReport:
@@ -110,27 +141,22 @@ def _deserialized(config: pytest.Config, line: bytes) -> pytest.TestReport:
     return report
 
 
-def _lost(item: pytest.Item) -> pytest.TestReport:
-    text = "the process that ran this test has ended or exceeded its time limit; later tests of its unit were not run"
-    return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
-
-
 # --- in a process that runs tests -------------------------------------------------------------------------------------
 
 
-def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) -> NoReturn:
+def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap, stacks: IO[bytes]) -> NoReturn:
     """Run units until the queue is empty."""
     try:
+        faulthandler.enable(stacks)
         plugins = session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
         capture: Any = plugins.getplugin("capturemanager")
         capture.stop_global_capturing()  # all processes would share its files
         capture.start_global_capturing()
         capture.suspend_global_capture()
-        stderr_fd = os.dup(2)
         plugins.register(_ReportSender(session.config, send_fd))
         while number := os.read(queue, NUMBER.size):
-            _run_unit(session, *NUMBER.unpack(number), running, stderr_fd)
+            _run_unit(session, *NUMBER.unpack(number), running, stacks)
         faulthandler.cancel_dump_traceback_later()
         NUMBER.pack_into(running, 0, -1)
     except BaseException:  # noqa: BLE001  the main process reports the lost test
@@ -140,7 +166,7 @@ def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) 
         os._exit(0)
 
 
-def _run_unit(session: pytest.Session, first: int, running: mmap.mmap, stderr_fd: int) -> None:
+def _run_unit(session: pytest.Session, first: int, running: mmap.mmap, stacks: IO[bytes]) -> None:
     unit = unit_of(session.items[first])
     tests = list(takewhile(lambda item: unit_of(item) == unit, session.items[first:]))
     if any(item.get_closest_marker("mindspore") for item in tests):
@@ -149,7 +175,7 @@ def _run_unit(session: pytest.Session, first: int, running: mmap.mmap, stderr_fd
         gc.freeze()
     for number, (item, following) in enumerate(zip(tests, [*tests[1:], None], strict=True), start=first):
         NUMBER.pack_into(running, 0, number)
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=stderr_fd)
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=stacks)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
