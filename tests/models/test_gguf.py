@@ -30,8 +30,8 @@ def test_gguf_values_equal_those_of_a_folder(tmp_path, architecture, kind):
     spec = check_folder(tmp_path / "a.gguf")
     expected = ModelSpec.from_hugging_face(config)
     assert spec.tensors == expected.tensors
-    for fact in ("rms_norm_eps", "rope_theta", "max_position_embeddings", "num_key_value_heads", "vocab_size"):
-        assert spec.fact(fact) == expected.fact(fact), fact
+    for key in ("rms_norm_eps", "rope_theta", "max_position_embeddings", "num_key_value_heads", "vocab_size"):
+        assert spec.config_value(key) == expected.config_value(key), key
     reader = WeightReader(tmp_path / "a.gguf", spec.scheme)
     for name, shape in spec.tensors.items():
         found = reader.read(name, shape)

@@ -196,4 +196,4 @@ def test_gguf_largest_gemma_scales_scores_by_hidden_size(tmp_path, layers):
     architecture = {46: "gemma2", 62: "gemma3"}[layers]
     _, config = case(architecture)
     write_family(tmp_path / "a.gguf", architecture, {**config, "num_hidden_layers": layers}, 0)
-    assert ModelSpec.from_folder(tmp_path / "a.gguf").fact("query_pre_attn_scalar") == 64 // 4
+    assert ModelSpec.from_folder(tmp_path / "a.gguf").config_value("query_pre_attn_scalar") == 64 // 4

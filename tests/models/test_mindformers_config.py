@@ -141,4 +141,4 @@ def test_mindformers_config_uses_the_defaults_of_mindformers(
 ) -> None:
     config = LLAMA | {"hidden_size": hidden, "num_heads": hidden // 128, "multiple_of": 256, "rms_norm_eps": None}
     spec = ModelSpec.from_mindformers(config | changes)
-    assert (spec.fact("intermediate_size"), spec.fact("rms_norm_eps")) == (intermediate, 1e-5)
+    assert (spec.config_value("intermediate_size"), spec.config_value("rms_norm_eps")) == (intermediate, 1e-5)

@@ -94,18 +94,18 @@ def parameters_of(
             continue
         if weight in quantized:
             dequantized.append(weight)
-        try:
-            if isinstance(values, RowStack):
-                packed = backend.packed_rows(values, experts.get(weight), name) if weight in multiplied else None
+        if isinstance(values, RowStack):
+            if weight in multiplied:
+                try:
+                    packed = backend.packed_rows(values, experts.get(weight), name)
+                except NotFiniteError:
+                    raise _not_finite(weight, reader) from None
                 if packed is not None:
                     made[weight] = [packed]
                     continue
-                values = values.assembled()
-            if weight.generate is None and not is_finite(values):
-                raise NotFiniteError
-        except NotFiniteError:
-            where = reader.first_non_finite(weight.names) or ", ".join(weight.names[:3])
-            raise ModelError(f"{where} must hold finite numbers only") from None
+            values = values.assembled()
+        if weight.generate is None and not is_finite(values):
+            raise _not_finite(weight, reader)
         if weight in experts:
             made[weight] = list(backend.expert_weights(values, experts[weight], name))
         elif weight in multiplied:
@@ -127,6 +127,11 @@ def parameters_of(
         reader.ignore(name)
     reader.check_all_read()
     return made
+
+
+def _not_finite(weight: Weight, reader: WeightReader) -> ModelError:
+    name = reader.first_non_finite(weight.names) or ", ".join(weight.names[:3])
+    return ModelError(f"{name} must hold finite numbers only")
 
 
 def _quantized_values(

@@ -86,7 +86,7 @@ class ModelSpec:
         """The quantization scheme of the weight files, or None."""
         return scheme_of(self.config, CONFIG_NAME)
 
-    def fact(self, key: str) -> Any:
+    def config_value(self, key: str) -> Any:
         """Return a configuration value; missing numbers of KV heads and layers are derived."""
         caches = self.network.caches
         found = {"num_key_value_heads": caches[0].kv_heads, "num_hidden_layers": len(caches)}

@@ -65,24 +65,24 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
     }
     if network.head.kind == "lm_head":
         quantized[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
-    return {weight: _with_full_groups(weight, kept, quantization.group_size) for weight, kept in quantized.items()}
+    return {weight: _with_full_groups(weight, scheme, quantization.group_size) for weight, scheme in quantized.items()}
 
 
-def _with_full_groups(weight: Weight, kept: QuantizationName, group_size: int) -> QuantizationName:
-    """Return the scheme `kept`, or its 8-bit scheme if the weight's columns are no multiple of the group size."""
-    return kept if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(kept, kept)
+def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int) -> QuantizationName:
+    """Return `scheme`, or its 8-bit scheme if the weight's columns are no multiple of the group size."""
+    return scheme if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(scheme, scheme)
 
 
 def stored_qvalues(
-    weight: Weight, parts: Sequence[Quantized | Array], kept: QuantizationName
+    weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight; None if products of the scheme `kept` cannot use them."""
+    """Return the stored quantized values of a weight; None if products of `scheme` cannot use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
     if len(tensors) < len(parts) or len(forms) > 1 or weight.transform is not None:
         return None
-    if not can_multiply(kept, tensors[0].form):
+    if not can_multiply(scheme, tensors[0].form):
         return None
     if weight.columns is not None:
         tensors = _with_columns(tensors, np.array(weight.columns))
@@ -176,10 +176,10 @@ def _power_of_two_in(group_size: int) -> int:
     return group_size & -group_size
 
 
-def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
+def can_multiply(scheme: QuantizationName, form: QValuesForm) -> bool:
     """Return whether the products of a scheme can use stored quantized values of a form."""
-    in_groups = kept != QuantizationName.W8A8 and _power_of_two_in(form.group_size) >= MIN_GROUP_SIZE
-    has_form = form.bits == BITS.get(kept) and form.in_order and not form.has_zeros
+    in_groups = scheme != QuantizationName.W8A8 and _power_of_two_in(form.group_size) >= MIN_GROUP_SIZE
+    has_form = form.bits == BITS.get(scheme) and form.in_order and not form.has_zeros
     return has_form and (form.group_size == 0 or in_groups)
 
 
@@ -190,15 +190,15 @@ def bytes_saved(
     form of the quantized values in the model's files; None: the files have none.
     """
     total = 0
-    for weight, kept in quantized_weights(network, quantization).items():
+    for weight, scheme in quantized_weights(network, quantization).items():
         assert quantization is not None
         rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
-        numbers = {QuantizationName.W8A8: 2, QuantizationName.W8A16: 1}.get(kept, columns // quantization.group_size)
-        if stored is not None and stored.group_size and stored.bits == BITS[kept]:
+        numbers = {QuantizationName.W8A8: 2, QuantizationName.W8A16: 1}.get(scheme, columns // quantization.group_size)
+        if stored is not None and stored.group_size and stored.bits == BITS[scheme]:
             if _divide_groups(weight.columns):
                 continue
             numbers = columns // _power_of_two_in(stored.group_size)
-        total += rows * (columns * dtype_bytes - columns * BITS[kept] // 8 - 4 * numbers)
+        total += rows * (columns * dtype_bytes - columns * BITS[scheme] // 8 - 4 * numbers)
     return total
 
 

@@ -165,7 +165,7 @@ def _check_same_model(
     values: Values, file: MindFormersFile, described: ModelSpec, spec: ModelSpec, config: str
 ) -> None:
     """Check that a MindFormers YAML describes the served model. Keys that it omits are not compared."""
-    compared = [(name, described.fact(name), spec.fact(name)) for name in _SAME_SHAPE]
+    compared = [(name, described.config_value(name), spec.config_value(name)) for name in _SAME_SHAPE]
     if file.has_theta:
         compared.append(("rope_theta", _thetas(described), _thetas(spec)))
     if file.has_scaling:

@@ -120,7 +120,7 @@ class ConversationRequest(ProtocolRequest):
             MessageParser(
                 output_parser(engine, self.chat, prompt, self.offered),
                 self.offered,
-                SystemRandom() if idempotent is None else idempotent.chance(choice),
+                SystemRandom() if idempotent is None else idempotent.id_generator(choice),
                 reasoning_counter(engine, self.chat, prompt),
             )
             for choice in range(self.choices.n)

@@ -110,7 +110,7 @@ class IdempotentRequest:
         """Id of a stream that can be resumed; otherwise empty."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
-    def chance(self, choice: int) -> Random:
+    def id_generator(self, choice: int) -> Random:
         """Return the generator of a choice's random ids, such as those of tool calls.
 
         It has the same seed for each repetition of a recorded request. Ids of other requests are unpredictable.
