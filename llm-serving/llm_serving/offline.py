@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
@@ -12,6 +13,7 @@ from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.core.timings import monotonic
+from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ConfigError, RequestError, WorkerError
 from llm_serving.executor.executor import LocalExecutor
@@ -53,9 +55,12 @@ class LLM:
         self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
         if config.scheduler.draft_model_path is not None:
             check_draft_vocabulary(self.tokenizer, config.scheduler.draft_model_path)
+        self.adapters = AdapterRegistry(config, self.model_spec)
         self.metrics = Metrics(config.model.model_name, config.request_classes)
         runner, _ = load_runner(load_settings(config, 0), logger.info)
-        executor = LocalExecutor(runner, runner.draft_model)
+        executor = LocalExecutor(runner, runner.draft_model, runner.adapters)
+        for number, folder in self.adapters.folders.items():
+            executor.set_adapter(number, folder)
         self.compute_fingerprint = runner.compute_fingerprint
         cache = runner.kv_tensors
         self.engine = build_engine(
@@ -89,15 +94,17 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         priorities: Sequence[int] | None = None,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
         order, with the whole text and all tokens.
 
-        `sampling`: one for all prompts, or one for each. `priorities`: one for each prompt; smaller runs first. Raise
-        RequestError if a request can never be served; then no request is started.
+        `sampling`: one for all prompts, or one for each. `priorities`: one for each prompt; smaller runs first.
+        `adapter`: name of the adapter that answers; empty: the base model does. Raise RequestError if a request can
+        never be served; then no request is started.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
-        for index, piece in self.stream(prompts, sampling, priorities=priorities):
+        for index, piece in self.stream(prompts, sampling, priorities=priorities, adapter=adapter):
             pieces[index].append(piece)
         return [join_pieces(each) for each in pieces]
 
@@ -107,6 +114,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         priorities: Sequence[int] | None = None,
+        adapter: str = "",
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) as soon as a piece
         arrives.
@@ -115,7 +123,8 @@ class LLM:
             sampling = [sampling] * len(prompts)
         if priorities is None:
             priorities = [0] * len(prompts)
-        yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
+        given = zip(prompts, sampling, priorities, strict=True)
+        yield from self._run([self._request(*each, adapter=adapter) for each in given])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
         """Return an embedding for each prompt, before normalization, float32 [hidden size]; for a reranker, the score
@@ -133,16 +142,23 @@ class LLM:
             vectors[index] = piece.vector
         return [vectors[index] for index in range(len(prompts))]
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter beside those of `lora_modules`. Raise ModelError if it cannot be served."""
+        adapter = self.adapters.read(name, folder)
+        self.adapters.add(adapter)
+        self.engine.set_adapter(adapter.number, str(folder))
+
     def beam_search(
-        self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
+        self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams, *, adapter: str = ""
     ) -> list[list[RequestOutput]]:
         """Return the best sequences of each prompt, best first.
 
         `sampling` determines `max_tokens`, stop conditions and `logprobs`. It must be greedy and must not change
-        logits. Raise RequestError if a request can never be served; then no request is started.
+        logits. `adapter`: as in `generate`. Raise RequestError if a request can never be served; then no request is
+        started.
         """
         check_beam_search(self.config.model, sampling)
-        requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]
+        requests = [self._request(prompt, sampling, beam_search=search, adapter=adapter) for prompt in prompts]
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self._run(requests):
             pieces[index].append(piece)
@@ -172,7 +188,10 @@ class LLM:
         *,
         wants_vector: bool = False,
         beam_search: BeamSearchParams | None = None,
+        adapter: str = "",
     ) -> Request:
+        if adapter and adapter not in self.adapters.by_name:
+            raise RequestError("adapter", "must be the name of a loaded adapter", adapter)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         num_ids, blocks = self.model_spec.network.num_input_ids, self.engine.scheduler.blocks
         check_request(token_ids, sampling, priority, num_ids, self.config.model, blocks, self.end_token_ids)
@@ -183,6 +202,7 @@ class LLM:
             stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
             wants_vector=wants_vector,
             beam_search=beam_search,
+            adapter=self.adapters.by_name[adapter].number if adapter else 0,
             constraint=self._constraint(sampling),
             priority=priority,
             arrival_time=monotonic(),

@@ -10,13 +10,14 @@ from llm_serving import __version__
 from llm_serving.config.output_settings import output_settings
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ContentHashes, ModelFiles, content_hashes
 from llm_serving.server.generation.choices import Choices
 
 from llm_serving_receipts.digest import ResponseDigest
-from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, seal
+from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, ReceiptAdapter, seal
 
 
 class ReceiptIssuer:
@@ -37,8 +38,11 @@ class ReceiptIssuer:
             # `start_receipt` raises the failure; without this, asyncio logs it too.
             self._hashing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft:
-        """Start a receipt, after the files were hashed and a check that they have not changed.
+    async def start_receipt(
+        self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
+    ) -> ReceiptDraft:
+        """Start a receipt, after the files were hashed and a check that they have not changed. The hash of an adapter
+        was computed when the server read it.
 
         Raises:
             UnavailableError: A file has changed since the server started, or cannot be read.
@@ -50,17 +54,20 @@ class ReceiptIssuer:
             await asyncio.to_thread(self._files.check)
         except ModelError as error:
             raise UnavailableError(f"no receipt can be issued: {error}") from None
-        return ReceiptDraft(engine, response_id, created, hashes)
+        return ReceiptDraft(engine, response_id, created, hashes, adapter)
 
 
 class ReceiptDraft:
     """The receipt of one response while the response is generated. Call `begin` first and `sealed` last."""
 
-    def __init__(self, engine: AsyncEngine, response_id: str, created: int, hashes: ContentHashes) -> None:
+    def __init__(
+        self, engine: AsyncEngine, response_id: str, created: int, hashes: ContentHashes, adapter: Adapter | None
+    ) -> None:
         self._engine = engine
         self._response_id = response_id
         self._created = created
         self._hashes = hashes
+        self._adapter = None if adapter is None else ReceiptAdapter(name=adapter.name, files=adapter.fingerprint)
         self._prompts: Sequence[list[int]] = ()
         self._sampling = SamplingParams()
         self._choices = Choices()
@@ -94,6 +101,7 @@ class ReceiptDraft:
             server=__version__,
             weights=self._hashes.weights,
             tokenizer=self._hashes.tokenizer,
+            adapter=self._adapter,
             computed_by=engine.compute_fingerprint,
             configuration=output_settings(engine.config),
             max_model_len=engine.config.model.max_generate_length,

@@ -16,9 +16,11 @@ from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.sampling_params import DEFAULTS, RULES, BeamSearchParams, SamplingParams
 from llm_serving.errors import LLMServingError, ReceiptError
 
-VERSION: Final = 2
-READABLE_VERSIONS: Final = (1, VERSION)
-"""Versions that can be read. Version 1 also listed configuration keys that cannot affect a response."""
+VERSION: Final = 3
+READABLE_VERSIONS: Final = (1, 2, VERSION)
+"""Versions that can be read. Version 1 also listed configuration keys that cannot affect a response. Versions 1 and 2
+have no adapter.
+"""
 MAX_TOKENS: Final = 2**18
 """Maximum number of tokens of a receipt: prompt and generated tokens together."""
 CHECKS: Final = "checks"
@@ -40,6 +42,13 @@ class ReceiptChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """SHA-256 over the returned log-probabilities, see `digest`; None: the client requested none."""
 
 
+class ReceiptAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    """Name under which the adapter was loaded."""
+    files: str
+    """SHA-256 over the adapter's two files, see `llm_serving.formats.peft.fingerprint`."""
+
+
 class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything that determines the bytes of a response, and the response as token ids.
 
@@ -58,6 +67,8 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """SHA-256 over config.json and the weight files, see `llm_serving.executor.model_files`."""
     tokenizer: str
     """SHA-256 over the tokenizer's files."""
+    adapter: ReceiptAdapter | None = None
+    """The adapter that answered; None: the base model answered."""
     computed_by: ComputeFingerprint
     configuration: dict[str, str | int | bool | None]
     """"section.key" -> value, for every key that can affect a response, see `llm_serving.config.output_settings`."""
@@ -114,8 +125,9 @@ def open_receipt(content: Any) -> OpenedReceipt:
     computed_hash = hash_of(content)
     del content[CHECKS]
     if content.get("version") not in READABLE_VERSIONS:
-        versions = " or ".join(map(str, READABLE_VERSIONS))
-        raise ReceiptError(f"`version` must be {versions}. Given: {content.get('version')!r:.60}")
+        raise ReceiptError(
+            f"`version` must be from {READABLE_VERSIONS[0]} to {VERSION}. Given: {content.get('version')!r:.60}"
+        )
     altered = _altered(content, checks) or (() if given_hash == computed_hash else (HASH,))
     try:
         return OpenedReceipt(_read(content), altered)

@@ -15,7 +15,7 @@ from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import MAX_BEAM_WIDTH
-from llm_serving.errors import ConfigError, KernelError, LLMServingError
+from llm_serving.errors import ConfigError, KernelError, LLMServingError, ModelError, shorten
 from llm_serving.executor.model_files import ContentHashes
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
@@ -100,6 +100,7 @@ class Verifier:
             _compare(verdict.differences, name, getattr(receipt, name), getattr(self._hashes, name))
         try:
             llm = self._model_for(receipt)
+            _load_adapter(verdict, receipt, llm)
             _compare_options(verdict, receipt, llm)
             self._compare_choices(verdict, receipt, llm)
             _compare_texts(verdict, opened, llm)
@@ -216,13 +217,14 @@ def _outputs(llm: LLM, receipt: Receipt, prompt: list[int]) -> list[ChoiceOutput
     """Generate the choices of one prompt, each sequence as the only running one."""
     choices = Choices(COUNT.checked("n", receipt.n), COUNT.checked("best_of", receipt.best_of), receipt.beam_search)
     samplings = sequences_of(receipt.sampling, choices)
+    adapter = "" if receipt.adapter is None else receipt.adapter.name
     if choices.beams is not None:
-        beams = llm.beam_search([prompt], choices.beams, samplings[0])[0]
+        beams = llm.beam_search([prompt], choices.beams, samplings[0], adapter=adapter)[0]
         return [ChoiceOutput(index, output) for index, output in enumerate(beams)]
     outputs = [
         ChoiceOutput(index, output)
         for index, sampling in enumerate(samplings)
-        for output in llm.generate([prompt], sampling)
+        for output in llm.generate([prompt], sampling, adapter=adapter)
     ]
     if choices.best_of == choices.n:
         return outputs
@@ -235,6 +237,26 @@ async def _best(outputs: list[ChoiceOutput], choices: Choices, *, with_logprobs:
             yield output
 
     return [output async for output in select_best(each(), choices, with_logprobs=with_logprobs)]
+
+
+def _load_adapter(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
+    """Load the receipt's adapter, unless it is loaded, and compare its files with those of the receipt.
+
+    Raises:
+        ModelError: The configuration has no such adapter, or it cannot be served. The message begins with its name.
+    """
+    if receipt.adapter is None:
+        return
+    name, lora = receipt.adapter.name, llm.config.lora
+    if name not in llm.adapters.by_name:
+        if (folder := lora.folder_of(name)) is None:
+            rule = "must be a name in lora_config.lora_modules, or of a folder in lora_config.lora_folder"
+            raise ModelError(f"adapter {shorten(name)} {rule}")
+        try:
+            llm.load_adapter(name, folder)
+        except ModelError as error:
+            raise ModelError(f"adapter {shorten(name)}: {error}") from None
+    _compare(verdict.differences, f"adapter {name}", receipt.adapter.files, llm.adapters.by_name[name].fingerprint)
 
 
 def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:

@@ -9,7 +9,15 @@ import pytest
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.sampling_params import MAX_SEED, BeamSearchParams, SamplingParams
 from llm_serving.errors import ReceiptError
-from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice, hash_of, open_receipt, seal
+from llm_serving_receipts.receipt import (
+    OpenedReceipt,
+    Receipt,
+    ReceiptAdapter,
+    ReceiptChoice,
+    hash_of,
+    open_receipt,
+    seal,
+)
 
 SAMPLING = SamplingParams(
     seed=MAX_SEED,
@@ -25,7 +33,7 @@ SAMPLING = SamplingParams(
 def a_receipt(**fields) -> Receipt:
     choice = ReceiptChoice(token_ids=[4, 5], finish_reason="stop", stop_reason="end", text="aa", logprobs=None)
     values = {
-        "version": 2,
+        "version": 3,
         "id": "cmpl-1",
         "created": 7,
         "model": "demo",
@@ -72,6 +80,8 @@ def test_receipt_is_independent_of_its_json_formatting():
     [
         (("weights",), "x"),
         (("tokenizer",), "x"),
+        (("adapter", "name"), "poems"),
+        (("adapter", "files"), "b"),
         (("computed_by", "instruction_set"), "amx"),
         (("configuration", "model_config.model_dtype"), "float32"),
         (("sampling", "seed"), str(MAX_SEED - 1)),
@@ -84,7 +94,7 @@ def test_receipt_is_independent_of_its_json_formatting():
     ],
 )
 def test_receipt_error_names_an_altered_field(path, value):
-    content = json.loads(seal(a_receipt()))
+    content = json.loads(seal(a_receipt(adapter=ReceiptAdapter(name="sql", files="a"))))
     parent = content
     for name in path[:-1]:
         parent = parent[name]
@@ -128,7 +138,7 @@ def test_receipt_seal_does_not_detect_a_forger_who_seals_again():
         [],
         {},
         {"hash": 1, "checks": {}},
-        {"hash": "x", "checks": {}, "version": 3},
+        {"hash": "x", "checks": {}, "version": 4},
         {"hash": "x", "checks": {}, "version": 1},
         {"hash": "x", "checks": {}, "version": 2},
     ],
@@ -147,7 +157,7 @@ def test_receipt_reader_refuses_other_json(content):
         ("n", 0, "`n`"),
         ("n", 10**12, "`n`"),
         ("prompt_logprobs", [], "prompt_logprobs"),
-        ("version", 3, "`version` must be 1 or 2. Given: 3"),
+        ("version", 4, "`version` must be from 1 to 3. Given: 4"),
         ("sampling", {}, "sampling.seed"),
         ("sampling", 5, "sampling"),
     ],
@@ -176,6 +186,13 @@ def test_receipt_without_a_newer_parameter_has_its_default():
     del content["hash"], content["sampling"]["prompt_logprobs"], content["checks"]["sampling.prompt_logprobs"]
     content["hash"] = hash_of(content)
     assert open_receipt(content) == OpenedReceipt(a_receipt(), ())
+
+
+def test_receipt_of_an_older_version_has_no_adapter():
+    content = json.loads(seal(a_receipt(version=2)))
+    del content["hash"], content["adapter"], content["checks"]["adapter"]
+    content["hash"] = hash_of(content)
+    assert open_receipt(content) == OpenedReceipt(a_receipt(version=2), ())
 
 
 @pytest.mark.parametrize("version", [1, 2])

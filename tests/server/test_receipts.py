@@ -10,7 +10,9 @@ from pathlib import Path
 
 import llm_serving.demo_model
 import pytest
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.core.request import FinishReason
+from llm_serving.engine.adapters import Adapter, AdapterRegistry
 from llm_serving.errors import ConfigError
 from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.server.protocols.openai import requests
@@ -56,6 +58,15 @@ def test_receipt_has_inputs_results_and_fingerprints(engine):
     assert [choice.token_ids for choice in receipt.choices] == [[500, 501, 502]] * 4
     assert {choice.finish_reason for choice in receipt.choices} == {"stop"}
     assert receipt.tokenizer == content_hashes(ModelFiles.of(DEMO, None)).tokenizer
+
+
+def test_receipt_names_the_adapter_and_the_hash_of_its_files(engine):
+    engine.adapters = AdapterRegistry(replace(engine.config, lora=LoraConfig(lora_folder=DEMO)), engine.model_spec)
+    engine.adapters.add(Adapter("sql", DEMO, "1" * 64))
+    body = {"prompt": "hello", "receipt": True, "temperature": 0}
+    found = the_receipt(post(engine, "/v1/completions", body | {"model": "sql"}).json()["receipt"])
+    assert found.adapter == receipt.ReceiptAdapter(name="sql", files="1" * 64)
+    assert the_receipt(post(engine, "/v1/completions", body).json()["receipt"]).adapter is None
 
 
 def test_receipt_omits_cache_salt_and_user(engine):

@@ -133,15 +133,22 @@ class Runner(Protocol):
     def execute(self, step: StepInput) -> StepOutput: ...
 
 
+class Adapters(Protocol):
+    def set(self, number: int, folder: str) -> None: ...
+
+
 class LocalExecutor(Executor):
-    """Runs each step in this process when it is collected."""
+    """Runs each step in this process when it is collected. `adapters`: None if the runner has no adapter slots."""
 
     max_steps_in_flight = 1
     next_step = 0
 
-    def __init__(self, runner: Runner, draft_model: DraftModelClient | None = None) -> None:
+    def __init__(
+        self, runner: Runner, draft_model: DraftModelClient | None = None, adapters: Adapters | None = None
+    ) -> None:
         self._runner = runner
         self._draft_model = draft_model
+        self._adapters = adapters
         self._submitted: deque[StepInput] = deque()
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
@@ -168,6 +175,10 @@ class LocalExecutor(Executor):
         assert self._draft_model is not None
         assert not self._submitted
         return self._draft_model.propose(requests)
+
+    def set_adapter(self, number: int, folder: str) -> None:
+        assert self._adapters is not None
+        self._adapters.set(number, folder)
 
 
 class _ExpectedResults(NamedTuple):

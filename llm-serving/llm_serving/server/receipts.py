@@ -12,6 +12,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.process import import_optional
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ModelFiles
@@ -35,7 +36,9 @@ class ReceiptIssuerProtocol(Protocol):
 
     def start_hashing(self) -> None: ...
 
-    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol: ...
+    async def start_receipt(
+        self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
+    ) -> ReceiptDraftProtocol: ...
 
 
 class ReceiptHook:
@@ -64,8 +67,11 @@ class ReceiptHook:
         if self._hashes_at_start and self._files is not None:
             self._issuer.start_hashing()
 
-    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol:
-        """Start the receipt of a response. The first one waits until the model's files are hashed.
+    async def start_receipt(
+        self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
+    ) -> ReceiptDraftProtocol:
+        """Start the receipt of a response. The first one waits until the model's files are hashed. `adapter`: the
+        adapter that answers; None: the base model does.
 
         Raise RequestError if receipts are off, and UnavailableError if the package is missing or a file has changed.
         """
@@ -75,7 +81,7 @@ class ReceiptHook:
             issuer = self._issuer
         except ConfigError as error:
             raise UnavailableError(f"no receipt can be given: {error}") from None
-        return await issuer.start_receipt(engine, response_id, created)
+        return await issuer.start_receipt(engine, response_id, created, adapter)
 
     @cached_property
     def _issuer(self) -> ReceiptIssuerProtocol:

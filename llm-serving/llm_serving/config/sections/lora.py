@@ -58,6 +58,17 @@ class LoraConfig:
     def max_adapters(self) -> int:
         return self.max_cpu_loras or max(len(self.lora_modules or ()), 16 * self.max_loras)
 
+    def folder_of(self, given: str) -> Path | None:
+        """Return the folder `given` inside `lora_folder`, with symbolic links resolved; None if there is none."""
+        if self.lora_folder is None:
+            return None
+        try:
+            inside = self.lora_folder.resolve()
+            folder = (inside / given).resolve()
+            return folder if folder != inside and folder.is_relative_to(inside) and folder.is_dir() else None
+        except (OSError, ValueError):  # the name of the folder is too long or contains a null byte
+            return None
+
 
 def check_lora(values: Values, spec: ModelSpec | None) -> None:
     """Raise ConfigError if the adapters cannot be served with the other keys; ModelError for a damaged adapter."""

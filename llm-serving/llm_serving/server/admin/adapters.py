@@ -62,16 +62,10 @@ async def unload_adapter(engine: AsyncEngine, http_request: Request) -> Response
 
 def _folder(engine: AsyncEngine, given: str) -> Path:
     """Return the folder of an adapter. Raise RequestError unless it is inside `lora_folder`."""
-    root = engine.config.lora.lora_folder
-    if root is None:
+    if engine.config.lora.lora_folder is None:
         raise RequestError("lora_path", "cannot be loaded: lora_config.lora_folder is not set")
-    try:
-        inside = root.resolve()
-        folder = (inside / given).resolve()
-        if folder != inside and folder.is_relative_to(inside) and folder.is_dir():
-            return folder
-    except (OSError, ValueError):  # the name of the folder is too long or contains a null byte
-        pass
+    if (folder := engine.config.lora.folder_of(given)) is not None:
+        return folder
     raise RequestError("lora_path", "must be a folder inside lora_config.lora_folder")
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar, Final, NamedTuple
 from starlette.requests import Request
 
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.generation.choices import ONE_CHOICE, Choices
@@ -76,11 +77,11 @@ class ProtocolRequest(ABC):
         self.engine = engine
         self.http_request = http_request
         self.body = bodies[0]
-        self.adapter = ""
-        """Name of the adapter that answers; empty: the base model does."""
         self.caller: HttpCaller = caller_of(engine.config, http_request, *bodies)
+        self.adapter: Adapter | None = None
+        """The adapter that answers; None: the base model does."""
         if (adapters := engine.adapters.by_name) and (found := adapter_of(adapters, http_request, bodies)) is not None:
-            self.caller, self.adapter = replace(self.caller, adapter=found.number), found.name
+            self.caller, self.adapter = replace(self.caller, adapter=found.number), found
         self.choices: Choices = ONE_CHOICE
         self.num_prompts = 1
 
@@ -141,15 +142,13 @@ async def _start(
     request: ProtocolRequest, identity: ResponseIdentity, idempotent: IdempotentRequest | None
 ) -> StartedGeneration:
     engine, caller, body = request.engine, request.caller, request.body
-    if request.adapter:
-        identity = replace(identity, model=request.adapter)
+    if request.adapter is not None:
+        identity = replace(identity, model=request.adapter.name)
     check = await request.prepare()
     receipt: ReceiptDraftProtocol | None = None
     if isinstance(body, GenerationRequest) and body.receipt:
-        if request.adapter:
-            raise RequestError("receipt", "must be false: answers of adapters have no receipt", True)
         hook: ReceiptHook = request.http_request.app.receipts
-        receipt = await hook.start_receipt(engine, identity.id, identity.created)
+        receipt = await hook.start_receipt(engine, identity.id, identity.created, request.adapter)
     if idempotent is None or not idempotent.known:
         precheck(engine, caller, check)
     encoded = await within_deadline(caller.deadline, engine.clock, request.encode())
