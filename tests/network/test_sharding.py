@@ -7,9 +7,9 @@ import pytest
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.falcon_h1 import RowScales
 from llm_serving.models.registry import describe
 from llm_serving.network.builder import Network
+from llm_serving.network.factors import RowFactors
 from llm_serving.network.program import build_program
 from llm_serving.network.quantization import Quantization, quantized_weights
 from llm_serving.network.rewriting import rewrite, select_rows
@@ -31,40 +31,68 @@ def network(name: str, **facts: object) -> Network:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in REFUSED])
 def test_sharding_over_two_ranks_computes_the_same_logits(name: str) -> None:
     net = network(name)
-    expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net, every=True))[-1:]
     ranks = [sharded(net, rank, 2) for rank in range(2)]
     # The latent keys of all heads are one KV head.
     assert [cache.kv_heads for cache in ranks[0].caches] == [max(cache.kv_heads // 2, 1) for cache in net.caches]
+    assert_equal_logits(net, ranks)
+
+
+def assert_equal_logits(net: Network, ranks: list[Network]) -> None:
+    expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net, every=True))[-1:]
     weights = [parameters(rank, RandomTensors(), 64) for rank in ranks]
     for plans in (
         [select_rows(rank.operations) for rank in ranks],
         [rewrite(select_rows(rank.operations)) for rank in ranks],
     ):
         steps = [step_of_prompt(TOKENS, rank) for rank in ranks]
-        first, second = run_ranks([plan.operations for plan in plans], weights, steps)
-        assert np.array_equal(first, second)
+        first, *others = run_ranks([plan.operations for plan in plans], weights, steps)
+        assert all(np.array_equal(first, other) for other in others)
         assert np.allclose(first, expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_sharding_divides_the_states_of_the_delta_rule() -> None:
-    net = network("qwen3-next")
-    rank = sharded(net, 1, 2)
-    of_rules = {each.attributes["state"] for each in net.operations if each.kind == "delta_rule"}
-    for number, (whole, part) in enumerate(zip(net.states, rank.states, strict=True)):
-        expected = (whole.shape[0] // 2, *whole.shape[1:]) if number in of_rules else (3, whole.shape[1] // 2)
-        assert part.shape == expected
+ONE_GROUP = {"n_groups": 1}
+ONE_KEY_HEAD = {"linear_num_key_heads": 1}
 
 
-def test_sharding_keeps_the_delta_rule_whole_when_ranks_do_not_get_whole_heads() -> None:
-    net = network("qwen3-next", linear_num_key_heads=1, linear_num_value_heads=2)
-    assert sharded(net, 0, 2).states == net.states
+@pytest.mark.parametrize(
+    ("name", "facts", "shapes"),
+    [
+        ("qwen3-next", {}, [(3, 64), (2, 16, 16)]),
+        ("qwen3-next", ONE_KEY_HEAD, [(3, 64), (2, 16, 16)]),
+        ("qwen3-next", ONE_KEY_HEAD | {"linear_num_value_heads": 1}, None),
+        ("nemotron-h", {}, [(3, 32 + 24), (2, 12, 16)]),
+        ("nemotron-h", ONE_GROUP, None),
+        ("falcon-h1", {}, [(3, 32 + 24), (2, 12, 16)] * 3),
+        ("lfm2", {}, [(2, 32)] * 2),
+    ],
+)
+def test_sharding_divides_the_states_of_heads_and_columns(name: str, facts: dict, shapes: list | None) -> None:
+    """With one group of heads, each rank has its own heads and the whole group. A norm over the heads of several ranks
+    keeps the layer whole (None)."""
+    net = network(name, **facts)
+    expected = [each.shape for each in net.states] if shapes is None else shapes
+    assert [each.shape for each in sharded(net, 1, 2).states][: len(expected)] == expected
+    assert_equal_logits(net, [sharded(net, rank, 2) for rank in range(2)])
 
 
-def test_row_scales_multiply_the_rows_of_a_rank_as_those_of_the_whole_weight() -> None:
-    scales = RowScales(((4, 3.0), (8, 5.0)))
+def test_sharding_of_one_group_over_four_ranks_gives_each_a_head() -> None:
+    net = network("nemotron-h", num_key_value_heads=4, n_groups=2, mamba_num_heads=4)
+    assert sharded(net, 0, 4).states == net.states  # the norm spans the two heads of a group
+    net = network("falcon-h1", num_key_value_heads=4)
+    ranks = [sharded(net, rank, 4) for rank in range(4)]
+    assert {rank.states[1].shape[0] for rank in ranks} == {1}
+    assert_equal_logits(net, ranks)
+
+
+def test_row_factors_of_a_rank_multiply_its_rows_as_those_of_the_whole_weight() -> None:
+    factors = RowFactors(((4, 3.0), (8, 5.0)))
     weight = np.arange(1, 25, dtype=np.float32).reshape(12, 2)
-    of_rank = [0, 1, 4, 5, 6, 7]
-    assert np.array_equal(scales(weight[of_rank]), scales(weight)[of_rank])
+    of_rank = (0, 1, 4, 5, 11, 7)
+    assert np.array_equal(factors.of_rows(of_rank)(weight[list(of_rank)]), factors(weight)[list(of_rank)])
+    of_part = tuple(of_rank[row] for row in (5, 0))
+    assert np.array_equal(
+        factors.of_rows(of_rank).of_rows((5, 0))(weight[list(of_part)]), factors(weight)[list(of_part)]
+    )
 
 
 def test_sharding_over_four_ranks_gives_each_a_kv_head() -> None:

@@ -118,6 +118,11 @@ CONFIGS = {
         {"hybrid_override_pattern": "ME*", "n_routed_experts": 5, "moe_shared_expert_intermediate_size": 32}
         | {"moe_latent_size": 32, **_EXPERTS, **_MAMBA},
     ),
+    "falcon-h1": (
+        "FalconH1ForCausalLM",
+        {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 12, "mamba_rms_norm": False}
+        | {"ssm_multipliers": [0.7, 0.9, 1.2, 0.8, 1.1], "mlp_multipliers": [0.7, 0.8]},
+    ),
     "llama4": (
         "Llama4ForCausalLM",
         {"attention_chunk_size": 21, "floor_scale": 8, "no_rope_layers": [1, 0, 1], "moe_layers": [0, 1]}

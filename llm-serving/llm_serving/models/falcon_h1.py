@@ -2,35 +2,18 @@
 later operation, or, if an activation function follows, into rows of the weight before it.
 """
 
-from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import decoder, empty_network
 from llm_serving.models.mamba import mamba_mixer, mamba_sizes
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Float32Array, Value
+from llm_serving.network.factors import RowFactors
+from llm_serving.network.operations import Value
 
 PARTS = ("gate", "up", "down")
 BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
-
-
-@dataclass(frozen=True)
-class RowScales:
-    """Multiplies consecutive rows of a weight. `parts`: (number of rows, factor). One of several ranks holds
-    an equal share of the rows of each part.
-    """
-
-    parts: tuple[tuple[int, float], ...]
-
-    def __call__(self, weight: Float32Array) -> Float32Array:
-        ranks = sum(count for count, _ in self.parts) // len(weight)
-        factors = np.repeat([factor for _, factor in self.parts], [count // ranks for count, _ in self.parts])
-        scaled: Float32Array = weight * factors.astype(np.float32)[:, None]
-        return scaled
 
 
 def falcon_h1(c: ConfigReader) -> Network:
@@ -44,7 +27,7 @@ def falcon_h1(c: ConfigReader) -> Network:
     of_parts = c.numbers("ssm_multipliers", 5) if c.has("ssm_multipliers") else (1.0,) * 5
     ssm_in = c.number("ssm_in_multiplier", 1.0)
     rows = zip((width, width, shared, shared, sizes.heads), of_parts, strict=True)
-    projection = RowScales(tuple((count, factor * ssm_in) for count, factor in rows))
+    projection = RowFactors(tuple((count, factor * ssm_in) for count, factor in rows))
     gate, down = c.numbers("mlp_multipliers", 2) if c.has("mlp_multipliers") else (1.0, 1.0)
     attention_in, ssm_out = c.number("attention_in_multiplier", 1.0), c.number("ssm_out_multiplier", 1.0)
     attention_out = attention_in * c.number("attention_out_multiplier", 1.0)
@@ -58,7 +41,7 @@ def falcon_h1(c: ConfigReader) -> Network:
         attended = self_attention(net, x, at, heads, rotary, scale=scale)
         hidden = net.add(net.add(hidden, mixed, ssm_out), attended, attention_out)
         x, names = net.rms_norm(hidden, at + "pre_ff_layernorm"), [f"{at}feed_forward.{part}_proj" for part in PARTS]
-        both = net.linear(x, names[:2], (inner, inner), transform=RowScales(((inner, gate), (inner, 1.0))))
+        both = net.linear(x, names[:2], (inner, inner), transform=RowFactors(((inner, gate), (inner, 1.0))))
         return net.add(hidden, net.linear(net.gated_activation(both, "silu"), names[2], net.hidden), down)
 
     factors = c.number("embedding_multiplier", 1.0), c.number("lm_head_multiplier", 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,3 +44,27 @@ class Scaled:
 
     def __call__(self, weight: Float32Array) -> Float32Array:
         return weight * np.float32(self.factor)
+
+
+@dataclass(frozen=True)
+class RowFactors:
+    """Multiplies each row of a weight by a factor, as `Weight.transform`.
+
+    `parts`: (number of consecutive rows, factor). `rows`: the rows of the whole weight that one of several ranks has;
+    None: all.
+    """
+
+    parts: tuple[tuple[int, float], ...]
+    rows: tuple[int, ...] | None = None
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        counts, factors = zip(*self.parts, strict=True)
+        of_rows = np.repeat(np.array(factors, np.float32), counts)[
+            slice(None) if self.rows is None else list(self.rows)
+        ]
+        scaled: Float32Array = weight * of_rows[:, None]
+        return scaled
+
+    def of_rows(self, rows: tuple[int, ...]) -> RowFactors:
+        """Return the factors of these rows."""
+        return replace(self, rows=rows if self.rows is None else tuple(self.rows[row] for row in rows))

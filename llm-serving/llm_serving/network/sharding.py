@@ -3,8 +3,9 @@
     attention, store_kv  heads, and columns of an output gate, are split: a rank computes its own heads and stores
                          only their keys and values. Latent keys belong to all heads: every rank stores them all
     norm of all heads    every rank computes it, and the product before it, whole; then a rank takes its own heads
-    delta_rule           heads are split as well, with the columns of the convolution before them and their states, if
-                         the number of ranks divides the heads of keys
+    delta_rule, ssm      heads are split as well, with their states and with the columns of the convolution before
+                         them. If there are more ranks than groups of heads, several ranks have the same group
+    causal_conv          columns are split, if a gate is before and after it (LFM2)
     gated_activation     columns of the gate and the matching columns of its other half are split
     experts              the gate and its other half are split in the same way within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
@@ -12,15 +13,15 @@
                          rank 0 adds the bias
     embedding, lm_head   rows of the table and of the head are split: a token's row is added to the zeros of the other
                          ranks, and each rank shares the logits it computes
-    other operations     every rank computes them with identical bits, and keeps their whole states (Mamba-2, short
-                         convolutions)
+    other operations     every rank computes them with identical bits. This includes a `delta_rule` or `ssm` whose heads
+                         or groups cannot be divided, or that is followed by a norm over the heads of several ranks
 
 Partial sums change the order of additions, so the bits differ from those of a single rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -29,6 +30,7 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import StateShape
+from llm_serving.network.factors import RowFactors
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.orders import padded_order, repeated_order, shared_order
 from llm_serving.network.rewriting import Graph
@@ -36,6 +38,9 @@ from llm_serving.network.rewriting import Graph
 KEY: Final = "cluster_config.tensor_parallel"
 
 _OF_SPLIT_VALUES: Final = frozenset({"rope", "attention", "gated_activation", "activation", "multiply"})
+
+_RECURRENCES: Final = {"delta_rule": (("q", "k"), ("v",), ("a", "b")), "ssm": (("b", "c"), ("x",), ("dt",))}
+"""Kind -> inputs that each group of heads shares, inputs of each head, and inputs with one column for each head."""
 
 Indices = tuple[int, ...]
 """Columns of a value, or rows or columns of a weight, that a rank holds."""
@@ -84,16 +89,14 @@ class _Sharding:
         for each in network.operations:
             if each.kind == "attention":
                 self._shard_heads(each)
-            elif each.kind == "delta_rule":
-                self._shard_delta_rule(each)
-            elif each.kind == "gated_activation":
-                inner = each.outputs["y"].width
-                self._shard(
-                    each.inputs["x"], [(0, inner), (inner, inner)], f"the {inner} columns of a feed-forward layer"
-                )
-            elif each.kind == "activation":
-                inner = each.outputs["y"].width
-                self._shard(each.inputs["x"], [(0, inner)], f"the {inner} columns of a feed-forward layer")
+            elif each.kind in _RECURRENCES:
+                self._shard_recurrence(each)
+            elif each.kind == "causal_conv":
+                self._shard_gated_convolution(each)
+            elif _is_activation(each):
+                inner, (x, *_) = each.outputs["y"].width, each.inputs.values()
+                ranges = [(start, inner, count) for start in range(0, x.width, inner)]
+                self._shard(x, ranges, f"the {inner} columns of a feed-forward layer")
         for each in network.operations:
             self._write(each)
 
@@ -115,32 +118,52 @@ class _Sharding:
             heads += store.inputs["k"], store.inputs["v"]
         found = [self._product_of(value) for value in heads]
         whole = {made.root for made, normed in found if normed is not None}
-        products: dict[Value, set[tuple[int, int]]] = {}
+        split = []
         for made, normed in found:
             if made.root in whole:
                 self._own_columns.add(made if normed is None else normed)
             else:
-                products.setdefault(made.root, set()).add((made.start, made.width))
-        for product, ranges in products.items():
-            self._shard(product, ranges, "heads")
+                split.append((made, self._count))
+        self._shard_all(split)
 
-    def _shard_delta_rule(self, rule: Operation) -> None:
-        """Split the heads of the gated delta rule and the columns of the convolution before it, if the number of ranks
-        divides the key heads.
+    def _shard_recurrence(self, scan: Operation) -> None:
+        """Split the heads of the gated delta rule or of a state space model, and the columns of the convolution before
+        it. It stays whole if a rank would have a part of a head, of a group of heads, or of the columns of a norm.
         """
-        convolution = self._graph.producer(rule.inputs["q"].root)
-        if convolution is None or convolution.kind != "causal_conv" or rule.attributes["heads"] % self._count:
+        y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
+        convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
+        heads, groups = scan.inputs[of_columns[0]].width, scan.attributes["heads"]
+        is_divisible = not heads % self._count and not max(groups, self._count) % min(groups, self._count)
+        norms = [each.attributes["group"] or y.width for each in after if each.kind == "rms_norm"]
+        if any((y.width // self._count) % columns for columns in norms) or not is_divisible:
             return
-        mixed, parts = convolution.inputs["x"], [rule.inputs[role] for role in ("q", "k", "v")]
-        products = {mixed.root: {(mixed.start + part.start, part.width) for part in parts}}
-        norms = self._graph.consumers(rule.outputs["y"])
-        gated = [each for norm in norms for each in self._graph.consumers(norm.outputs["y"])]
-        for value in (rule.inputs["a"], rule.inputs["b"], *(each.inputs["b"] for each in gated)):
-            products.setdefault(value.root, set()).add((value.start, value.width))
-        for product, ranges in products.items():
-            self._shard(product, ranges, "heads")
-        of_parts = (range(part.start, part.start + part.width)[self._share(part.width)] for part in parts)
-        self._columns[convolution.outputs["y"]] = tuple(column for share in of_parts for column in share)
+        if convolution is None or convolution.kind != "causal_conv":
+            return
+        mixed, mixture = convolution.inputs["x"], convolution.outputs["y"]
+        parts = [(scan.inputs[role], min(groups, self._count)) for role in of_groups]
+        parts += [(scan.inputs[role], self._count) for role in of_heads]
+        self._columns[mixture] = self._columns_of((part.start, part.width, count) for part, count in parts)
+        split = [(replace(part, base=mixed.root, start=mixed.start + part.start), count) for part, count in parts]
+        split += [(scan.inputs[role], self._count) for role in of_columns]
+        self._shard_all(split + [(each.inputs["b"], self._count) for each in after if each.kind == "multiply"])
+
+    def _shard_gated_convolution(self, convolution: Operation) -> None:
+        """Split the columns of a convolution whose input and result are multiplied by columns of one matrix product."""
+        before = self._graph.producer(convolution.inputs["x"])
+        after = self._norms_and_gates(y := convolution.outputs["y"])
+        is_gated = before is not None and [each.kind for each in (before, *after)] == ["multiply"] * 2
+        if before is not None and is_gated and not y.width % self._count:
+            gated = *before.inputs.values(), after[0].inputs["b"]
+            self._shard_all([(value, self._count) for value in gated])
+            self._columns[y] = self._own(y.width)
+
+    def _norms_and_gates(self, value: Value) -> list[Operation]:
+        """Return the norms and products with a gate that follow a value."""
+        found: list[Operation] = []
+        for each in self._graph.consumers(value):
+            if each.kind in ("rms_norm", "multiply"):
+                found += each, *self._norms_and_gates(each.outputs["y"])
+        return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
         """Return the part of a matrix product's result from which these heads come, and the result of a norm over all
@@ -154,22 +177,34 @@ class _Sharding:
             value = producer.inputs["x"]
         return value, normed
 
-    def _shard(self, value: Value, ranges: Iterable[tuple[int, int]], what: str) -> None:
+    def _shard_all(self, split: Iterable[tuple[Value, int]]) -> None:
+        """Split the matrix products that compute these values, each into this number of parts."""
+        products: dict[Value, set[tuple[int, int, int]]] = {}
+        for value, count in split:
+            products.setdefault(value.root, set()).add((value.start, value.width, count))
+        for product, ranges in products.items():
+            self._shard(product, ranges, "heads")
+
+    def _shard(self, value: Value, ranges: Collection[tuple[int, int, int]], what: str) -> None:
         producer = self._graph.producer(value)
         if producer is None or producer.kind != "linear" or producer.attributes["heads"] > 1:
             raise _CannotShardError(f"must be 1 for a model that does not compute {what} in one matrix product")
-        columns: list[int] = []
-        for start, width in sorted(ranges):
-            if width % self._count:
-                raise _CannotShardError(f"must divide {what}")
-            columns += range(start, start + width)[self._share(width)]
-        if len(columns) * self._count != value.width:
+        if any(width % count for _, width, count in ranges):
+            raise _CannotShardError(f"must divide {what}")
+        if sum(width for _, width, _ in ranges) != value.width:
             raise _CannotShardError(f"must be 1 for a model whose matrix product computes other values beside {what}")
-        self._columns[value] = shared_order(tuple(columns))
+        self._columns[value] = self._columns_of(ranges)
 
-    def _share(self, size: int) -> slice:
-        share = size // self._count
-        return slice(self._rank * share, (self._rank + 1) * share)
+    def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
+        """Return the rank's part of column ranges. `ranges`: first column, width, and number of parts, which is less
+        than the number of ranks if several ranks have the same part."""
+        shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
+        return shared_order(tuple(column for share in shares for column in share))
+
+    def _share(self, size: int, count: int | None = None) -> slice:
+        count = count or self._count
+        part, share = self._rank * count // self._count, size // count
+        return slice(part * share, (part + 1) * share)
 
     def _own(self, size: int) -> Indices:
         """Return the rank's share of `size` consecutive columns or rows."""
@@ -190,7 +225,7 @@ class _Sharding:
             self._columns[y] = self._own(y.width)
             weights = {role: self._of_own_heads(each) for role, each in given.weights.items()}
             self._record(given.changed(attributes={"heads": operation.attributes["heads"] // self._count}), weights)
-        elif is_split and kind in ("causal_conv", "delta_rule"):
+        elif is_split and (kind in _RECURRENCES or kind == "causal_conv"):
             self._write_states(given)
         elif y in self._columns and not is_split:
             self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
@@ -244,14 +279,14 @@ class _Sharding:
         return weights
 
     def _write_states(self, operation: Operation) -> None:
-        """Write a convolution of the rank's columns, or the gated delta rule of its heads, with smaller states."""
+        """Write a convolution of the rank's columns, or a recurrence of its heads, with smaller states."""
         y, number = operation.outputs["y"], operation.attributes["state"]
         whole = self.result.states[number].shape
-        if operation.kind == "delta_rule":
+        if operation.kind in _RECURRENCES:
             self._columns[y] = self._own(y.width)
             shape = (whole[0] // self._count, *whole[1:])
             weights = {role: _rows(each, self._own(whole[0])) for role, each in operation.weights.items()}
-            operation = operation.changed(attributes={"heads": operation.attributes["heads"] // self._count})
+            operation = operation.changed(attributes={"heads": max(operation.attributes["heads"] // self._count, 1)})
         else:
             columns = self._columns[y]
             shape = (whole[0], len(columns))
@@ -309,6 +344,12 @@ class _Sharding:
         return replace(x, base=whole, start=start, width=width)
 
 
+def _is_activation(operation: Operation) -> bool:
+    """Return whether the operation is the activation function of a feed-forward layer, such as a squared ReLU."""
+    of_one_value = operation.kind == "multiply" and operation.inputs["a"] is operation.inputs.get("b")
+    return of_one_value or operation.kind in ("gated_activation", "activation")
+
+
 def _is_product_of_heads(operation: Operation) -> bool:
     return operation.kind == "linear" and operation.attributes["heads"] > 1
 
@@ -331,7 +372,11 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
 
 
 def _rows(weight: Weight, indices: Indices) -> Weight:
-    return replace(weight, shape=(len(indices), *weight.shape[1:]), rows=_picked(weight.rows, indices))
+    transform = weight.transform
+    if isinstance(transform, RowFactors):
+        transform = transform.of_rows(indices)
+    rows = _picked(weight.rows, indices)
+    return replace(weight, shape=(len(indices), *weight.shape[1:]), rows=rows, transform=transform)
 
 
 def _columns(weight: Weight, indices: Indices) -> Weight:
