@@ -17,32 +17,31 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
 
 MIN_HEAP: Final = 64
-"""Heaps with more entries than this drop their outdated entries before these become the majority."""
+"""Minimum number of entries of a heap from which outdated entries are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
-    """Guarantees for every request of a class under any load. The tests of the scheduler check them."""
+    """Guarantees for every request of a class under any load."""
 
     name: str
     max_decode_gap: int
     """Maximum number of consecutive steps that give a decoding request no token."""
     max_preemptions: int
     first_steps: int
-    """Maximum number of steps from the arrival of a request, without other requests of its class, until fair sharing
-    selects the class and its share of slots and blocks is free.
-    """
+    """Maximum number of steps until the class can admit a request that arrives while the class has no other request."""
     steps_per_admission: float
-    """Maximum number of steps between two admissions of the class."""
     max_overtakes: int
-    """Maximum number of requests that are admitted before one that arrived earlier."""
+    """Maximum number of later requests of the class that are admitted before a request."""
     max_prompt_gap: int
     """Maximum number of consecutive steps that compute no token of a running request whose prompt is incomplete."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
-        """Return the maximum number of steps from arrival to first admission. `num_ahead`: requests of the class that
-        arrived earlier and have never been admitted. `num_returning`: requests of the class that have been admitted
-        before and may be admitted again after a preemption.
+        """Return the maximum number of steps from arrival to first admission.
+
+        Args:
+            num_ahead: Requests of the class that arrived earlier and have never been admitted.
+            num_returning: Requests of the class that were preempted or may be, and so may be admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -51,9 +50,7 @@ class ClassBounds:
         return self.describe(None)
 
     def describe(self, step_s: float | None) -> str:
-        """Describe all bounds in one line. `step_s`: duration of a step in seconds, which converts waits to time; None
-        if unknown.
-        """
+        """Describe all bounds in one line. `step_s`: duration of a step in seconds, to give waits in seconds too."""
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
@@ -65,7 +62,6 @@ class ClassBounds:
 
 
 def longest_waits(bounds: Sequence[ClassBounds]) -> str:
-    """Return one sentence with the maximum wait of each class."""
     waits = " or ".join(f"{each.max_wait_steps(0)} ({each.name})" for each in bounds)
     return (
         f"a request waits at most {waits} engine steps before its prompt starts, when no request of its class is ahead"
@@ -81,43 +77,31 @@ def class_bounds(
     groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: requests that already run.
-
-    The bounds follow from these arguments:
-
-    Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens fill
-    at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at most
-    `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight.
-
-    Share: a contending class gets its weight's share of the slots and blocks that become free, once the requests that
-    ran at its arrival have finished and other classes have caught up with service that it received above its share. The
-    number of its requests that run in parallel is the number that fits into this share at full length. If less than one
-    fits, one request runs for that fraction of the time.
-
-    Gap and share together: the gap makes a token take `a` steps, and the class has the fraction `d` of slots or cache.
-    In these steps the class is charged a * d, and the other classes a - d. With the weight `w` of the sum `s`, fair
-    sharing makes the others' charge (s - w) / w times that of the class: a - d = a * d * (s - w) / w. So a token takes
-    a / d = a * (s - w) / w + 1 times the steps that it needs if the class has all slots.
-
-    Recomputation: each preemption computes the tokens of a request once more, as a prompt. A request with
-    `needs_known_output` computes nothing while its latest token is in flight.
-
-    Several replicas: the weight of a class that exceeds its share across all replicas is divided by `weight_divisor`,
-    and the quantum is multiplied by it.
-
-    Order: at least one of every `max_overtakes` + 1 admissions admits the oldest request, and preempted requests return
-    before all others.
-
-    Prompts: a running prompt waits at most for the prompts of its class that fit into the cache.
-
-    Reload: if more requests run than there are slots, no request is admitted until enough have finished.
-
-    Whole prompts: a prompt that does not fit into one step is computed in the next. So two consecutive steps together
-    compute at least `max_num_batched_tokens`, or all waiting prompts.
-
-    Sliding windows: in a group of layers with a window, a request holds blocks for at most its window and one step, so
-    more of the longest requests run in parallel.
-    """
+    """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: running requests."""
+    # The bounds follow from these arguments:
+    # Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens
+    #   fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at
+    #   most `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight.
+    # Share: a contending class gets its weight's share of the slots and blocks that become free, once the requests that
+    #   ran at its arrival have finished and other classes have caught up with service that it received above its share.
+    #   The number of its requests that run in parallel is the number that fits into this share at full length. If less
+    #   than one fits, one request runs for that fraction of the time.
+    # Gap and share together: the gap makes a token take `a` steps, and the class has the fraction `d` of slots or
+    #   cache. In these steps the class is charged a * d, and the other classes a - d. With the weight `w` of the sum
+    #   `s`, fair sharing makes the others' charge (s - w) / w times that of the class: a - d = a * d * (s - w) / w. So
+    #   a token takes a / d = a * (s - w) / w + 1 times the steps that it needs if the class has all slots.
+    # Recomputation: each preemption computes the tokens of a request once more, as a prompt. A request with
+    #   `needs_known_output` computes nothing while its latest token is in flight.
+    # Several replicas: the weight of a class that exceeds its share across all replicas is divided by `weight_divisor`,
+    #   and the quantum is multiplied by it.
+    # Order: at least one of every `max_overtakes` + 1 admissions admits the oldest request, and preempted requests
+    #   return before all others.
+    # Prompts: a running prompt waits at most for the prompts of its class that fit into the cache.
+    # Reload: if more requests run than there are slots, no request is admitted until enough have finished.
+    # Whole prompts: a prompt that does not fit into one step is computed in the next. So two consecutive steps together
+    #   compute at least `max_num_batched_tokens`, or all waiting prompts.
+    # Sliding windows: in a group of layers with a window, a request holds blocks for at most its window and one step,
+    #   so more of the longest requests run in parallel.
     longest = min(limits.max_model_len, groups.max_request_tokens(block_size, num_blocks))
     longest_blocks = groups.max_blocks_of(longest, block_size, num_blocks)
     # One block of each group is kept free for each running request when another is admitted.
@@ -178,8 +162,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps by which one prompt token of another request delays a token. `chunk`: number
-    of prompt tokens for which each step has room.
+    """Return by how many steps a prompt token of one request delays a token of another, at most. `chunk`: prompt tokens
+    that each step has room for.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -195,17 +179,15 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return the steps that a prompt takes because of the limit on prompts in a step, however short the prompt is."""
+    """Return how many steps a prompt takes at least because `max_prefill_seqs` limits the prompts in a step."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 class _Due(NamedTuple):
-    """The time at which the wait of a request exceeds its bound; an entry in the heap of a class. Entries are compared
-    by identity.
-    """
+    """A waiting request's entry in the heap of its class: when its wait will exceed its bound. Compared by identity."""
 
     clock: int
-    """Value of the class's clock at which the bound is exceeded."""
+    """Value of the class's clock at which the wait exceeds the bound."""
     sequence: int
     since: int
     """Value of the class's clock when the wait began."""
@@ -214,21 +196,24 @@ class _Due(NamedTuple):
 class WaitMonitor:
     """Counts the requests whose wait for admission exceeds its bound.
 
-    Waits are measured by the clock of the class, which counts the steps that could have scheduled the class. The clock
-    stops while a beam search runs, because beams may wait for each other without a bound.
+    Each class has a clock, which counts the steps that could have scheduled the class. While a beam search runs, its
+    class's clock stops, because beams may wait for each other without a bound.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Class -> heap of its requests' entries. Entries that are not in `_waits` are outdated and ignored."""
+        """Class -> heap of entries. An entry that is not in `_waits` is outdated."""
         self._waits: dict[int, _Due] = {}
-        """`Request.sequence` -> the valid entry of a waiting request."""
+        """`Request.sequence` -> entry of the waiting request."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Set the wait bound of a request that starts to wait, and monitor it. `num_waited`: steps that it has already
-        waited, in another class or before a reload. The other arguments are those of `ClassBounds.max_wait_steps`.
+        """Start to monitor a request that begins to wait.
+
+        Args:
+            num_ahead, num_returning: Arguments of `ClassBounds.max_wait_steps`.
+            num_waited: Steps that the request has already waited, in another class or before a reload.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -247,7 +232,6 @@ class WaitMonitor:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
     def is_watching(self, request: Request) -> bool:
-        """Return whether the monitor counts the wait of this request."""
         return request.sequence in self._waits
 
     def num_steps_waited(self, request: Request) -> int:
@@ -257,8 +241,8 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes except `closed`, which this step could not schedule. Return the number of
-        waits that exceed their bound since this step.
+        """Advance the clocks of all classes except `closed`, which this step could not schedule. Return how many waits
+        exceed their bound since this step.
         """
         violations = 0
         for name, due in self._due.items():

@@ -1,4 +1,4 @@
-"""The parts of a scheduler that depend on its configured rules, and their replacement when the rules are reloaded."""
+"""The parts of a scheduler that depend on its rules, and how a reload replaces them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class SchedulingRules(NamedTuple):
-    """Everything that an operator can change in a running scheduler."""
+    """The settings that an operator can change in a running scheduler."""
 
     limits: SchedulerLimits
     policy: Policy
@@ -39,7 +39,6 @@ class SchedulerComponents:
     def __init__(
         self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:
-        """Build the parts. `num_running`: number of `requests` that keep running after a reload."""
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching
@@ -66,9 +65,7 @@ class SchedulerComponents:
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """Return the components for other rules, and move all requests to them; see `Scheduler.reload`. `step`: number
-        of the next step.
-        """
+        """Return components for other rules, and move all requests to them. `step`: number of the next step."""
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):
             rules = rules._replace(order=self.rules.order)

@@ -15,9 +15,9 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service that one step charges to a class if the step serves no other class."""
+"""Service that a class is charged for a step that serves no other class."""
 SCALE: Final = 2**23
-"""Factor of all charges. With it, charges divided by large weights still differ, and all charges fit into 63 bits."""
+"""Factor of all charges. It keeps charges apart that are divided by large weights, and all charges fit into 63 bits."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
@@ -41,7 +41,6 @@ class WeightedFairSharing:
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, num_blocks: int) -> None:
-        """`classes`: in ascending order of rank. `num_blocks`: blocks of the KV cache."""
         self._names = [each.name for each in classes]
         self._weights = {each.name: each.weight for each in classes}
         self._num_slots = limits.max_num_seqs
@@ -51,16 +50,14 @@ class WeightedFairSharing:
         self._is_shared = limits.num_schedulers > 1
         self._weight_divisor = limits.weight_divisor
         self.deprioritized: frozenset[str] = frozenset()
-        """Classes that exceed their share across all schedulers, so that their weight here is divided."""
+        """Classes that exceed their share across all schedulers. Their weights are divided by `weight_divisor`."""
         self._service = dict.fromkeys(self._names, 0)
-        """Class -> charged service divided by weight, since the last `pop_usage`."""
+        """Class -> service divided by weight since the last `pop_usage`."""
         self._with_demand: set[str] = set()
-        """Classes that contended in the latest step and had a waiting request or an incomplete prompt."""
         self._usage = dict.fromkeys(self._names, _NOTHING)
-        """Class -> charges for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
+        """Class -> charge for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Class -> charge for prompt tokens. The unserved class with the lowest charge has 0; only differences matter.
-        """
+        """Class -> charge for prompt tokens, divided by weight. Only differences between classes matter."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
         """Names of the contending classes, by rank."""
@@ -70,8 +67,12 @@ class WeightedFairSharing:
         return self._is_shared
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend from now on. `waiting`: classes with a waiting request that may be admitted.
-        `aged`: classes with a request that has waited `ageing_steps`. `held`: class -> number of running slots.
+        """Determine which classes contend.
+
+        Args:
+            waiting: Classes with a waiting request that may be admitted.
+            aged: Classes with a request that has waited `ageing_steps`.
+            held: Class -> number of running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -92,10 +93,14 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class whose request is admitted next; None if no contending class waits.
 
-        Only classes below their share of slots and blocks are considered, and the one with the lowest charge is next.
-        Two exceptions: if all are above their share, the highest contender is next; and a class above its share is next
-        if its charge is lower by more than a quantum. `waiting`: classes with an admissible request. `held`: class ->
-        running slots. `blocks`: class -> blocks of running requests.
+        The class with the lowest charge is next, among those below their share of slots and blocks. There are two
+        exceptions. If all classes are above their share, the highest contender is next. A class above its share is next
+        if its charge is lower than all others by more than a quantum.
+
+        Args:
+            waiting: Classes with a request that may be admitted.
+            held: Class -> running slots.
+            blocks: Class -> blocks of running requests.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -119,16 +124,14 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class of `among` whose prompts come first in a step; None if `among` has fewer than two."""
+        """Return which class of `among` computes its prompts first in a step; None if `among` has fewer than two."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return the maximum number of consecutive steps in which prefills may leave out the class's decodes; None: no
-        limit.
-        """
+        """Return for how many steps in a row prefills may leave out the class's decodes, at most; None: no limit."""
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
@@ -136,9 +139,11 @@ class WeightedFairSharing:
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """Return how many running requests of the class `name` the higher class `by` must not preempt.
 
-        These are the requests that fit into the share of `name` of slots and blocks. The request that only partly fits
-        counts too, until the class has received service for `quantum_steps` steps above its share. `blocks`: number of
-        blocks of each request, in the order in which requests count.
+        These are the requests that fit into the share of `name` of slots and blocks. A request that only partly fits
+        counts too, until the class has received service for `quantum_steps` steps above its share.
+
+        Args:
+            blocks: Number of blocks of each request, in the order in which requests count.
         """
         if name not in self.contenders:
             return 0
@@ -164,9 +169,14 @@ class WeightedFairSharing:
         backlogged: Collection[str],
         unserved: Collection[str],
     ) -> None:
-        """Charge the contending classes for a formed step. All mappings have class names as keys. `held`: running
-        slots. `num_tokens`: tokens of the step. `blocks`: blocks of running requests. `backlogged`: classes with a
-        waiting request or a prompt to compute. `unserved`: classes with a prompt for which the step had too few tokens.
+        """Charge the contending classes for a formed step. All mappings have class names as keys.
+
+        Args:
+            held: Running slots.
+            num_tokens: Tokens of the step.
+            blocks: Blocks of running requests.
+            backlogged: Classes with a waiting request or a prompt to compute.
+            unserved: Classes with a prompt for which the step had too few tokens.
         """
         if self._is_shared:
             self._record_service(held, num_tokens, blocks, backlogged)
@@ -226,7 +236,7 @@ class WeightedFairSharing:
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
-        """Return the factor that converts service of a class into its charge. It is inverse to the effective weight."""
+        """Return the factor that converts service of a class into its charge: `SCALE` divided by the class's weight."""
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 
@@ -259,7 +269,7 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return the maximum number of consecutive steps in which prefills leave out a contending class's decodes. It is at
+    """Return for how many steps in a row prefills leave out a contending class's decodes, at most. The result is at
     least 1, because prefill and decode alternate if a step has no room for both.
     """
     return max(1, sum_of_weights // weight - 1)

@@ -14,52 +14,49 @@ class PreemptionMode(enum.StrEnum):
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    """It is swapped out to host memory if there is room, else recomputed."""
+    """Swap it out to host memory. If that is full, recompute it."""
     AUTO = "auto"
-    """It is swapped out or recomputed, whichever is cheaper."""
+    """Swap it out or recompute it, whichever is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     max_num_batched_tokens: int
-    """Token budget of a step, for prefill and decode together; at least `max_num_seqs`."""
+    """Token budget of a step: prompt and output tokens together. It is at least `max_num_seqs`."""
     max_num_seqs: int
     """Number of running slots."""
     max_prefill_seqs: int
     """Maximum number of prompts, or chunks of prompts, in one step."""
     max_model_len: int
-    """Maximum number of tokens of a request: prompt and output together."""
     max_prefill_gap: int = 16
     """Maximum number of consecutive steps that compute no prompt although one could run."""
     max_preemptions: int = 8
-    """Maximum number of preemptions of a request. After them, it is readmitted only with all blocks that it can ever
-    need, so that it is not preempted again.
+    """Maximum number of preemptions of a request. After them, the request is admitted again only with all blocks that
+    it can ever need.
     """
     max_overtakes: int = 0
     """Maximum number of consecutive admissions of a class that pass over its oldest waiting request."""
     max_head_start_steps: int = 256
-    """Maximum number of steps by which a priority moves a request forward or back within its class."""
+    """Maximum number of steps by which a priority moves a request forward or back in the queue of its class."""
     quantum_steps: int = 64
     """Number of steps that a lower class may get above its share before a higher class preempts it."""
     max_steps_in_flight: int = 1
-    """Maximum number of steps in flight: formed, but without a reply."""
+    """Maximum number of steps that are formed and have no reply yet."""
     whole_prompts: bool = False
-    """Whether each prompt is computed in one step, because its tokens attend to later ones. The token budget is then at
-    least `max_model_len`.
+    """Whether each prompt is computed in one step, because its tokens attend to later ones. `max_num_batched_tokens` is
+    then at least `max_model_len`.
     """
     max_long_prefill_tokens: int | None = None
-    """Maximum number of tokens of one prompt in a step while other prompts wait; None: no limit."""
+    """Maximum number of tokens of one prompt in a step while other prompts wait. None: no limit."""
     separate: bool = False
-    """Whether each step computes either prompts or decoding requests, never both."""
+    """Whether each step computes only prompts or only decoding requests."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     swap_block_cost_tokens: float = 4.0
     """Number of tokens that can be computed in the time of swapping one block out and in."""
     static_batching: bool = False
     """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Maximum number of admitted, unfinished requests of a tenant; None: no limit. Of a beam search, one request
-    counts.
-    """
+    """Maximum number of admitted, unfinished requests of a tenant. A beam search counts as one. None: no limit."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
     """Tenant -> limit of this tenant, which replaces `max_running_per_tenant`."""
     num_schedulers: int = 1
@@ -69,7 +66,5 @@ class SchedulerLimits:
 
     @property
     def weight_divisor(self) -> int:
-        """Divisor of a class's weight at this scheduler while the class exceeds its share across all schedulers; 1 if
-        there is only this scheduler.
-        """
+        """Divisor of the weight of a class that exceeds its share across all schedulers. With one scheduler it is 1."""
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

@@ -9,30 +9,30 @@ from llm_serving.core.enums import OrderName
 from llm_serving.core.request import Request
 
 MEMORY: Final = 16
-"""Time constant, in finished requests, of the moving average of output lengths."""
+"""Time constant, in requests, of the moving average of output lengths."""
 MAX_TENANTS: Final = 10_000
 PROMPT_TOKENS_A_STEP: Final = 64
-"""Number of prompt tokens that delay other requests as much as one decode step."""
+"""Number of prompt tokens that take as long as one decode step."""
 NO_DEADLINE_S: Final = 86_400.0
 """Assumed seconds from arrival to deadline for a request without a deadline whose class has no SLO."""
 OUTPUT_TOKEN_WEIGHT: Final = 2
-"""Service of a generated token relative to a computed prompt token, as in the paper of `TenantTokenCounters`."""
+"""Virtual tokens of a generated token; a computed prompt token counts 1 (see `TenantTokenCounters`)."""
 
 
 class Order(Protocol):
     """Order of the waiting requests of a class. Whatever the order, one of `max_overtakes` + 1 admissions takes the
-    oldest.
+    oldest request.
     """
 
     shares_fairly: bool
-    """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
+    """Whether the tenant with the least service goes first. If so, `sort_key` orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Return the sort key, smaller first. Equal keys are ordered by arrival, shifted by priority."""
+        """Return the sort key; the smallest goes first. Requests with equal keys go by arrival, shifted by priority."""
 
     @property
     def record_finished(self) -> Callable[[Request], None] | None:
-        """Callback that learns from the length of a finished request; None if the order ignores lengths."""
+        """Callback that receives each finished request to learn its length. None: the order ignores lengths."""
 
 
 class ArrivalOrder:
@@ -55,13 +55,13 @@ class FairOrder:
 
 
 class ShortestOrder:
-    """Shortest job first, by the mean output length of the tenant in the class, at most the request's `max_tokens`."""
+    """Shortest job first, by the mean output length of the tenant's requests in the class, at most `max_tokens`."""
 
     shares_fairly = False
 
     def __init__(self) -> None:
         self._mean_lengths: dict[tuple[str, str], float] = {}
-        """(class, tenant) -> mean number of output tokens. The `MAX_TENANTS` most recently updated are kept."""
+        """(class, tenant) -> mean number of output tokens."""
 
     def sort_key(self, request: Request) -> float:
         most = request.sampling.max_tokens
@@ -80,7 +80,9 @@ class ShortestOrder:
 
 
 class DeadlineOrder:
-    """Earliest deadline first (Liu and Layland 1973): the request's own deadline, else its class's SLO for the TTFT."""
+    """Earliest deadline first (Liu and Layland 1973). The deadline is the request's own, or else arrival plus the
+    class's SLO for the TTFT.
+    """
 
     shares_fairly = False
     record_finished = None
@@ -109,7 +111,7 @@ class TenantTokenCounters:
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._floor = 0
-        """Minimum counter of a tenant that begins to wait, so that idle time earns no credit."""
+        """Lower bound of the counter of a tenant that begins to wait."""
         self._last_to_leave: str | None = None
 
     def served(self, tenant: str) -> int:
@@ -122,8 +124,8 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Raise the counter of a tenant that begins to wait to the minimum of the waiting tenants (None: none waits),
-        so that idle time earns no credit.
+        """Record that a tenant begins to wait. Raise its counter to `least_waiting`, the minimum of the waiting
+        tenants, so that idle time earns no credit. `least_waiting` is None if no tenant waits.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
@@ -136,9 +138,7 @@ class TenantTokenCounters:
         self._last_to_leave = tenant
 
     def _evict(self) -> None:
-        """Drop the counters of the tenants with the least service, down to half of `MAX_TENANTS`. A dropped tenant
-        restarts at `_floor`, so dropping a low counter gives the smallest advantage.
-        """
+        """Drop the counters of the tenants with the least service, until half of `MAX_TENANTS` remain."""
         most_last = sorted(self._served, key=self._served.__getitem__)
         kept = most_last[-(MAX_TENANTS // 2) :]
         self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

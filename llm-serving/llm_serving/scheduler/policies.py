@@ -16,33 +16,32 @@ class Preference(enum.Enum):
     PREFILL_FIRST = enum.auto()
     DECODE_FIRST = enum.auto()
     DECODE_ONLY = enum.auto()
-    """The step computes prompts only if no request can decode."""
+    """Decode only. The step computes prompts only if no request can decode."""
 
 
 class PolicyInput(NamedTuple):
-    """The state of a scheduler before a step, on which a policy decides."""
+    """What a policy knows of the scheduler before a step."""
 
     num_decoding: int
-    """Number of running requests whose prompt is complete."""
     prompts_wait: bool
 
 
 class Policy(Protocol):
     max_decode_gap: int
-    """Maximum number of consecutive steps in which prefills leave out a decoding request."""
+    """Maximum number of consecutive steps whose prefills leave out a decoding request."""
     max_prompt_gap: int | None
-    """Maximum number of consecutive steps that begin with decoding although prompts wait; None: `max_prefill_gap`."""
+    """Maximum number of consecutive steps that begin with decoding while prompts wait. None: `max_prefill_gap`."""
     fills_steps: bool
-    """Whether prefills get the token budget that decoding leaves in each step."""
+    """Whether prefills use the token budget that decoding requests leave."""
     honours_classes: bool
     """Whether classes and priorities order requests. If not, requests run in order of arrival."""
 
     def prefer(self, load: PolicyInput) -> Preference:
-        """Return the stage that the next step begins with. Called once for each step, so a policy may count steps."""
+        """Return the stage that the next step begins with. The scheduler calls this once for each step."""
 
 
 class PrefillFirst:
-    """Prefill before decode. At most `max_consecutive_prefill_steps` steps in a row leave out a decoding request."""
+    """Prefill before decode. After `max_consecutive_prefill_steps` steps without decoding, a step decodes."""
 
     honours_classes = True
     max_prompt_gap: int | None = 1
@@ -57,7 +56,7 @@ class PrefillFirst:
 
 
 class DecodeFirst:
-    """Decode before prefill. Prompts run when no request decodes or `max_prefill_gap` steps had no prompt."""
+    """Decode before prefill. A step computes prompts if no request decodes or `max_prefill_gap` steps had no prompt."""
 
     honours_classes = True
     max_decode_gap = 1
@@ -89,11 +88,10 @@ class Mixed:
 
 
 class Throughput:
-    """Prefill once the empty slots of decode steps have wasted as much time as a prefill step costs the decoding
-    requests.
+    """MindIE's rule: prefill once empty slots have wasted as much time as a prefill costs.
 
-    This is MindIE's rule. A prefill step delays each decoding request by the duration of the prefill. A decode step
-    while prompts wait wastes its duration for each empty slot.
+    A prefill step delays each decoding request by the duration of the prefill. A decode step while prompts wait wastes
+    its duration once for each empty slot.
     """
 
     honours_classes = True

@@ -15,7 +15,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class Preemptor:
-    """Preempts as few running requests as possible when another request needs their slots or blocks."""
+    """Preempts as few running requests as possible to free slots or blocks for another request."""
 
     def __init__(
         self,
@@ -31,22 +31,21 @@ class Preemptor:
         self._slots = slots
         self._waiting_requests = waiting_requests
         self.preempted: list[Request] = []
-        """Requests preempted since the last `pop_preempted`, once for each preemption."""
+        """Requests preempted since the last `pop_preempted`. A request preempted twice is listed twice."""
         self._preemptions: list[Preemption] = []
 
     def pop_preempted(self) -> tuple[list[Request], list[Preemption]]:
-        """Return and clear the preempted requests, once for each preemption, and the preemptions."""
         popped = self.preempted, self._preemptions
         self.preempted, self._preemptions = [], []
         return popped
 
     def adopt(self, other: Preemptor) -> None:
-        """Take over the preemptions that `other`, the preemptor before a reload, has not reported yet."""
+        """Take over the unreported preemptions of `other`, the preemptor before a reload."""
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt running requests to make room for a waiting one. Return False if no preemption makes enough room.
-        `parent`: the request whose blocks a fork shares, see `PrefillStage.parent_of`.
+        """Preempt running requests to make room for a waiting one. Return False, and preempt none, if that cannot make
+        enough room. `parent`: the request whose blocks a fork shares, see `PrefillStage.parent_of`.
         """
         victims = self._find_victims(request, parent)
         for victim in victims:
@@ -54,9 +53,10 @@ class Preemptor:
         return bool(victims)
 
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
-        """Allocate blocks for the next step of a running request, and preempt other requests if none are free. Return
-        False if the request itself was preempted. Protected requests are not preempted: they got all blocks at their
-        admission.
+        """Allocate the blocks for a running request's next step. If too few are free, preempt other requests.
+
+        Return False if the request itself was preempted. This never happens to a protected request, which got all its
+        blocks at its admission.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
@@ -69,7 +69,7 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
-        """Free the slot and blocks of a request, which then waits ahead of new requests of its class. `cause`: the
+        """Preempt a request: free its slot and blocks, and queue it ahead of new requests of its class. `cause`: the
         request that needs the room.
         """
         self._slots.remove(request)
@@ -86,7 +86,7 @@ class Preemptor:
         self._waiting_requests.requeue(request)
 
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
-        """Return a minimal set of running requests whose preemption makes room; empty if no set does."""
+        """Return a minimal set of running requests whose preemption makes room for `request`; empty if no set does."""
         slots = self._slots
         entitled = self._entitled(request.request_class)
         candidates = preemption_order(slots.running)
@@ -105,9 +105,7 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests of classes below `by` that fit into the share of their class, and so are not
-        preempted.
-        """
+        """Return the running requests of classes below `by` that fit into their class's share, so are not preempted."""
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

@@ -1,4 +1,4 @@
-"""Changes of a request's priority after its arrival, which may change its class."""
+"""Changes of a waiting or running request's priority, which may move it to another class."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class PriorityChanger:
-    """Changes the priority of requests, within a class or by moving them to another class. All other wait bounds still
-    hold.
-    """
+    """Changes the priority of requests. The wait bounds of all other requests still hold."""
 
     def __init__(
         self,
@@ -29,7 +27,6 @@ class PriorityChanger:
         self._waiting_requests = waiting_requests
 
     def set_priority(self, request: Request, priority: int, step: int) -> bool:
-        """See `Scheduler.set_priority`. `step`: number of the next step."""
         new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
         was_held = limiter.is_held(request)
         if was_held:
@@ -73,7 +70,7 @@ class PriorityChanger:
         return True
 
     def _set_class(self, request: Request, priority: int, request_class: RequestClass, step: int) -> None:
-        """Move the request into the class. Its age, in steps, stays the same."""
+        """Move the request to another class. The steps that it has waited count there too."""
         clocks = self._waiting_requests.queue.clocks
         age = clocks[request.request_class.name] - request.arrival_clock
         request.priority, request.request_class = priority, request_class

@@ -17,11 +17,11 @@ from llm_serving.scheduler.policies import Policy
 _Key = tuple[float, ...]
 
 MIN_HEAP: Final = 64
-"""Heaps with more entries than this drop their outdated entries before these become the majority."""
+"""Minimum number of entries of a heap from which outdated entries are removed."""
 
 
 class _Entry(NamedTuple):
-    """Entry of a request in a heap, for one stay in the class's queue. Entries of earlier stays are outdated."""
+    """A request's entry in a heap of its class. It is outdated if the request has left the queue since."""
 
     key: _Key
     stay: int
@@ -41,7 +41,7 @@ _Heap = list[_Entry]
 class ClassQueue:
     """Waiting requests of one class.
 
-    Preempted requests are first. New requests follow in the configured order, which may pass over the oldest request at
+    Preempted requests go first. New requests follow in the configured order, which may bypass the oldest request at
     most `max_overtakes` times in a row.
     """
 
@@ -51,7 +51,7 @@ class ClassQueue:
         self._order = order
         self._max_overtakes = max_overtakes
         self._num_bypasses = 0
-        """Number of consecutive admissions that passed over the oldest request."""
+        """Number of consecutive admissions that bypassed the oldest request."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._returning: _Heap = []
@@ -59,11 +59,10 @@ class ClassQueue:
         """Number of queued requests that have been admitted before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        """Tenant -> heap of entries. If the order does not share among tenants, all entries are under ""."""
+        """Tenant -> heap of its requests. All requests are under "" if the order does not share among tenants."""
         self._tenants: list[_TenantEntry] = []
-        """Heap of waiting tenants; some entries are outdated."""
+        """Heap of waiting tenants. An entry that is not in `_tenant_entries` is outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
-        """Tenant -> its current entry in the heap `_tenants`. Other entries of the tenant there are outdated."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -76,11 +75,11 @@ class ClassQueue:
 
     @property
     def can_be_bypassed(self) -> bool:
-        """Return whether the limit on bypasses allows to admit a request before the oldest one."""
+        """Whether another request may be admitted before the oldest one."""
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:
-        """Count a request that was moved into the class ahead of its waiting requests."""
+        """Count a bypass, because a request entered the class ahead of its waiting requests."""
         if self._members:
             self._num_bypasses += 1
 
@@ -105,9 +104,7 @@ class ClassQueue:
             heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
-        """Update the position of a queued request whose `queue_key` changed. Its arrival and the bypass count stay the
-        same.
-        """
+        """Move a queued request to the position of its changed `queue_key`. The bypass count stays the same."""
         entry = self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
         tenant = request.tenant if self._order.shares_fairly else ""
@@ -131,9 +128,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the lower `arrival_clock` of the first preempted and the oldest new request; None if the queue is
-        empty.
-        """
+        """Return the lower `arrival_clock` of the first preempted and the oldest new request; None: empty queue."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -141,7 +136,7 @@ class ClassQueue:
         return min(returning.arrival_clock, oldest.arrival_clock)
 
     def pop(self, request: Request) -> None:
-        """Remove an admitted request. Count a bypass if it was not the oldest one."""
+        """Remove a request that is admitted, and count a bypass if it is not the oldest."""
         if not request.has_run and request is not self._first(self._by_arrival):
             self._num_bypasses += 1
         self.discard(request)
@@ -174,7 +169,6 @@ class ClassQueue:
         return member is not None and member.stay == entry.stay
 
     def _push(self, heap: _Heap, entry: _Entry) -> None:
-        """Add an entry. Remove outdated entries before they become the majority."""
         if len(heap) > 2 * len(self._members) + MIN_HEAP:
             heap[:] = [each for each in heap if self._is_current(each)]
             heapq.heapify(heap)
@@ -202,18 +196,17 @@ class ClassQueue:
 class WaitingQueue:
     """The queues of all classes. Higher classes go first, but no class starves.
 
-    A class whose oldest request has waited `ageing_steps` shares with higher classes by weight. (A priority that grows
-    with age would turn into first come, first served under overload.) Waits are measured by the clock of the class,
-    which counts the steps that could have scheduled the class.
+    Once the oldest request of a class has waited `ageing_steps`, the class shares with higher classes by weight. (A
+    priority that grows with age would turn into first come, first served under overload.) The clock of a class measures
+    waits: it counts the steps that could have scheduled the class.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
-        """`classes`: in ascending order of rank. `num_blocks`: blocks of the KV cache."""
         self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
         self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
         self.service: dict[tuple[str, str], int] = {}
-        """(class, tenant) -> charged tokens that have not been reported to other schedulers yet."""
+        """(class, tenant) -> virtual tokens that other schedulers have not received yet."""
         self._shares_among_tenants = order.shares_fairly
 
     def __len__(self) -> int:
@@ -230,9 +223,12 @@ class WaitingQueue:
     ) -> list[str]:
         """Determine which classes contend. Return the classes with a waiting request that may be admitted.
 
-        After any change, call this before the methods of `sharing`. `closed`: classes at their share limit. `held`:
-        class -> running slots. `aged_prefills`: classes with a prompt that is incomplete `ageing_steps` after its
-        admission.
+        Call this after any change and before the methods of `sharing`.
+
+        Args:
+            closed: Classes at their share limit.
+            held: Class -> running slots.
+            aged_prefills: Classes with a prompt that is incomplete `ageing_steps` after its admission.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -244,12 +240,14 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the request to admit next without removing it; see `WeightedFairSharing.next_class`."""
+        """Return the request to admit next without removing it. The arguments are those of
+        `WeightedFairSharing.next_class`, but for `closed`: classes at their share limit.
+        """
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 
     def charge(self, charges: Mapping[tuple[str, str], int]) -> None:
-        """Charge the tokens of a step: (class, tenant) -> number. A generated token counts `OUTPUT_TOKEN_WEIGHT`."""
+        """Charge tenants for the tokens of a step: (class, tenant) -> number of virtual tokens."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in charges.items():
@@ -258,7 +256,7 @@ class WaitingQueue:
                 self.service[name, tenant] = self.service.get((name, tenant), 0) + num_tokens
 
     def charge_remote(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge tokens that other replicas computed: (class, tenant) -> number."""
+        """Charge tenants for tokens that other replicas computed: (class, tenant) -> number of virtual tokens."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in service.items():
@@ -266,18 +264,18 @@ class WaitingQueue:
                 queue.token_counters.charge(tenant, num_tokens)
 
     def tick(self, closed: Collection[str]) -> None:
-        """Advance the clocks of all classes except `closed`, which the formed step could not schedule."""
+        """Advance the clocks of all classes except `closed`, which this step could not schedule."""
         for name in self.clocks:
             if name not in closed:
                 self.clocks[name] += 1
 
 
 Key = tuple[int, float, int, int]
-"""(rank of the class, sort key of the order, step of the arrival shifted by the priority, `Request.sequence`)."""
+"""(rank of the class, sort key of the order, arrival step shifted by the priority, `Request.sequence`)."""
 
 
 class QueueKeys:
-    """Computes the sort keys of requests: by class, then by the order, then by arrival shifted by the priority."""
+    """Computes the sort keys of requests."""
 
     def __init__(self, policy: Policy, order: Order, limits: SchedulerLimits) -> None:
         self._honours_classes = policy.honours_classes
@@ -294,16 +292,13 @@ class QueueKeys:
         return rank, self._order.sort_key(request), step, request.sequence
 
     def with_priority(self, request: Request, priority: int) -> Key:
-        """Set the priority of a request within its class, and return the new sort key of the request."""
         rank, order_key, step, sequence = request.queue_key
         step -= self._priority_boost(request)
         request.priority = priority
         return rank, order_key, step + self._priority_boost(request), sequence
 
     def _priority_boost(self, request: Request) -> int:
-        """Return the number of steps by which the priority shifts the request's arrival; negative: the request moves
-        forward.
-        """
+        """Return by how many steps the priority shifts the arrival. A negative number moves the request forward."""
         if not self._honours_classes:
             return 0
         boost = (request.priority - request.request_class.rank) * request.request_class.ageing_steps

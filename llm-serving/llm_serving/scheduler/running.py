@@ -1,4 +1,4 @@
-"""The running requests, the slots and blocks that each class holds, and a snapshot of them for one step."""
+"""The running requests, and a snapshot of them for one step."""
 
 from __future__ import annotations
 
@@ -25,21 +25,18 @@ class RunningSlots:
         self.running: list[Request] = []
         self.slots_by_class = {each.name: 0 for each in classes}
         self.blocks_by_class = dict(self.slots_by_class)
-        """Class -> number of blocks in the tables of its running requests. A block in two tables counts twice."""
+        """Class -> number of blocks of its running requests. A block that two requests share counts twice."""
         self._limits = limits
         self._blocks = blocks
         self._ranks = {each.name: each.rank for each in classes}
         self._max_running = limits.max_num_seqs
-        """Maximum number of running requests. Above `max_num_seqs` after a reload that set a limit below the number
-        running.
-        """
+        """Maximum number of running requests. It exceeds `max_num_seqs` after a reload that set a lower limit."""
 
     def __len__(self) -> int:
         return len(self.running)
 
     @property
     def _adapters(self) -> AdapterSlots:
-        """The adapter slots; only called for requests that name an adapter."""
         adapters = self._blocks.adapters
         assert adapters is not None, "the model serves no adapters"
         return adapters
@@ -56,13 +53,13 @@ class RunningSlots:
         insort(self.running, request, key=QUEUE_KEY)
 
     def adopt(self, running: Sequence[Request]) -> None:
-        """Keep these requests running after a reload, which may have changed their keys and classes."""
+        """Take over requests that keep running after a reload. Their keys and classes may have changed."""
         for request in running:
             self._insert(request)
         self._max_running = max(self._max_running, len(running))
 
     def remove(self, request: Request) -> None:
-        """Free the slot of a request. Call this before its blocks are freed, because both are counted."""
+        """Free the slot of a request. Call this before its blocks are freed, because it counts them."""
         self.running.remove(request)
         if request.adapter:
             self._adapters.release(request)
@@ -71,7 +68,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Sort a running request again when the context ends. Its key or class may change within the context."""
+        """Return a context in which a running request's key or class may change. Its end sorts the request again."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)
@@ -104,14 +101,15 @@ class RunningSlots:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
 
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
-        """Return how many free blocks the admission of a request needs after a preemption of the requests `without`."""
+        """Return how many free blocks a request needs, if the requests `without` are preempted first."""
         num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
-        """Return whether slots and blocks would be free for a request if the requests `without` were preempted. One
-        block for each running request and group of layers must stay free, so that each can fill a block before a
-        preemption.
+        """Return whether slots and blocks suffice for a request, if the requests `without` are preempted first.
+
+        One block for each running request and group of layers must stay free, so that each request can fill a block
+        before a preemption.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
@@ -143,13 +141,11 @@ class RunningSlots:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return the number of tokens for which the request needs blocks now: its present tokens, or, if it is
-        protected, the most that it can ever have.
-        """
+        """Return for how many tokens the request needs blocks now: for a protected request, its maximum length."""
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
-        """Return whether the request was preempted `max_preemptions` times, so that it must not be preempted again."""
+        """Whether the request was preempted `max_preemptions` times. Protected requests are not preempted again."""
         return request.num_preemptions >= self._limits.max_preemptions
 
     def check_integrity(self) -> None:
@@ -173,21 +169,18 @@ class RunningSlots:
 
 
 class RunningSnapshot:
-    """The running requests, grouped by what they need in a step. Outdated once a request is added, removed or
-    computed.
-    """
+    """The running requests by what they need in a step. Outdated once a request is added, removed or computed."""
 
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.decoding: list[Request] = []
-        """Requests that can get a token in this step."""
+        """Requests that can get an output token in this step."""
         self.prefilling: list[Request] = []
-        """Requests that must compute more than their latest token, in order of admission."""
+        """Requests with more than one known token to compute, in order of admission."""
         self.num_decoding = 0
-        """Number of requests whose prompt is complete, whether or not they can get a token in this step."""
+        """Number of requests whose prompt is complete, including those that cannot get a token in this step."""
         self.least_scheduled_step: int | None = None
-        """The earliest `last_scheduled_step` among `decoding`; None if it is empty."""
         for request in requests:
             in_flight = request.num_tokens_in_flight
             num_output = len(request.output_token_ids) + in_flight

@@ -1,4 +1,4 @@
-"""One step: its plan while it is being formed, the resulting schedule, and the request that it could not admit."""
+"""One step: its plan, the resulting schedule, and the waiting request that it could not admit."""
 
 from __future__ import annotations
 
@@ -33,24 +33,21 @@ class WaitReason(enum.StrEnum):
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
-"""Reasons that concern one step only: if other requests had used less of the step, the request might have fitted."""
+"""Reasons that the next step may remove: other requests used the room of this step."""
 
 
 class Blocked(NamedTuple):
-    """The request that would be admitted next but does not fit into a step, and the reason. Requests after it in the
-    queue wait too, except those of `closed_classes`, which the step does not consider.
-    """
+    """The next request of the queue, which does not fit into a step. All requests behind it wait too."""
 
     request_id: str | None
-    """None if the reason concerns all requests."""
     class_name: str | None
     reason: WaitReason
     holding_class: str | None = None
-    """The other class that holds the most slots; None if no other class holds any."""
+    """The other class that holds the most slots; None: no other class holds any."""
     closed_classes: tuple[str, ...] = ()
-    """Classes at their share limit, which the step skipped."""
+    """Classes at their share limit. The step did not consider their requests."""
     full_tenants: tuple[str, ...] = ()
-    """Tenants at their concurrency limit. Their held requests do not block other tenants."""
+    """Tenants at their concurrency limit. The step did not consider their further requests."""
 
     @classmethod
     def of(cls, request: Request, reason: WaitReason) -> Blocked:
@@ -60,9 +57,8 @@ class Blocked(NamedTuple):
 class Preemption(NamedTuple):
     request_id: str
     by_class: str
-    """Class of the request that needed the room."""
     swapped: bool
-    """Whether its KV cache was swapped out. If not, it is recomputed."""
+    """Whether its KV cache was swapped out; otherwise it is recomputed."""
 
 
 class ScheduledRow(NamedTuple):
@@ -70,15 +66,12 @@ class ScheduledRow(NamedTuple):
 
     request: Request
     num_computed: int
-    """Number of tokens in the KV cache before the step."""
+    """Number of the request's tokens in the KV cache before the step."""
     query_len: int
-    """Number of tokens that the step computes."""
     num_samples: int
     """Number of tokens that the step samples: 0 if known tokens remain to be computed, else 1 plus the draft tokens."""
     num_preemptions: int
-    """`Request.num_preemptions` when the step was formed. If the request was preempted since, the row's KV cache is
-    lost.
-    """
+    """`Request.num_preemptions` when the step was formed. If it has grown since, the KV cache of the row is lost."""
 
     @property
     def end(self) -> int:
@@ -86,49 +79,45 @@ class ScheduledRow(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Number of draft tokens, which are the last tokens of the row."""
+        """Number of draft tokens. They are the last tokens of the row."""
         return max(0, self.num_samples - 1)
 
 
 class PromptResults(NamedTuple):
-    """Results about a prompt, other than tokens, that a step returns for the request of one row."""
+    """Results about the prompt of one row, other than tokens: log-probabilities, or a hidden state."""
 
     row: int
     start: int
     end: int
-    """The step returns log-probabilities after the prompt tokens [start, end)."""
+    """The step returns the log-probabilities of the tokens that follow the prompt tokens [start, end)."""
     vector: bool
-    """Whether the step returns the hidden state of the last prompt token."""
+    """Whether the step returns the hidden state of the last prompt token, as an embedding."""
     ends: bool
-    """Whether the request finishes with these results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A formed step. `Scheduler.schedule` returns it; `Scheduler.update` takes it with the sampled tokens."""
+    """A formed step. `Scheduler.schedule` returns it, and `Scheduler.update` applies its results."""
 
     step: int
     rows: list[ScheduledRow]
     block_moves: list[BlockMove] = field(default_factory=list)
-    """Copies, swaps and imports of blocks that are executed in order before the rows are computed."""
+    """Copies, swaps and imports of blocks. The WorkAgent executes them in order before it computes the rows."""
     started: list[Request] = field(default_factory=list)
-    """Requests for which this is the first step."""
     preempted: list[Request] = field(default_factory=list)
-    """Requests preempted since the previous schedule, once for each preemption."""
     preemptions: list[Preemption] = field(default_factory=list)
     prompt_results: list[PromptResults] = field(default_factory=list)
     has_draft_tokens: bool = False
     migrating: list[ScheduledRow] = field(default_factory=list)
-    """Rows whose requests migrate to another replica after the reply, unless the reply finishes them."""
+    """Rows whose requests migrate to another replica after the reply, unless they finish with it."""
     exports: list[BlockMove] = field(default_factory=list)
-    """Moves of the blocks of `migrating`, executed after the rows are computed."""
+    """Moves that export the blocks of `migrating`. The WorkAgent executes them after it has computed the rows."""
     states: list[StateAccess] = field(default_factory=list)
-    """Slots from which each row reads its recurrent state and to which it writes it; empty for a model without states.
-    """
+    """Slots from which each row reads its recurrent state and to which it writes it. Empty: the model has no states."""
     stores: Sequence[StoredBlocks] = ()
-    """Prompt blocks among `exports` that are written to disk after the reply."""
+    """Prompt blocks among `exports` that the disk cache stores after the reply."""
     num_bound_violations: int = 0
-    """Number of waits and gaps that exceeded a bound in this step. Any number above 0 is a bug in the scheduler."""
+    """Number of waits and gaps that exceed a bound since this step. A number above 0 is a bug in the scheduler."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 
@@ -138,25 +127,24 @@ class Schedule:
 
 
 class StepPlan:
-    """A step while the scheduler forms it."""
+    """A step that the scheduler is forming."""
 
     def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
         self.number = number
         self.now = now
-        """Time in seconds, on the clock of `Request.arrival_time`."""
+        """Time in seconds, by the clock of `Request.arrival_time`."""
         self.budget = budget
-        """Number of tokens that the step still has room for."""
+        """Number of tokens that still fit into the step."""
         self.closed_classes: set[str] = set()
         self.first_class: str | None = None
-        """The class whose prompts come first in this step if several classes contend; None: the highest class."""
+        """Class whose prompts the step computes first. None: the highest class."""
         self.blocked: Blocked | None = None
         self.changes_running = False
         self.has_draft_tokens = False
         self.considers_prompts = False
         self.rows: dict[str, ScheduledRow] = {}
-        """Request id -> row, in the order of the step. Only `StepPlan` changes them."""
+        """Request id -> row, in the order of the step. Only methods of `StepPlan` change the dict."""
         self.prefills: set[str] = set()
-        """Ids of the requests whose prompt tokens the step computes."""
         self._max_prefills = max_prefills
 
     @property
@@ -164,11 +152,11 @@ class StepPlan:
         return self.budget > 0 and len(self.prefills) < self._max_prefills
 
     def prefill_rank(self, request_class: RequestClass) -> tuple[bool, int]:
-        """Return the rank of a class's prompts in this step; smaller ranks go first."""
+        """Return a sort key of a class: prompts of the class with the smallest key go first."""
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add a row of one token for a decoding request, unless the step already has a row for it."""
+        """Add a row of one token for a decoding request, unless the step has a row for the request."""
         if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
@@ -186,7 +174,7 @@ class StepPlan:
         self.prefills.add(request.request_id)
 
     def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
-        """Add draft tokens to the row of a decoding request, as many as the budget allows."""
+        """Add at most `num_drafts` draft tokens to the row of a decoding request, as many as the budget allows."""
         row = self.rows[request.request_id]
         num_drafts = min(num_drafts, self.budget)
         self.rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
@@ -202,7 +190,7 @@ class StepPlan:
 
 
 def find_blocked(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:
-    """Return the request that a formed step could not admit, and why; None if no waiting request is blocked."""
+    """Return the waiting request that a formed step could not admit; None if no waiting request is blocked."""
     full = waiting_requests.tenant_limiter.full_tenants
     if len(waiting_requests.queue) == 0:
         return Blocked(None, None, WaitReason.TENANT, full_tenants=full) if full else None
@@ -225,9 +213,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Replace the reason by SLOTS if all slots are taken, because a larger step would not have admitted the request
-    either.
-    """
+    """Return `blocked` with the reason SLOTS if no slot is free, because a larger step would not help then."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -236,7 +222,7 @@ def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: Runn
 
 
 def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
-    """Return the prompt results of these rows, except log-probabilities that earlier steps returned."""
+    """Return the prompt results of these rows, without the log-probabilities that earlier steps returned."""
     results = []
     for index, (request, num_computed, query_len, _, _) in enumerate(rows):
         if not request.has_prompt_results or num_computed >= request.num_prompt_tokens:
@@ -252,8 +238,9 @@ def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 
 
 def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[list[ScheduledRow], list[BlockMove]]:
-    """Return the rows whose requests migrate after this step, and the moves that export their blocks. A request
-    migrates after its first token, unless that is also its last token or the transfer pool has no room.
+    """Return the rows whose requests migrate after this step, and the moves that export their blocks.
+
+    A request migrates after its first token. It stays if that is also its last token, or if the transfer pool is full.
     """
     migrating: list[ScheduledRow] = []
     exports: list[BlockMove] = []
@@ -273,9 +260,7 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def plan_stores(
     rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
 ) -> list[StoredBlocks]:
-    """Return the prompt blocks of these rows that are to be written to disk. Append the moves that export them to
-    `exports`.
-    """
+    """Return the blocks of these prompts that the disk cache is to store, and append their moves to `exports`."""
     stores = []
     for row in rows:
         request = row.request
@@ -288,7 +273,6 @@ def plan_stores(
 
 
 def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateAccess]:
-    """Return the reads and writes of recurrent states in a step with these rows."""
     for request, _, _, num_samples, _ in rows:
         if num_samples > 1:
             states.add_drafts(request.request_id, num_samples - 1)
@@ -298,8 +282,9 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows of a step without prompts, higher classes first. In models with recurrent
-    states, each draft token needs a spare state slot.
+    """Add draft tokens to the decoding rows of a step without prompts, higher classes first.
+
+    If the model has recurrent states, each draft token needs a spare state slot.
     """
     if plan.prefills:
         return
@@ -317,7 +302,7 @@ def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[in
     """Return how many tokens a reply adds to a request: one, and one more for each accepted draft token.
 
     `token_ids` were sampled after the latest token and after each draft token. A negative id means that the request's
-    constraints allow no token there.
+    constraint allows no token there.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

@@ -51,7 +51,7 @@ class Scheduler:
         classes: Sequence[RequestClass],
         order: Order | None = None,
     ) -> None:
-        """`classes`: in ascending order of rank. `order`: order of admission within a class; None: by arrival."""
+        """`classes`: in ascending order of rank. `order`: order of admission within a class. None: order of arrival."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
@@ -62,9 +62,8 @@ class Scheduler:
         self._num_migrating = 0
         self._step = 0
         self._usage_step = 0
-        """Number of the next step at the last `pop_class_usage`."""
         self.blocked: Blocked | None = None
-        """The request that the latest `schedule` could not admit, and the reason; None if it admitted all."""
+        """The request that the latest `schedule` could not admit. None: it admitted all."""
 
     def _use_components(self, components: SchedulerComponents) -> None:
         self._components = components
@@ -80,15 +79,16 @@ class Scheduler:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def reload(self, rules: SchedulingRules) -> None:
-        """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change. Running
-        requests keep their slots; above the new limit, none is admitted until enough have finished. Waiting requests
-        are queued again in order of arrival, with new bounds. Charges restart at 0; an order of the same type keeps its
-        statistics.
+        """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change.
+
+        Running requests keep their slots. If they exceed the new limit, no request is admitted until enough have
+        finished. Waiting requests are queued again in order of arrival, with new bounds. Charges restart at 0. An order
+        of the same type keeps its statistics.
         """
         self._use_components(self._components.reload(rules, self._step))
 
     def add(self, request: Request) -> None:
-        """Queue a request. If another replica computed its prompt, its blocks are imported when it is admitted."""
+        """Queue a request. If another replica computed its prompt, its blocks are imported at its admission."""
         request.sequence = request.class_sequence = self.waiting_requests.num_arrivals
         self.waiting_requests.num_arrivals += 1
         request.request_class = class_of(request.priority, self.classes)
@@ -115,7 +115,7 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Set the draft tokens after a request's latest token. The next step verifies those that fit."""
+        """Set draft tokens that follow a request's latest token. The next step verifies as many as fit."""
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
             self._num_with_drafts += 1
@@ -165,8 +165,10 @@ class Scheduler:
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        """Apply the tokens that a step sampled, in row order. Return the unfinished requests that got a token, in row
-        order, then those that finish with their prompt results.
+        """Apply the sampled tokens of a step, in row order.
+
+        Return the unfinished requests that got a token, in row order, then the requests that finish with their prompt
+        results.
         """
         self._confirm(schedule.rows)
         for store in schedule.stores:
@@ -197,7 +199,7 @@ class Scheduler:
             self.finish(request, FinishReason.LENGTH)
 
     def _verify(self, row: ScheduledRow, token_ids: list[int]) -> None:
-        """Append the token sampled after the latest one, and one for each accepted draft token."""
+        """Append the token sampled after the request's latest one, and one more for each accepted draft token."""
         request = row.request
         num_before = len(request.output_token_ids)
         for token_id in token_ids[: count_accepted_tokens(request.draft_token_ids, token_ids)]:
@@ -228,7 +230,7 @@ class Scheduler:
         return finished
 
     def pause(self, request: Request) -> None:
-        """Stop scheduling a request, which has no tokens in flight. Paused requests are preempted first."""
+        """Stop scheduling a request. It must have no tokens in flight. Preemption takes paused requests first."""
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it was preempted before its reply came
@@ -242,22 +244,22 @@ class Scheduler:
         self.waiting_requests.resume(request)
 
     def set_priority(self, request: Request, priority: int) -> bool:
-        """Change the priority of a request, and perhaps its class. Return False if the priority did not change.
+        """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
 
-        Within its class, the new priority shifts the request's arrival, so repeated changes have no further effect. In
-        another class, a new request queues behind the waiting ones; one that has run goes ahead of them, which needs a
-        free bypass and room below the share limit.
+        Within a class, the priority shifts the request's arrival, so repeated changes do not add up. In another class,
+        a request that never ran is queued last. A request that has run goes first, if the limits on bypasses and on the
+        class's share allow that.
         """
         if request.is_finished:
             return False
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline of a request. It takes effect when the queue key of the request is next computed."""
+        """Change the deadline of a request. The queue position changes only when the queue key is next computed."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Finish a request in any state and free its blocks at once. A finished request stays as it is."""
+        """Finish a request in any state, and free its blocks at once. Do nothing if the request has finished."""
         if request.is_finished:
             return
         if request.is_migrating:
@@ -269,7 +271,7 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request whose blocks a step has exported. Return its state for the replica that continues it."""
+        """Remove a request whose blocks a step has exported. Return its state for the next replica."""
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
@@ -296,10 +298,10 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def note(self, text: str) -> None:
-        """Record an event that affects no scheduling decision, such as model sleep."""
+        """Record a text, for example about a model that sleeps. It affects no decision."""
 
     def reset_cache(self) -> None:
-        """Requeue all running requests ahead of new ones, after a loss of cache, host pool and steps in flight."""
+        """Requeue all running requests ahead of new ones, because cache, host pool and steps in flight are lost."""
         self.blocks.reset()
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
@@ -315,32 +317,32 @@ class Scheduler:
     # --- sharing with the schedulers of other replicas --------------------------------------------------------------
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge the tenants for service of other replicas (see `pop_service`). No bound changes."""
+        """Charge the tenants for service that other replicas report. The bounds on waits stay the same."""
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
-        """Return the service since the last call: (class, tenant) -> virtual tokens (see `TenantTokenCounters`)."""
+        """Return the service of tenants since the last call: (class, tenant) -> virtual tokens."""
         service, self.waiting.service = self.waiting.service, {}
         return service
 
     def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
-        """Change the number of running slots that tenants may use at this scheduler. Their limits apply to all replicas
-        together. `leases`: tenant -> number of slots to add; negative numbers remove slots.
+        """Change how many slots tenants may use at this scheduler: tenant -> number to add, or, if
+        negative, to remove.
         """
         waiting_requests = self.waiting_requests
         waiting_requests.apply_limiter_changes(waiting_requests.tenant_limiter.adjust_leases(leases))
 
     def pop_tenant_demand(self) -> dict[str, SlotDemand]:
-        """Return the slot demand of the tenants whose demand has changed since the last call."""
+        """Return the slot demand of each tenant whose demand has changed since the last call."""
         limiter = self.waiting_requests.tenant_limiter
         return limiter.pop_demand() if limiter.is_active else {}
 
     def deprioritize(self, classes: Collection[str]) -> None:
-        """Schedule other classes first, because these have exceeded their share across all replicas."""
+        """Schedule other classes first, because `classes` have exceeded their share across all replicas."""
         self.waiting.sharing.deprioritized = frozenset(classes)
 
     def pop_class_usage(self) -> dict[str, ClassUsage] | None:
-        """Return the usage of each class since the last call; None if requests wait but no step was formed."""
+        """Return the usage of each class since the last call. Return None if requests wait and no step was formed."""
         if self._step == self._usage_step and len(self.waiting):
             return None
         self._usage_step = self._step
@@ -362,11 +364,11 @@ class Scheduler:
 
     @property
     def has_special_requests(self) -> bool:
-        """Whether a request has beams, prompt results or draft tokens, or migrates."""
+        """Whether any request has beams, prompt results or draft tokens, or migrates."""
         return bool(self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts)
 
     def skip_step(self) -> None:
-        """Count a step that was accounted for outside `schedule`."""
+        """Count a step that the simulator has computed without `schedule`."""
         self._step += 1
         self.blocked = None
 
@@ -379,11 +381,11 @@ class Scheduler:
         return self._closed_classes
 
     def held_by_tenant_limits(self) -> Iterator[Request]:
-        """Yield the requests that a tenant's limit keeps out of the waiting queue."""
+        """Yield the requests that are not in the waiting queue because their tenant is at its limit."""
         return self.waiting_requests.tenant_limiter.held_requests()
 
     def unstarted_slot_holders(self) -> list[str]:
-        """Return the ids of requests that count against their tenant's limit although no step has computed them yet."""
+        """Return the ids of admitted requests that no step has computed. They count against tenant limits."""
         limiter = self.waiting_requests.tenant_limiter
         unstarted = [each for each in self._requests.values() if each.first_scheduled_time is None]
         return [each.request_id for each in unstarted if limiter.holds_slot(each)]
@@ -400,7 +402,7 @@ class Scheduler:
 
     def _advance(self, plan: StepPlan, rows: Sequence[ScheduledRow], running: RunningSnapshot) -> list[Request]:
         """Mark the tokens of a formed step as computed, and charge classes and tenants for them. Return the requests
-        that are scheduled for the first time.
+        for which this is the first step.
         """
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
@@ -432,7 +434,7 @@ class Scheduler:
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
-        """Record that the WorkAgent has computed these rows, so that other requests may share their full blocks."""
+        """Record that the WorkAgent has computed these rows. Other requests may then share their full blocks."""
         block_size = self.blocks.block_size
         for request, num_computed, query_len, num_samples, num_preemptions in rows:
             end = num_computed + query_len

@@ -1,4 +1,4 @@
-"""The two stages of a step, prefill and decode, their order, and the bounds on the gaps between steps of a request."""
+"""The two stages of a step, prefill and decode, and the bounds on the gaps between the steps of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class DecodeStage:
-    """Gives running requests their next token, and decides whether decoding or prefill comes first in a step."""
+    """Gives running requests their next token, and decides whether a step begins with decoding or prefill."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class DecodeStage:
         bounds: Sequence[ClassBounds],
     ) -> None:
         self.num_steps_without_prefill = 0
-        """Number of consecutive steps in which prompts waited and none was computed."""
+        """Number of consecutive steps that computed no prompt although one waited."""
         self._max_prefill_gap = limits.max_prefill_gap
         self._policy = policy
         self._blocks = blocks
@@ -50,9 +50,9 @@ class DecodeStage:
                 plan.add_decode(request)
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
-        """Return the stage that the step begins with: the one that the policy prefers, or the one that a bound on gaps
-        requires. `running`: state before the step. `has_prompts`: whether a prompt, or a part of one, remains to be
-        computed.
+        """Return the stage that the step begins with: the policy's choice, unless a bound on gaps requires the other.
+
+        `has_prompts`: whether a prompt, or a part of one, remains to be computed.
         """
         preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
         last = running.least_scheduled_step
@@ -73,9 +73,7 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Update the gaps after a formed step. Return the number of bounds on gaps that the step violates. `running`:
-        state before the step.
-        """
+        """Update the gaps after a formed step. Return how many exceed their bound. `running`: before the step."""
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
@@ -87,13 +85,12 @@ class DecodeStage:
         return num_violations
 
     def _breaks_prompt_gap(self, prompt: Request, step: int) -> bool:
-        """Return whether a running prompt exceeds its maximum gap for the first time in this step."""
         since = max(prompt.last_scheduled_step, prompt.class_change_step)
         return step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
 
 class PrefillStage:
-    """Schedules unfinished prompts and admits waiting requests, in the order of classes or of fair sharing."""
+    """Computes incomplete prompts and admits waiting requests, in the order of classes or of fair sharing."""
 
     def __init__(
         self,
@@ -104,7 +101,6 @@ class PrefillStage:
         preemptor: Preemptor,
         requests: Mapping[str, Request],
     ) -> None:
-        """`requests`: id -> unfinished request; it contains the parents of forks."""
         self._limits = limits
         self._blocks = blocks
         self._slots = slots
@@ -113,7 +109,7 @@ class PrefillStage:
         self._requests = requests
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
-        """Fill the step with prefills. `running`: the running requests before this stage."""
+        """Fill the step with prompts. `running`: the snapshot before this stage."""
         plan.considers_prompts = True
         admits = not (self._limits.static_batching and self._slots.running)
         waits_for_a_batch = self._limits.batch_waiting_time > 0.0 and self.batch_wait_s(plan.now) > 0.0
@@ -140,7 +136,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return the seconds until static batching admits the waiting requests even to a batch that is not full."""
+        """Return in how many seconds static batching admits the waiting requests even if they do not fill a batch."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -158,7 +154,7 @@ class PrefillStage:
         return parent if parent is not None and parent.status is RUNNING else None
 
     def unserved_classes(self, plan: StepPlan) -> set[str]:
-        """Return the classes with a prompt that this full step leaves out for lack of tokens."""
+        """Return the classes with a prompt that the step leaves out because its token budget is used up."""
         running = self._slots.running
         prompts = [request for request in running if request.num_uncomputed_tokens and not request.is_decoding]
         unserved = {request.request_class.name for request in prompts}
@@ -168,9 +164,9 @@ class PrefillStage:
         return unserved
 
     def estimate_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens must be computed until the first output token of a waiting request, if it is
-        admitted next. Tokens of cached prefixes do not count. Of a prefix that a running request computes, only the
-        rest counts.
+        """Return how many prompt tokens must be computed before the first output token of a waiting request, if it is
+        admitted next. Cached tokens do not count. A running request may compute the same prefix now: then only the part
+        that it has not computed yet counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -184,7 +180,7 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the contending class with the lowest prefill usage, whose prompts come first; None: only one class."""
+        """Return the contending class with the lowest prefill usage. None: prompts of only one class wait."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
@@ -198,9 +194,11 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit waiting requests in order until one does not fit. Append to `capped` the requests whose prefill is
-        shortened by `max_long_prefill_tokens`. `before`: admit only classes whose prompts come before those of this
-        class.
+        """Admit waiting requests in order until one does not fit.
+
+        Args:
+            capped: The method appends the requests whose prefill `max_long_prefill_tokens` shortens.
+            before: Admit only classes whose prompts come before those of this class; None: all classes.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
@@ -258,8 +256,8 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add at most `max_long_prefill_tokens` of a prompt to the step, and append the request to `capped` if more
-        would fit. With `whole_prompts`, add the whole prompt if it fits.
+        """Add at most `max_long_prefill_tokens` of a prompt to the step. If more would fit, append the request to
+        `capped`. With `whole_prompts`, add the whole prompt if it fits.
         """
         if self._limits.whole_prompts:
             if request.num_tokens <= plan.budget:
@@ -274,7 +272,7 @@ class PrefillStage:
         plan.add_prefill(request, min(num_tokens, share))
 
     def _num_computable(self, request: Request) -> int:
-        """Return the number of uncomputed tokens that have blocks. Without a sliding window, all tokens have blocks."""
+        """Return the number of uncomputed tokens that have blocks; with a sliding window, perhaps not all."""
         if not self._blocks.has_sliding_window:
             return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens
@@ -282,7 +280,7 @@ class PrefillStage:
 
 
 def _aged_classes(prompts: Collection[Request], step: int) -> set[str]:
-    """Return the classes with a prompt that has been incomplete for `ageing_steps` since its admission."""
+    """Return the classes with a prompt that is incomplete `ageing_steps` after its admission."""
     return {
         each.request_class.name for each in prompts if step - each.running_since[0] >= each.request_class.ageing_steps
     }

@@ -1,4 +1,4 @@
-"""Per-tenant concurrency limits. The limiter holds back a tenant's further requests, so they block no other request."""
+"""Per-tenant concurrency limits: a tenant's requests above its limit are held outside the waiting queue."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _Key = tuple[float, ...]
 
 
 class LimiterChanges(NamedTuple):
-    """Requests without a slot whose place changes: `held` leave the waiting queue, `released` enter it."""
+    """Changes of the waiting queue: requests in `held` leave it, requests in `released` enter it."""
 
     held: list[Request]
     released: list[Request]
 
 
 class SlotDemand(NamedTuple):
-    """Used and wanted slots of a tenant at one scheduler. The tenant's limit applies to all schedulers together."""
+    """Used and requested slots of a tenant at one scheduler."""
 
     limit: int
     num_leased: int
-    """Number of slots, of the tenant's limit, that this scheduler may use."""
+    """Number of slots that this scheduler may use. The limit applies to all schedulers together."""
     num_active: int
     num_waiting: int
 
@@ -42,11 +42,11 @@ class _Tenant:
         self.num_leased = 0 if limits.num_schedulers > 1 else limit
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
-        """`Request.sequence` -> request that was admitted and has not finished, running or preempted."""
+        """`Request.sequence` -> admitted, unfinished request."""
         self.released: dict[str, dict[int, Request]] = {}
-        """Class -> `Request.sequence` -> request that is in the waiting queue."""
+        """Class -> `Request.sequence` -> request in the waiting queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
-        """Class -> heap of requests that are kept out of the waiting queue."""
+        """Class -> heap of requests outside the waiting queue."""
 
     @property
     def is_empty(self) -> bool:
@@ -64,33 +64,31 @@ class _Tenant:
 
 
 class TenantLimiter:
-    """Keeps in the waiting queue, for each class of a tenant, at most as many requests as the tenant has free slots.
+    """Keeps at most as many requests of a tenant in the waiting queue of each class as the tenant has free slots.
 
     A tenant at its limit therefore blocks no other request. When one of its requests finishes, the first held request
-    of each class is released. A request that had a slot counts until it finishes and is never held. The classes of a
-    tenant share its limit by weight, as all classes share the server. When a lower class that has aged is next, the
-    free slots are reserved for it and charged to it. Several schedulers share the limit by leases: each uses only its
-    leased slots, and returns a lease when a request finishes.
+    of each class enters the queue. An admitted request counts until it finishes, also while it is preempted. The
+    classes of a tenant share its limit by weight. If a lower class that has aged is next, the free slots are reserved
+    for it. Several schedulers share a limit by leases: each uses only its leased slots, and returns a lease when a
+    request finishes.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
-        """`classes`: in ascending order of rank. `clocks`: class -> number of steps that could schedule it."""
         self._limits = limits
         self._classes = tuple(classes)
         self._clocks = clocks
         self._tenants: dict[str, _Tenant] = {}
         self._full: dict[str, _Tenant] = {}
-        """Tenants with held requests, which are few even if there are many tenants."""
         self.full_tenants: tuple[str, ...] = ()
         self.is_active = limits.max_running_per_tenant is not None or bool(limits.max_running_of_tenant)
-        """Whether any tenant has a limit. If none has, the scheduler does not call the limiter."""
+        """Whether any tenant has a limit. If not, the scheduler does not call the limiter."""
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
-        """Tenants whose demand changed since `pop_demand`, as an ordered set; empty without leases."""
+        """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request without a slot. Return None if its tenant has no limit, or if the request already holds a
-        tenant slot.
+        """Add a request that has never been admitted, and hold it if its tenant is at its limit. Return None if the
+        tenant has no limit, or if the request was admitted before.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -117,7 +115,7 @@ class TenantLimiter:
         return self._rebalance(tenant)
 
     def remove(self, request: Request) -> LimiterChanges:
-        """Remove a request that finishes or leaves its class."""
+        """Remove a request that finishes or changes its class."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])
@@ -135,7 +133,7 @@ class TenantLimiter:
         return changes
 
     def adjust_leases(self, more: Mapping[str, int]) -> LimiterChanges:
-        """Add leased slots to tenants; negative numbers remove slots that are not in use."""
+        """Add leased slots: tenant -> number. A negative number removes slots that are not in use."""
         changes = LimiterChanges([], [])
         for name, number in more.items():
             tenant = self._tenant(name)
@@ -149,7 +147,7 @@ class TenantLimiter:
         return changes
 
     def pop_demand(self) -> dict[str, SlotDemand]:
-        """Return the demand of the tenants whose demand changed since the last call; empty without leases."""
+        """Return the demand of each tenant whose demand changed since the last call; empty without leases."""
         if not self._changed_tenants:
             return {}
         changed, self._changed_tenants = self._changed_tenants, {}
@@ -160,7 +158,7 @@ class TenantLimiter:
         return bool(self._changed_tenants)
 
     def adopt(self, before: TenantLimiter) -> None:
-        """Take over the slots in use and the leases from `before`, the limiter before a reload."""
+        """Take over the slots in use and the leases of `before`, the limiter before a reload."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
@@ -171,7 +169,7 @@ class TenantLimiter:
             self.is_active = self.is_active or bool(self._changed_tenants)
 
     def tick(self) -> LimiterChanges:
-        """Charge the classes of tenants with held requests for the slots that they use in a formed step."""
+        """Charge the classes of each tenant with held requests for the slots that they use in a step."""
         changes = LimiterChanges([], [])
         for tenant in list(self._full.values()):
             waiting, slots = self._update_contenders(tenant)
@@ -198,7 +196,7 @@ class TenantLimiter:
                 yield from (request for _, request in heap)
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
-        """Release as many requests of each class as the tenant has free slots, and hold the rest."""
+        """Release or hold requests, so that each class queues as many as the tenant has free slots."""
         due = self._class_due(tenant) if any(tenant.held.values()) else None
         changes = LimiterChanges([], [])
         for name in {**tenant.released, **tenant.held}:
@@ -232,13 +230,15 @@ class TenantLimiter:
         self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """Return the tenant's class that fair sharing selects next; None if it is the highest waiting class."""
+        """Return the tenant's class that fair sharing admits next; None if it is the highest waiting class."""
         waiting, slots = self._update_contenders(tenant)
         name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name
 
     def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
-        """Return the tenant's classes with waiting requests, by rank, and the slots that each class uses."""
+        """Determine which of the tenant's classes contend. Return its classes with waiting requests, by rank, and the
+        slots of each class.
+        """
         counts = Counter(each.request_class.name for each in tenant.active.values())
         waiting, aged = [], []
         for each in self._classes:

@@ -13,9 +13,7 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """All requests without a slot: queued, held back by a tenant limit, forks that wait for their parent, and paused
-    ones.
-    """
+    """All requests without a slot: queued, held by a tenant limit, paused, and forks that wait for their parent."""
 
     def __init__(
         self, queue: WaitingQueue, tenant_limiter: TenantLimiter, monitor: WaitMonitor, slots: RunningSlots
@@ -24,9 +22,9 @@ class WaitingRequests:
         self.tenant_limiter = tenant_limiter
         self.monitor = monitor
         self.forks: dict[str, list[Request]] = {}
-        """Parent id -> forks that wait until the parent has computed its prompt."""
+        """Parent id -> forks that wait until the parent's prompt is computed."""
         self.paused: list[Request] = []
-        """Requests that were preempted while paused. They wait for `resume`, not for a slot."""
+        """Requests that were preempted while they were paused. They wait for `resume`."""
         self.num_arrivals = 0
         self.num_admitted = 0
         self._slots = slots
@@ -47,8 +45,10 @@ class WaitingRequests:
 
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
         """Take over all waiting requests from `before` at a reload, in order of arrival and with new wait bounds.
-        `num_waited`: earlier result of `before.num_steps_waited`; these steps count. `requests`: all unfinished
-        requests.
+
+        Args:
+            num_waited: Earlier result of `before.num_steps_waited`. These steps count.
+            requests: All unfinished requests.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
@@ -65,13 +65,13 @@ class WaitingRequests:
         self.paused.append(request)
 
     def resume(self, request: Request) -> None:
-        """Queue a request again if it was preempted while it was paused."""
+        """Queue a resumed request again if it was preempted while it was paused."""
         if request in self.paused:
             self.paused.remove(request)
             self.enqueue(request)
 
     def enqueue(self, request: Request, num_waited: int = 0) -> None:
-        """Queue a request that has waited `num_waited` steps, or hold it back if its tenant is at its limit."""
+        """Queue a request that has waited `num_waited` steps. If its tenant is at its limit, hold it instead."""
         is_limited = self.tenant_limiter.is_active and not request.has_run
         changes = self.tenant_limiter.add(request) if is_limited else None
         if changes is None or request in changes.released:
@@ -83,7 +83,7 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a request that migrated from another replica. It keeps its slot under the tenant limit."""
+        """Queue a request that migrated from another replica. It keeps its slot of the tenant limit."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 
@@ -96,7 +96,7 @@ class WaitingRequests:
             self.enqueue(request)
 
     def record_admission(self, request: Request) -> None:
-        """Remove a request from the queue, because it gets a slot."""
+        """Remove a request that gets a slot from the queue."""
         request.admission_number = self.num_admitted
         self.num_admitted += 1
         self.queue.queues[request.request_class.name].pop(request)
@@ -115,7 +115,7 @@ class WaitingRequests:
             siblings.remove(request)
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
-        """Remove held requests from the queue. Queue released requests behind the waiting ones, except `but`."""
+        """Remove held requests from the queue. Append released requests to it, except `but`."""
         for request in changes.held:
             self.queue.discard(request)
             self.monitor.forget(request)
@@ -127,7 +127,6 @@ class WaitingRequests:
             self.queue.queues[request.request_class.name].push(request)
 
     def set_wait_bound(self, request: Request, num_waited: int = 0) -> None:
-        """Set the wait bound of a request, which depends on how many requests may be admitted before it."""
         name = request.request_class.name
         queue = self.queue.queues[name]
         num_ahead = len(queue) - queue.num_returning

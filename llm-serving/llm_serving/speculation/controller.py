@@ -1,8 +1,8 @@
-"""Decides which requests get draft tokens, how many, and whether speculative decoding raises the throughput.
+"""Decides which requests get draft tokens, how many, and whether drafts raise the throughput.
 
-Each accepted draft token saves its request a step. Each draft token makes the step that verifies it longer. A step with
-drafts also cannot be formed before the reply to the previous step, because a draft follows the latest token. Drafts
-never change an answer.
+Each accepted draft token saves its request a step. Each draft token makes the step that verifies it longer. Because a
+draft follows the latest token, a step with drafts can be formed only after the reply to the previous step. Drafts never
+change an answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from llm_serving.speculation.statistics import (
 )
 
 MIN_NGRAM_RATE: Final = 0.25
-"""Minimum expected acceptance rate of an n-gram draft if there is no draft model. With one, `MIN_ACCEPTANCE_RATE`
-applies.
-"""
+"""Minimum expected acceptance rate of an n-gram draft without a draft model; with one, `MIN_ACCEPTANCE_RATE`."""
 MAX_RATE: Final = 0.98
 """Upper bound of the expected acceptance rate of a draft, even if all recent draft tokens were accepted."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
@@ -42,25 +40,23 @@ RATE_PARTS: Final = 64
 MAX_DELAY: Final = 0.03
 """Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
 MAX_ARRIVAL_DELAY: Final = 0.1
-"""Maximum time that drafts add to a step, as a fraction of its time, multiplied by the share of steps with prompts."""
+"""Maximum time that drafts add to a step, as a fraction of the step time, times the share of steps with prompts."""
 HOST_MEMORY: Final = 16
 """Time constant, in steps, of the moving averages of times in the master."""
 PROPOSAL_S: Final = 3e-6
-"""Assumed seconds to make the draft of one request, until the first measurement."""
+"""Assumed seconds to make one draft, until the first measurement."""
 MIN_SEARCH_STEP_S: Final = 0.004
-"""Minimum duration of a step, in seconds, for which the best draft length is searched. The search takes 1 % of this
-time.
-"""
+"""Minimum step time, in seconds, for a search of the best draft length. The search takes 1 % of this time."""
 MIN_CHECKED: Final = 32
-"""Number of requests with an n-gram match from which `could_pay` is checked before the drafts are updated."""
+"""Number of requests with an n-gram match above which `could_pay` is called before the drafts are updated."""
 UPDATE_SHARE: Final = 0.005
-"""Maximum fraction of the step time that updates of n-gram drafts take while drafts do not raise the throughput."""
+"""Maximum fraction of the step time for updates of n-gram drafts while drafts do not raise the throughput."""
 UPDATE_MEMORY: Final = 16
 """Time constant, in updates, of the moving average of update times."""
 MAX_UPDATE_PERIOD: Final = 16
 """Maximum number of steps between two updates."""
 MIN_SWEPT: Final = 64
-"""Number of tracked requests from which each new request triggers the removal of aborted requests."""
+"""Number of tracked requests above which each new request triggers the removal of aborted requests."""
 
 
 class DraftCandidate(NamedTuple):
@@ -68,7 +64,7 @@ class DraftCandidate(NamedTuple):
 
     acceptance: Acceptance
     max_tokens: float = math.inf
-    """Maximum length in tokens. For a draft that a grammar forces: the expected number of forced tokens."""
+    """Maximum length in tokens. For tokens that a grammar forces: their expected number."""
     uses_model: bool = False
 
 
@@ -77,24 +73,22 @@ class GainModel:
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.step_s = 0.0
-        """Seconds of the latest decode step."""
         self._max_draft_tokens = self._max_length = max_draft_tokens
-        """`_max_length`: the maximum draft length with the highest throughput at present."""
+        """`_max_length`: the maximum draft length that gives the highest throughput now."""
         self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
-        """(length, maximum expected number of accepted tokens), for the shortest and the longest draft."""
+        """(length, expected number of accepted tokens at the highest rate) of the shortest and the longest draft."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """Seconds by which a step starts later if it is formed only after the reply to the previous step."""
+        """Seconds by which a step starts later because it is formed only after the previous reply."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
-        """Seconds to make the draft of one request."""
         self._num_rows = 0
-        """Number of rows of the step for which the following fields were computed; 0: they are outdated."""
+        """Number of rows for which the fields below were computed; 0: they are outdated."""
         self._rows_s = self._token_s = 0.0
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a decode step of `num_tokens` tokens. `host_s`: seconds by which it started later
-        because it was formed only after the previous reply.
+        """Record the duration of a decode step of `num_tokens` tokens. `host_s`: seconds by which the step started
+        later because it was formed only after the previous reply.
         """
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
@@ -105,7 +99,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Compute the cost of a draft token in a step of `num_rows` rows, of which `num_drafted` have the longest
+        """Compute the cost of a draft token in a step of `num_rows` rows, `num_drafted` of which have the longest
         draft.
         """
         if self._num_rows != num_rows:
@@ -125,9 +119,7 @@ class GainModel:
         return min(self._max_length, 1 + int(math.log(max(price, MIN_PRICE) / first) / math.log(further)))
 
     def plan(self, acceptance: Acceptance) -> tuple[int, float]:
-        """Return the best length of a draft that takes no time to propose, and its expected number of accepted
-        tokens.
-        """
+        """Return (draft length, expected number of accepted tokens) of the best draft, if a proposal takes no time."""
         key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
         if (plan := self._plans.get(key)) is None:
             acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
@@ -152,7 +144,7 @@ class GainModel:
             candidates: The drafts that could be proposed.
             num_unmatched: Number of requests that have just lost their draft. They do not count as delayed.
             pass_s: Seconds in which the draft model computes one token of each request.
-            prompt_share: Share of steps that compute prompts. Requests that arrive wait for the step before.
+            prompt_share: Share of steps that compute prompts. New requests wait until the current step has finished.
         """
         if not self.step_s or not num_rows:
             return True
@@ -180,9 +172,7 @@ class GainModel:
         return best_length > 0
 
     def could_pay(self, num_rows: int) -> bool:
-        """Return whether drafts would raise the throughput if every running request had a draft with the highest
-        acceptance rate.
-        """
+        """Return whether drafts would raise the throughput if all requests had drafts with the highest rate."""
         step_s, host_s = self._step_times.step_s(num_rows), self._host.value + num_rows * self._proposal.value
         if not step_s:
             return True
@@ -193,7 +183,7 @@ class GainModel:
         return False
 
     def _balance(self, candidates: Sequence[DraftCandidate], pass_s: float) -> tuple[float, float]:
-        """Return the expected number of accepted tokens, and the cost of all drafts in seconds."""
+        """Return (expected number of accepted tokens, cost of all drafts in seconds)."""
         num_draft_tokens, gain, longest = 0.0, 0.0, 0
         share_s = 0.0 if pass_s == 0.0 else pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
         for acceptance, max_tokens, uses_model in candidates:
@@ -228,8 +218,8 @@ class SpeculationController:
     ) -> None:
         """Args:
         max_draft_tokens: Maximum draft length of a request.
-        ngram: Proposes for requests whose text an n-gram match predicts.
-        draft_model: Proposes for the other requests; None: there is no draft model.
+        ngram: Proposes drafts for requests whose text has an n-gram match.
+        draft_model: Proposes drafts for other requests; None: no draft model.
         clock: Measures updates and proposals; None: they are assumed to take no time.
         """
         self._is_timed = clock is not None
@@ -238,25 +228,25 @@ class SpeculationController:
         self._ngram = ngram
         self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
         self._predictable: dict[Request, RequestDrafts] = {}
-        """Requests whose n-gram draft has at least the minimum expected acceptance rate."""
+        """Requests whose n-gram draft reaches the minimum expected acceptance rate."""
         self._constrained: dict[Request, RequestDrafts] = {}
         self.waiting: dict[Request, RequestDrafts] = {}
-        """Requests whose steps are always formed after the reply to the previous step. Drafts do not delay them, so
-        they get drafts even while drafts do not raise the throughput.
+        """Requests whose steps are always formed after the previous reply. Because drafts do not delay them, they get
+        drafts even while `pays` is False.
         """
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
-        """Number of steps between two updates. It at most doubles at each update that finds that drafts do not pay."""
+        """Number of steps between two updates. It grows while drafts do not raise the throughput."""
         self._num_steps = 0
         self._sweep_at = MIN_SWEPT
         self.gain = GainModel(max_draft_tokens)
-        """Measured costs of drafts. The engine records in it the duration of each step without prompts."""
+        """Measured costs of drafts. The engine records each step without prompts here."""
         self.measured = MeasuredGain()
         self.pays = False
-        """Whether drafts raise the throughput although their steps wait for the previous reply."""
+        """Whether drafts raise the throughput although a step with drafts must wait for the previous reply."""
 
     def add_request(self, request: Request) -> None:
-        """Start to propose drafts for a request, unless it is part of a beam search or generates at most one token."""
+        """Start to propose drafts for a request. Beam searches and requests for one token get none."""
         if request.beam_search is not None or request.sampling.max_tokens <= 1:
             return
         drafts = self._ngram.add_request(request, 0.0 if self._model is None else self._model.acceptance_rate)
@@ -272,8 +262,8 @@ class SpeculationController:
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
         """Return draft tokens for the next step. `synchronous`: no step is in flight.
 
-        If a step is in flight, or while drafts do not pay, only requests in `waiting` get drafts. Raise WorkerError if
-        the WorkAgent with the draft model has exited.
+        If a step is in flight, or while drafts do not raise the throughput, only requests in `waiting` get drafts.
+        Raise WorkerError if the WorkAgent with the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}
@@ -300,7 +290,7 @@ class SpeculationController:
         return proposed
 
     def record_verified(self, request: Request, num_draft_tokens: int, num_accepted: int) -> list[VerifiedDraft]:
-        """Record how many of a request's draft tokens were accepted. Return the counts by proposer."""
+        """Record how many of a request's draft tokens were accepted. Return the counts of each proposer."""
         drafts, num_output = self._ngram.requests.get(request), len(request.output_token_ids)
         if drafts is None:
             return [VerifiedDraft(Proposer.NGRAM, num_draft_tokens, num_accepted)] if num_draft_tokens else []
@@ -317,7 +307,7 @@ class SpeculationController:
         return [each for each in counts if each.num_draft_tokens]
 
     def record_step(self, finished: Iterable[Request], num_rows: int) -> None:
-        """Record that a step of `num_rows` rows has appended its tokens and finished some requests."""
+        """Record that a step of `num_rows` rows has ended, with the requests that it finished."""
         answers = []
         for request in finished:
             if request in self._ngram.requests:
@@ -330,9 +320,7 @@ class SpeculationController:
             self._num_steps = 0
 
     def _update(self, num_rows: int) -> None:
-        """Update the n-gram drafts, and decide whether drafts raise the throughput. While they do not, update less
-        often.
-        """
+        """Update the n-gram drafts and `pays`. While `pays` is False, update less often."""
         began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
         if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
@@ -354,8 +342,8 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests for which the draft model may propose; empty while any request waits or computes its
-        prompt.
+        """Return the requests that may get a draft from the draft model. While any request waits or computes its
+        prompt, none may.
         """
         assert self._model is not None
         candidates = {}
@@ -383,12 +371,12 @@ class SpeculationController:
         return proposed
 
     def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
-        """Count a proposal without usable tokens as a rejected token, so that the model is called less often."""
+        """Count a proposal without usable tokens as a rejected token, so that the draft model is used less often."""
         assert self._model is not None
         self._model.record_verified(drafts, request, 1, 0)
 
     def _propose_for(self, request: Request, drafts: RequestDrafts, model_draft: list[int]) -> list[int]:
-        """Return a request's n-gram or model draft, followed by the tokens that its constraint forces."""
+        """Return the request's n-gram or model draft, followed by the tokens that its constraint forces."""
         output = request.output_token_ids
         token_ids, drafts.proposer = model_draft, Proposer.NGRAM if self._model is None else self._model.proposer
         if request in self._predictable and drafts.compare(output):
@@ -416,7 +404,7 @@ class SpeculationController:
         return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
-        """Return whether drafts raise the throughput. `model`: the requests for which the draft model would propose."""
+        """Return whether drafts raise the throughput. `model`: requests that the draft model would propose for."""
         candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
         candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
         for request, drafts in self._constrained.items():

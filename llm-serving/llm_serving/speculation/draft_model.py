@@ -1,4 +1,4 @@
-"""The draft-model proposer: a small model proposes the next tokens of the served model."""
+"""The draft-model proposer: a small model proposes draft tokens for the served model."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from llm_serving.speculation.statistics import MovingAverage, RequestStatistics,
 logger = get_logger(__name__)
 
 FIRST_ACCEPTANCE_RATE: Final = 0.75
-"""Acceptance rate assumed before any draft token was verified."""
+"""Acceptance rate that is assumed until a draft token has been verified."""
 GLOBAL_RATE_MEMORY: Final = 256
 """Time constant, in draft tokens, of the moving average of the acceptance rate over all requests."""
 PASS_MEMORY: Final = 32
-"""Time constant, in proposals, of the moving average of the duration of a pass."""
+"""Time constant, in proposals, of the moving average of the duration of a pass of the draft model."""
 MAX_WORKER_DEATHS: Final = 3
-"""Number of WorkAgent exits during proposals after which the draft model is no longer used."""
+"""Number of times that a WorkAgent may exit during a proposal before the draft model is switched off."""
 
 _DESCRIPTIONS: Final = {Proposer.DRAFT_MODEL: "the draft model", Proposer.MTP: "the layer for multi-token prediction"}
 
 
 class DraftModelProposer:
-    """Proposes tokens with a WorkAgent's draft model or with its model's layer for multi-token prediction, while no
-    step is in flight.
+    """Proposes draft tokens with a draft model or a layer for multi-token prediction, while no step is in flight.
 
-    The draft model reads the last `DRAFT_WINDOW` tokens of each request and samples with the request's parameters. Each
-    pass of the model computes one more token for each request. `propose`: the method `Executor.propose`. No draft
-    extends beyond the last block of its request.
+    The draft model reads the last `DRAFT_WINDOW` tokens of each request, and samples with the request's parameters.
+    Each pass of the model computes one token of each request. A draft ends at the latest with the last block of its
+    request.
     """
 
     def __init__(
@@ -44,8 +43,12 @@ class DraftModelProposer:
         clock: Clock = monotonic,
         blocks: BlockManager | None = None,
     ) -> None:
-        """`blocks`: the KV blocks of the replica, if its model's layer for multi-token prediction proposes; None: a
-        draft model proposes.
+        """Args:
+        propose: The method `Executor.propose`.
+        block_size: Tokens of a KV block.
+        clock: Returns the time in seconds.
+        blocks: KV blocks of the replica, if a layer for multi-token prediction proposes; None: a draft model
+            proposes.
         """
         self.proposer = Proposer.DRAFT_MODEL if blocks is None else Proposer.MTP
         self._propose = propose
@@ -55,15 +58,14 @@ class DraftModelProposer:
         self._num_deaths = 0
         self._pass = MovingAverage(PASS_MEMORY)
         self.acceptance_rate = FIRST_ACCEPTANCE_RATE
-        """Moving average of the acceptance rate of all requests."""
 
     @property
     def pass_s(self) -> float:
-        """Seconds in which the draft model computes one token of each request; 0 before the first proposal."""
+        """Seconds of a pass, which computes one token of each request; 0 before the first proposal."""
         return self._pass.value
 
     def select(self, candidates: Sequence[Request]) -> list[Request]:
-        """Return the first `MAX_DRAFT_REQUESTS` candidates: higher classes first, then in order of arrival."""
+        """Return the first `MAX_DRAFT_REQUESTS` candidates, ordered by class, then by arrival."""
         if self._num_deaths >= MAX_WORKER_DEATHS:
             return []
         return sorted(candidates, key=_rank)[:MAX_DRAFT_REQUESTS]
@@ -77,8 +79,9 @@ class DraftModelProposer:
         )
 
     def propose(self, requested: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return request -> draft tokens, for each request that has room. `requested`: (request, maximum number of its
-        draft tokens). Raise WorkerError if the WorkAgent exits.
+        """Return request -> draft tokens, without the requests that have no room for a draft.
+
+        `requested`: (request, maximum number of draft tokens). Raise WorkerError if the WorkAgent exits.
         """
         counts = [(request, min(count, self._room(request))) for request, count in requested]
         counts = [each for each in counts if each[1] > 0]
@@ -97,7 +100,7 @@ class DraftModelProposer:
         return {request: token_ids for (request, _), token_ids in zip(counts, drafts, strict=True)}
 
     def _room(self, request: Request) -> int:
-        """Return how many draft tokens fit into the request's last block and its `max_tokens`."""
+        """Return how many draft tokens the request's last block and its `max_tokens` leave room for."""
         return min(-request.num_tokens % self._block_size, request.sampling.max_tokens - request.num_output_tokens - 1)
 
     def _draft_request(self, request: Request, count: int) -> DraftRequest:

@@ -30,36 +30,36 @@ from llm_serving.speculation.statistics import (
 )
 
 FINISHED_TOKENS: Final = 2**18
-"""Maximum total number of tokens of the finished answers in the index."""
+"""Maximum number of tokens in the index of finished answers."""
 MAX_INDEXED_TOKENS: Final = 8192
-"""Maximum number of prompt tokens that are searched. Only the latest tokens are."""
+"""Maximum number of prompt tokens that are searched: the last ones."""
 INDEX_SHARE: Final = 4
-"""Finished answers are indexed together once their number is 1/INDEX_SHARE of the rows of a step, because adding one
-answer takes as long as adding many.
+"""Finished answers enter the index together once their number is 1/INDEX_SHARE of the rows of a step. Adding one answer
+takes as long as adding many.
 """
 FAILED_TOKEN: Final = -1
-"""Output token of a failed step. It must not enter a draft, because a WorkAgent takes negative ids for references to
-tokens of the previous step.
+"""Output token of a failed step. It must not enter a draft, because in a step a negative id refers to a token of the
+previous step.
 """
 MATCH_TOKENS: Final = 1.4
-"""Assumed number of tokens that a lookup saves if its match predicts the next token."""
+"""Assumed number of tokens that a match saves if it predicts the next token."""
 LOOKUP_SHARE: Final = 0.0025
-"""Fraction of the step time that lookups in rotation take (see `NgramProposer`)."""
+"""Fraction of the step time that lookups in rotation may take (see `NgramProposer`)."""
 LOOKUP_S: Final = 2.5e-6
 """Assumed seconds of a lookup, until the first measurement."""
 LOOKUP_MEMORY: Final = 16
 """Time constant, in measurements, of the moving average of lookup times."""
 TOKEN_BITS: Final = 32
-"""Bits for each token of an n-gram. An n-gram is one integer, which is faster to build and to look up than a tuple."""
+"""Bits of a token in an n-gram. An n-gram is one integer, because an integer is hashed faster than a tuple."""
 _FACTOR: Final = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: its multiples differ in their upper bits (Knuth, TAOCP 3, 6.4)."""
+"""2^64 divided by the golden ratio. Its multiples differ in their upper bits (Knuth, TAOCP 3, 6.4)."""
 _BITS: Final = 64
 
 Int64Array = NDArray[np.int64]
 
 
 class SlotTable(Protocol):
-    """An integer for each hash slot; 0: the slot is empty."""
+    """Hash slot -> integer; 0: the slot is empty."""
 
     def __getitem__(self, slot: int, /) -> SupportsInt: ...
 
@@ -71,10 +71,9 @@ def dense_table(num_slots: int) -> Int64Array:
 
 
 class FinishedAnswersIndex:
-    """The latest finished answers, with at most `max_tokens` tokens in total. A lookup finds only answers of its own
-    namespace.
+    """N-grams of the latest finished answers. A lookup finds only answers of its own namespace.
 
-    As in LZ4, the hash of an n-gram selects a slot, which stores the position after the n-gram's last occurrence. Later
+    As in LZ4, the hash of an n-gram selects a slot, which holds the position after the n-gram's last occurrence. Later
     n-grams overwrite it, and a lookup compares the tokens. So adding many answers takes a few array operations, and
     removing one takes no time.
     """
@@ -88,21 +87,21 @@ class FinishedAnswersIndex:
         salt: Callable[[str], int] = hash,
     ) -> None:
         self._weights = [pow(_FACTOR, power, 1 << _BITS) for power in range(1, 2 * length + 1)]
-        """Hash factors of the tokens of an n-gram: for the latest token, the token before it, and so on."""
+        """Hash factors of the tokens of an n-gram, from the latest token back."""
         self._max_tokens = max_tokens
         slot_bits = (2 * max_tokens).bit_length()
         self._shift = _BITS - slot_bits
         self._salt = salt
         self._slots = {each: table(1 << slot_bits) for each in (length, 2 * length)}
-        """N-gram length -> hash -> (number of an answer << 32 | index of the token after the n-gram)."""
+        """N-gram length -> hash -> (number of the answer << 32 | index of the token after the n-gram)."""
         self._answers: dict[int, tuple[str, Sequence[int]]] = {}
         """Number of the answer -> (namespace, tokens), oldest first."""
         self._num_answers = 0
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Return an answer that contains the last `length` tokens of `tokens`, and the index of the token after
-        them.
+        """Return (answer, index) where the last `length` tokens of `tokens` precede the index in the answer; None: no
+        match.
         """
         if not self._answers or len(tokens) < length:
             return None
@@ -116,9 +115,7 @@ class FinishedAnswersIndex:
         return answer, index
 
     def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Add answers as (namespace, tokens), and remove the oldest ones. Answers longer than `max_tokens` are
-        skipped.
-        """
+        """Add answers, as (namespace, tokens), and remove the oldest. Answers above `max_tokens` are skipped."""
         first, salts, texts, lengths = self._num_answers + 1, [], [], []
         for answer in answers:
             namespace, tokens = answer
@@ -145,9 +142,9 @@ class FinishedAnswersIndex:
 
 
 class NgramLookup:
-    """The text of one request, and the draft from an n-gram match in that text or in finished answers.
+    """The tokens of one request, and the draft from an n-gram match in them or in finished answers.
 
-    `advance` is cheap and runs for each new token. `search` indexes the new tokens and searches for a match.
+    `advance` is cheap and is called for each new token. `search` indexes the new tokens and searches for a match.
     """
 
     def __init__(
@@ -155,19 +152,17 @@ class NgramLookup:
     ) -> None:
         self._tokens = list(prompt_token_ids[-MAX_INDEXED_TOKENS:])
         self.num_output_tokens = 0
-        """Number of output tokens that `advance` has received."""
+        """Number of output tokens passed to `advance`."""
         self._namespace = namespace
         self._length = length
         self._finished = finished
         self._positions: dict[int, int] = {}
-        """N-gram -> index of the token that followed its last occurrence."""
+        """N-gram -> index of the token after its last occurrence."""
         self._mask = (1 << length * TOKEN_BITS) - 1
         self._ngram = 0
-        """The last n-gram of the indexed tokens."""
         self._indexed = 0
-        """Number of tokens whose n-grams are in `_positions`."""
         self._draft: Sequence[int] | None = None
-        """The text that contains the draft, which starts at `_index`; None: there is no draft."""
+        """Text that contains the draft; the draft starts at `_index`. None: there is no draft."""
         self._index = 0
 
     @property
@@ -175,9 +170,7 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens. If the draft reaches the end of the request's own text, it repeats
-        itself.
-        """
+        """Return at most `count` draft tokens. At the end of the request's own text, the draft repeats itself."""
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -186,8 +179,8 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens and compare them with the draft. Return how many the draft predicted, and whether it
-        predicted a wrong token after these.
+        """Append output tokens and compare them with the draft. Return how many tokens the draft predicted, and whether
+        the token after these differs from the draft.
         """
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
@@ -205,7 +198,7 @@ class NgramLookup:
         return len(token_ids), False
 
     def search(self) -> bool:
-        """Index the new tokens, and search for a draft that continues the latest token. Return whether there is one."""
+        """Index the new tokens and search for a draft that follows the latest token. Return whether one was found."""
         self._draft = None
         tokens, length = self._tokens, self._length
         if len(tokens) < length:
@@ -232,26 +225,24 @@ class NgramLookup:
 
 @dataclass(eq=False, kw_only=True)
 class RequestDrafts(RequestStatistics):
-    """The n-gram lookup of one request, and the statistics of its drafts by all proposers."""
+    """The n-gram lookup of one request, and the acceptance rates of its drafts."""
 
     lookup: NgramLookup
 
     def expected_match_rate(self, num_output_tokens: int) -> float:
-        """Return the probability that a lookup now predicts the next token. `num_output_tokens`: output tokens of the
-        request.
-        """
+        """Return the probability that a new lookup predicts the next token."""
         num_seen = self.lookup.num_output_tokens
         known = max(self.match_rate, FIRST_TOKEN_RATE * RATE_DECAY**num_seen)
         return float(known * RATE_DECAY ** (num_output_tokens - num_seen))
 
     def compare(self, output_token_ids: list[int]) -> bool:
-        """Compare the latest output tokens with the draft. Return whether there still is a draft."""
+        """Compare new output tokens with the draft. Return whether a draft remains."""
         lookup = self.lookup
         self.record_match(*lookup.advance(output_token_ids[lookup.num_output_tokens :]))
         return lookup.has_draft
 
     def search(self, output_token_ids: list[int]) -> bool:
-        """Search for a draft after the latest output token. Return whether there is one."""
+        """Search for a draft after the latest output token. Return whether one was found."""
         unpredicted = output_token_ids[self.lookup.num_output_tokens :]
         self.lookup.advance(unpredicted)
         self.match_rate *= RATE_DECAY ** len(unpredicted)
@@ -260,34 +251,36 @@ class RequestDrafts(RequestStatistics):
 
 
 class NgramProposer:
-    """Keeps an n-gram draft for each request of an engine, whether or not the draft is proposed.
+    """Keeps an n-gram draft for each request of an engine, even if the draft is not used.
 
-    Each output token is compared with the draft, so the acceptance rate is known before any draft is verified. A
+    It compares each output token with the draft, so the acceptance rate is known before any draft is verified. A
     request without a draft gets a lookup if the expected gain exceeds the cost. All other requests without a draft get
     lookups in rotation, which take `LOOKUP_SHARE` of the step time.
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`finished`: index of finished answers; None: a new one of `FINISHED_TOKENS` tokens, which takes 64 bytes for
-        each. `clock`: measures lookups; None: each lookup is assumed to take `LOOKUP_S`.
+        """Args:
+        length: Tokens of an n-gram.
+        finished: Index of finished answers; None: a new one of `FINISHED_TOKENS` tokens, with 64 bytes for each.
+        clock: Measures lookups; None: each lookup is assumed to take `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
         self.finished = FinishedAnswersIndex(length, FINISHED_TOKENS) if finished is None else finished
         self.requests: OrderedDict[Request, RequestDrafts] = OrderedDict()
-        """All requests, in the order of the rotation of lookups."""
+        """All requests, in the order in which the rotation reaches them."""
         self.matched: dict[Request, RequestDrafts] = {}
         self.unmatched: dict[Request, RequestDrafts] = {}
-        """Requests that are new or have just lost their draft, so that a lookup may gain more than it costs."""
+        """New requests, and requests that have just lost their draft. A lookup for them may gain more than it costs."""
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
-        """(namespace, tokens) of finished answers that are not in the index yet."""
+        """Finished answers that are not in the index yet, as (namespace, tokens)."""
         self._credit = 0.0
-        """Number of lookups for which the rotation still has time."""
+        """Number of lookups that the rotation may still do."""
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
-        """Start tracking a request. `model_rate`: assumed acceptance rate of the draft model."""
+        """Start to track a request. `model_rate`: assumed acceptance rate of the draft model."""
         if not self.requests:
             self.add_finished((), 0)
         namespace = cache_namespace(request.tenant, request.cache_salt, request.adapter)
@@ -298,9 +291,7 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`. `num_rows`: number of rows of a
-        step.
-        """
+        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`. `num_rows`: rows of a step."""
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:
@@ -311,9 +302,15 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts, and look up new drafts. Return whether any lookup was expected to
-        gain more than it cost. `num_steps`: steps since the last update. `step_s`: seconds of a step. `could_pay`:
-        returns whether drafts would raise the throughput if all were accepted.
+        """Compare new output tokens with the drafts, and look up new drafts.
+
+        Return whether any lookup was expected to gain more than it cost.
+
+        Args:
+            num_rows: Rows of a step.
+            num_steps: Steps since the last update.
+            step_s: Seconds of a step.
+            could_pay: Returns whether drafts would raise the throughput if all were accepted.
         """
         self._compare()
         promising = self._promising(num_rows, step_s)
@@ -335,9 +332,9 @@ class NgramProposer:
                 self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return the unmatched requests whose lookup is expected to gain more than it costs, and remove the others from
-        `unmatched`. The gain is in saved tokens. The cost is the number of tokens that all rows could compute
-        meanwhile.
+        """Return the unmatched requests whose lookup is expected to gain more than it costs, and remove the others.
+
+        The gain is the number of saved tokens. The cost is the number of tokens that all rows could compute meanwhile.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
@@ -351,9 +348,7 @@ class NgramProposer:
         return promising
 
     def _next_in_rotation(self, num_steps: int, step_s: float) -> list[Request]:
-        """Return the next requests in the rotation that have no draft. Their number depends on the time left for
-        lookups.
-        """
+        """Return the next requests of the rotation without a draft, as many as the time for lookups allows."""
         num_requests = float(len(self.requests))
         credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
         self._credit = min(num_requests, credit) if step_s else num_requests

@@ -1,6 +1,4 @@
-"""Acceptance rates of one request's draft tokens, and a model of the step time as a function of the number of
-tokens.
-"""
+"""Acceptance rates of draft tokens, and a model of the step time as a function of the number of tokens."""
 
 from __future__ import annotations
 
@@ -13,56 +11,52 @@ RATE_MEMORY: Final = 8
 """Time constant, in draft tokens, of the moving average of an acceptance rate."""
 RATE_DECAY: Final = 1 - 1 / RATE_MEMORY
 FIRST_TOKEN_RATE: Final = 0.3
-"""Assumed acceptance rate of the first token of a new n-gram match, until one was compared with the output."""
+"""Acceptance rate that is assumed for the first token of a new n-gram match."""
 FURTHER_TOKEN_RATE: Final = 0.8
-"""Assumed acceptance rate of a token after an accepted one, until one was compared with the output."""
+"""Acceptance rate that is assumed for a draft token after an accepted one."""
 MIN_ACCEPTANCE_RATE: Final = 0.5
-"""Acceptance rate below which a request gets no drafts from the draft model or from its constraint."""
+"""Acceptance rate below which a request gets no tokens from the draft model or from its constraint."""
 FIRST_PAUSE_TOKENS: Final = 32
-"""Number of output tokens for which the draft model first pauses for a request. Each further pause is twice as long."""
+"""Output tokens of the first pause of the draft model for a request. Each further pause is twice as long."""
 FIRST_FORCED_TOKENS: Final = 1.0
-"""Assumed number of tokens per step that a constraint forces, until any were verified."""
+"""Assumed number of tokens per step that a constraint forces, until the first measurement."""
 FORCED_MEMORY: Final = 8
 """Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Time constant, in output tokens, with which the average of forced tokens decays to `FIRST_FORCED_TOKENS` when none
+"""Time constant, in output tokens, with which the average of forced tokens returns to `FIRST_FORCED_TOKENS` while none
 are verified.
 """
 MAX_OUTLIER: Final = 4
-"""Maximum ratio of a measurement to the average. Larger measurements, for example of a descheduled thread, are
-clipped.
-"""
+"""Maximum ratio of a measurement to the average. Larger measurements, as of a paused thread, are clipped to it."""
 STEP_DECAY: Final = 1 - 1 / 256
-"""Factor by which the weight of a recorded step decreases with each later step."""
+"""Factor by which each later step reduces the weight of a recorded step."""
 SIZE_DECAY: Final = 1 / 1024
-"""Weight of a recorded step whose size class differs by one. If it differs by n, the weight is the n-th power of
-this.
-"""
+"""Weight of a recorded step if its size class differs by one; for a difference of n, the n-th power of this."""
 SMALLEST_SIZE: Final = 7
-"""Added to a number of tokens; the bit length of the sum is the size class. So 1 to 8 tokens are in one class."""
+"""The size class of a step is the bit length of its number of tokens plus this. So 1 to 8 tokens form one class."""
 MIN_VARIANCE: Final = 1e-6
-"""Minimum relative variance of token counts from which the time of one token can be estimated."""
+"""Minimum relative variance of token counts for an estimate of the time of one token."""
 
 PROMPT_MEMORY: Final = 64
 """Time constant, in steps, of the moving average of the share of steps that compute prompts."""
 GAIN_MEMORY: Final = 16
 """Time constant, in steps, of the moving average of the measured gain."""
 FIRST_GAIN: Final = 1.15
-"""Measured gain that is assumed when drafts begin."""
+"""Gain that is assumed when drafts begin."""
 MIN_GAIN: Final = 1.03
-"""Measured gain below which drafts pause."""
+"""Drafts pause if their measured gain is below this."""
 FIRST_PAUSE_STEPS: Final = 256
-"""Number of steps of the first pause of all drafts. Each further pause is twice as long, up to `MAX_PAUSE_STEPS`."""
+"""Number of steps of the first pause of all drafts. Each further pause is twice as long."""
 MAX_PAUSE_STEPS: Final = 4096
 
 
 def no_time() -> float:
-    """Return 0. A clock for components whose work is assumed to take no time."""
+    """Return 0. A clock for work that is assumed to take no time."""
     return 0.0
 
 
 class VerifiedDraft(NamedTuple):
-    """Numbers of draft tokens of one proposer that a step verified for a request."""
+    """How many draft tokens of a proposer a step verified and accepted for a request."""
 
     proposer: Proposer
     num_draft_tokens: int
@@ -70,25 +64,23 @@ class VerifiedDraft(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """Expected acceptance rates of the tokens of a draft."""
+    """Expected acceptance rates of a draft's first token, and of each token after an accepted one."""
 
     first: float
     further: float
-    """Expected acceptance rate of a token after an accepted one."""
 
 
 def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
-    """Return the moving average `rate` after `num_accepted` accepted tokens and, if `is_rejected`, one rejected
-    token.
-    """
+    """Return the moving average `rate` after `num_accepted` accepted tokens and, if `is_rejected`, a rejected one."""
     decay = 1 - 1 / memory
     rate = 1 - (1 - rate) * decay**num_accepted
     return float(rate * decay if is_rejected else rate)
 
 
 class MovingAverage:
-    """Exponential moving average of durations in seconds, with clipped outliers. `memory`: time constant in
-    measurements. `value`: assumed value until the first measurement.
+    """Exponential moving average of durations in seconds. Outliers are clipped.
+
+    `memory`: time constant in measurements. `value`: assumed value until the first measurement.
     """
 
     __slots__ = ("_memory", "value")
@@ -107,21 +99,19 @@ class RequestStatistics:
     """Acceptance rates of the draft tokens of one request, by proposer."""
 
     model_rate: float
-    """Acceptance rate of the draft model's tokens. It starts with an assumed value."""
     match_rate: float = 0.0
     """Fraction of the latest output tokens that the n-gram draft predicted."""
     forced_rate: float = 1.0
-    """Acceptance rate of tokens that the constraint forces."""
     num_proposed: int = 0
-    """Number of tokens of the latest draft that `proposer` proposed. The constraint forced the tokens after these."""
+    """Number of tokens of the latest draft that `proposer` proposed. The constraint forced the rest."""
     proposer: Proposer = Proposer.NGRAM
     _first: float = field(default=FIRST_TOKEN_RATE, init=False)
     _further: float = field(default=FURTHER_TOKEN_RATE, init=False)
     _is_confirmed: bool = field(default=False, init=False)
-    """Whether the draft predicted the latest output token."""
+    """Whether the n-gram draft predicted the latest output token."""
     _forced_tokens: float = field(default=FIRST_FORCED_TOKENS, init=False)
     _forced_at: int = field(default=0, init=False)
-    """Number of output tokens when `_forced_tokens` was updated."""
+    """Number of output tokens when `_forced_tokens` was last updated."""
     _model_pause: int = field(default=FIRST_PAUSE_TOKENS, init=False)
     _model_resumes_at: int = field(default=0, init=False)
 
@@ -131,9 +121,7 @@ class RequestStatistics:
         return Acceptance(self._further if self._is_confirmed else self._first, self._further)
 
     def record_match(self, num_matched: int, is_mismatched: bool) -> None:
-        """Record that the draft predicted `num_matched` output tokens. `is_mismatched`: it predicted the next token
-        wrongly.
-        """
+        """Record how many output tokens the n-gram draft predicted. `is_mismatched`: the next one differed."""
         if not num_matched and not is_mismatched:
             return
         self.match_rate = updated_rate(self.match_rate, num_matched, is_mismatched)
@@ -145,14 +133,12 @@ class RequestStatistics:
         self._is_confirmed = not is_mismatched
 
     def forced_tokens(self, num_output_tokens: int) -> float:
-        """Return the expected number of forced tokens in a step."""
+        """Return the expected number of tokens that the constraint forces in a step."""
         known = (1 - 1 / FORCED_MEMORY_TOKENS) ** (num_output_tokens - self._forced_at)
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record that `num_accepted` of `num_draft_tokens` forced tokens were accepted. With 0 draft tokens, the
-        constraint forced none.
-        """
+        """Record how many of the tokens that the constraint forced were accepted. 0 draft tokens: it forced none."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
@@ -163,8 +149,8 @@ class RequestStatistics:
         return num_output_tokens >= self._model_resumes_at
 
     def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record that `num_accepted` of the draft model's tokens were accepted. Pause the model below
-        `MIN_ACCEPTANCE_RATE`.
+        """Record how many of the draft model's tokens were accepted. Below `MIN_ACCEPTANCE_RATE`, pause the model for
+        the request.
         """
         self.model_rate = updated_rate(self.model_rate, num_accepted, num_accepted < num_draft_tokens)
         if self.model_rate < MIN_ACCEPTANCE_RATE:
@@ -176,9 +162,9 @@ class RequestStatistics:
 class StepTimeModel:
     """Predicts the duration of a decode step from its number of tokens.
 
-    A few more tokens hardly prolong a step that memory bandwidth limits; they prolong a step in proportion if
-    arithmetic limits it. So each size class (powers of two) has its own line, which weighted least squares fit to the
-    latest steps. Steps of other size classes have less weight.
+    If memory bandwidth limits a step, a few more tokens hardly prolong it. If arithmetic limits it, they prolong it in
+    proportion. So each size class (powers of two) has its own line, fitted to the latest steps by weighted least
+    squares. Steps of other size classes have less weight.
     """
 
     def __init__(self) -> None:
@@ -217,27 +203,30 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion to the
-        tokens. Return 0 while all steps have had the same size, so that drafts are tried and measured.
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion.
+
+        Return 0 while all steps have had the same size, so that drafts are tried and measured.
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
 
 
 class MeasuredGain:
-    """How much faster the latest steps gave tokens while drafts paid than without drafts, and a pause if too little.
+    """Measures how much faster requests get tokens with drafts, and pauses all drafts if the gain is too small.
 
-    While drafts pay, no step is formed ahead: each waits for the master, and the master may wait for cores, clients and
-    the interpreter. No model of costs predicts that, but the time between two replies includes it.
+    With drafts, no step is formed ahead: each waits for the master, which may wait for cores, clients and the
+    interpreter. A model of costs cannot predict this, but the time between two replies includes it.
     """
 
     def __init__(self) -> None:
         self._plain = StepTimeModel()
-        """Seconds between two replies by the number of tokens computed, without drafts."""
+        """Predicts the seconds between two replies without drafts."""
         self._plain_s = 0.0
-        """The latest of them."""
+        """Seconds between the latest two replies without drafts."""
         self._saved_s = self._spent_s = 0.0
-        """Decaying sums over steps while drafts paid: seconds that their tokens would take without drafts, and took."""
+        """Decaying sums over steps with drafts: `_saved_s`, the seconds that their tokens would take without drafts,
+        and `_spent_s`, the seconds that they took.
+        """
         self.prompt_share = 0.0
         """Share of the latest steps that computed prompts."""
         self._num_steps = self._resumes_at = 0
@@ -251,11 +240,11 @@ class MeasuredGain:
         """Record a step, and pause drafts if they save too little.
 
         Args:
-            num_tokens: Number of tokens computed besides drafts.
-            factor: Factor by which drafts raised the output of the step.
-            seconds: Seconds since the reply to the step before.
+            num_tokens: Number of tokens of the step without draft tokens.
+            factor: Output tokens of the step divided by those that it would have had without drafts.
+            seconds: Seconds since the previous reply.
             has_prompts: Whether the step computed prompts.
-            pays: Whether steps are not formed ahead, because drafts pay.
+            pays: Whether drafts are in use, so that no step is formed ahead.
         """
         self._num_steps += 1
         self.prompt_share += (has_prompts - self.prompt_share) / PROMPT_MEMORY
@@ -280,7 +269,7 @@ class MeasuredGain:
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over the steps of one size class, as of step `newest`."""
+    """Weighted sums over the steps of one size class. The weights are those at step number `newest`."""
 
     newest: int = 0
     weight: float = 0.0
