@@ -1,1 +1,1 @@
-"""The step loop of a replica, with the scheduler and the WorkAgent; recovery, audits and beam search."""
+"""The step loop of a replica around its scheduler and WorkAgent, with recovery, audits and beam search."""

@@ -25,7 +25,6 @@ class Adapter:
     name: str
     folder: Path
     fingerprint: str
-    """Hash of its files."""
     created: int = field(default_factory=lambda: int(time.time()), compare=False)
 
     @property
@@ -34,7 +33,7 @@ class Adapter:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the adapter's files are the same as when it was loaded. This reads all of them."""
+        """Read all files of the adapter. Return whether they are the same as when it was loaded."""
         try:
             return fingerprint(self.folder) == self.fingerprint
         except ModelError:
@@ -42,30 +41,28 @@ class Adapter:
 
 
 class AdapterRegistry:
-    """Adapters by name. The event loop changes it; other threads read it."""
+    """The loaded adapters. Only the event loop changes it; any thread may read it."""
 
     def __init__(self, config: ServingConfig, spec: ModelSpec) -> None:
-        """Read the adapters of the YAML. Raise ModelError if one cannot be served."""
+        """Read the adapters that the YAML names. Raise ModelError if one cannot be served."""
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
         self.folders: Mapping[int, str] = {}
-        """Number -> folder of each adapter that requests use or may use."""
+        """Adapter number -> folder, for each adapter that a request uses or may name."""
         self._removed: Mapping[int, Adapter] = {}
-        """Number -> adapter that no new request may name, but that unfinished requests use."""
+        """Adapter number -> adapter that new requests may not name. Unfinished requests may still use it."""
         self._files: dict[int, str] = {}
-        """Number -> fingerprint of each adapter loaded so far, because caches may still have its blocks."""
+        """Adapter number -> fingerprint, for each adapter loaded so far: caches may still hold its blocks."""
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
 
     def is_offered(self, number: int) -> bool:
-        """Return whether new requests may use the adapter with a number."""
+        """Return whether new requests may use the adapter with this number."""
         return any(each.number == number for each in self.by_name.values())
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Check an adapter completely, without adding it. Callable in any thread. Raise ModelError if it cannot be
-        served.
-        """
+        """Read and check all files of an adapter. Thread-safe. Raise ModelError if it cannot be served."""
         if not self.config.is_enabled:
             raise ModelError(
                 "`lora_config.lora_folder` or `lora_modules` must be given, so that the model has adapters"
@@ -77,7 +74,7 @@ class AdapterRegistry:
         return Adapter(name, folder, adapter.fingerprint)
 
     def add(self, adapter: Adapter) -> None:
-        """Offer an adapter to new requests. Raise ModelError if too many are loaded, or the name or number is taken."""
+        """Offer an adapter to new requests. Raise ModelError if too many are loaded, or its name or number is taken."""
         if len(self.by_name) >= self.config.max_adapters:
             most = self.config.max_adapters
             raise ModelError(f"at most {most} adapters can be loaded (lora_config.max_cpu_loras); unload one first")
@@ -90,14 +87,13 @@ class AdapterRegistry:
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
 
     def find_changed(self, number: int) -> list[Adapter]:
-        """Return the adapters with this number whose files were changed or removed. It reads all their files.
-        Thread-safe.
-        """
+        """Read the files of the adapters with this number. Return those that were changed or removed. Thread-safe."""
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter to new requests. Return it; None if no adapter has this name. A replica that joins
-        still gets it, because requests may migrate there, until `forget`.
+        """Stop offering an adapter to new requests. Return it; None: no adapter has this name.
+
+        Until `forget`, a replica that joins still loads the adapter, because its requests may migrate there.
         """
         adapter = self.by_name.get(name)
         if adapter is not None:
@@ -106,7 +102,7 @@ class AdapterRegistry:
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """Note that no unfinished request uses a removed adapter, or that it is offered again."""
+        """Drop a removed adapter, because no unfinished request uses it any more or because it is offered again."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
         self._offer(self.by_name)
 

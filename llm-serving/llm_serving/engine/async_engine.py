@@ -1,4 +1,4 @@
-"""The engine as the server uses it: submit a request, then read its output stream."""
+"""The engine as the server uses it: it accepts requests and returns a stream of outputs for each."""
 
 from __future__ import annotations
 
@@ -46,21 +46,19 @@ from llm_serving.text.structured_output import ConstraintCompiler, GrammarLimits
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 ID_BYTES: Final = 8
-"""Number of random bytes at the end of an engine's request id, so that no client can predict the id."""
+"""Random bytes at the end of a request id, so that no client can predict the ids of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A group of requests that passed admission control."""
+    """Proof that a group of requests passed admission control."""
 
     predicted_s: float | None = None
-    """Predicted seconds from arrival to the first token of the group's last request; None: too few measurements."""
+    """Predicted seconds from arrival to the first token of the group's last request; None: unknown."""
 
 
 class AsyncEngine:
-    """The engine of a server: checks requests and submits them to the engine threads. Only the event loop may call
-    it.
-    """
+    """Checks requests and submits them to the engine threads of all replicas. Only the event loop may call it."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class AsyncEngine:
         set_weights: Callable[[Path], None] | None = None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`set_weights`: sets the folder that WorkAgents load from now on; None: weights cannot be replaced."""
+        """`set_weights`: sets the folder from which WorkAgents load weights. None: weights cannot be replaced."""
         self.config = config
         self.adapters = AdapterRegistry(config, model_spec) if adapters is None else adapters
         self.model_spec = model_spec
@@ -85,11 +83,9 @@ class AsyncEngine:
         self.sampling_defaults: Mapping[str, Any] = (
             generation_defaults(path) if config.model.generation_config == "auto" else {}
         )
-        """Sampling parameters that the model recommends, for OpenAI requests. Other protocols use the defaults of
-        `SamplingParams`.
-        """
+        """Sampling parameters that the model recommends. They are the defaults of OpenAI requests only."""
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path, model_spec)
-        """How hidden states become embeddings; None: the model does not produce embeddings."""
+        """How hidden states become embeddings. None: the model does not produce embeddings."""
         self._num_input_ids = model_spec.vocab_size if path is None else model_spec.network.num_input_ids
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
         self.replicas, self.coalesced = dispatcher.replicas, dispatcher.coalesced
@@ -112,19 +108,19 @@ class AsyncEngine:
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
         self.failure: LLMServingError | None = None
-        """Error that prevents this process from serving, so that it must exit; None: no error."""
+        """Error because of which this process cannot serve and must exit; None: no error."""
         self.on_failure: Callable[[], None] = lambda: None
 
     def share_tenants(self, other: AsyncEngine) -> None:
-        """Count a tenant's requests of both models together for its `max_waiting` limit. Call this before `start`."""
+        """Apply the `max_waiting` limit of each tenant to both models together. Call this before `start`."""
         self._queue.share_tenants(other._queue)
 
     def start(self) -> None:
-        """Start loading every replica. `health` reports the progress."""
+        """Start to load every replica, and return. `health` reports the progress."""
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop all replicas. A replica that loads stops once it has loaded. Unfinished requests end with an error."""
+        """Stop all replicas. Unfinished requests end with an error. A replica that is loading stops after that."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -134,7 +130,7 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens of a request: prompt and output together. A small KV cache reduces the configured
+        """Maximum number of tokens of a request: prompt and output together. A small KV cache may reduce the configured
         number.
         """
         longest = self.config.model.max_generate_length
@@ -145,7 +141,7 @@ class AsyncEngine:
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
-        """Compute fingerprint of all replicas. Raise UnavailableError if no WorkAgent has loaded its model."""
+        """The same for all replicas. Raise UnavailableError if no WorkAgent has loaded its model."""
         living = self.replicas.living()
         if not living:
             raise UnavailableError(self.health().detail)
@@ -153,12 +149,12 @@ class AsyncEngine:
 
     @property
     def num_running(self) -> int:
-        """Number of requests that were scheduled and have not ended."""
+        """Number of unfinished requests that were scheduled at least once."""
         return self._queue.load().num_running
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that were never scheduled."""
+        """Number of unfinished requests that were never scheduled."""
         return self._queue.load().num_waiting
 
     def generate(
@@ -176,19 +172,18 @@ class AsyncEngine:
         admission: Admission | None = None,
         sharing: Sharing | None = None,
     ) -> RequestStream:
-        """Submit one request. Return its stream, which ends with the output that has a `finish_reason`.
+        """Submit a request. Return its stream, whose last output has a `finish_reason`.
 
         Args:
-            request_id: The client's id of the request. Other requests may have the same id.
-            fork_of: A request with the same prompt. The new request shares its replica and its prompt blocks.
-            wants_vector: Whether the last output must include the last hidden state of the prompt.
-            has_siblings: Whether other requests fork from this one, so that it must not migrate.
-            admission: Result of `check_capacity` for the request's group; the request is then not checked again.
+            request_id: The client's id of the request. Several requests may have the same id.
+            fork_of: A request with the same prompt. The new request uses its replica and shares its prompt blocks.
+            wants_vector: Whether the last output must include the hidden state of the last prompt token.
+            has_siblings: Whether other requests fork from this one. If so, it must not migrate.
+            admission: Result of `check_capacity` for a group that contains this request. None: check the request here.
             sharing: How identical requests share the answer; None: they do not.
 
         Raises:
-            RequestError: The request can never be served, for instance because it is too long, or its adapter was
-                unloaded.
+            RequestError: The request can never be served: for example, it is too long, or its adapter was unloaded.
             CapacityError: A queue limit is exceeded, or the first token would come too late.
             UnavailableError: No WorkAgent is ready.
         """
@@ -296,7 +291,7 @@ class AsyncEngine:
         return stream
 
     def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
-        """Return a stream of an answer that is computed, or was computed, for another request."""
+        """Return a stream of an answer that another request computes or has computed."""
         self.metrics.record_coalesced()
         self._requests.record_coalesced(client_id, shared.request_id)
         opened = self._requests.by_id.get(shared.request_id)
@@ -305,19 +300,19 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests against all admission limits. `prompt_lens`: number of prompt tokens of each
-        request.
+        """Check a group of requests against all admission limits. `prompt_lens`: prompt tokens of each request.
 
-        Each `num_each` consecutive requests share a prompt, which is computed once unless they form a static batch. The
-        result is valid for `generate` until the event loop runs another task. Raise the errors of `generate`.
+        Each `num_each` consecutive requests share a prompt. It is computed once, unless they form a static batch. Pass
+        the result to `generate` before the event loop runs another task. Raise the errors of `generate`.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
         return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
-        """Raise the errors of `check_capacity` if even prompts of the minimum lengths would exceed a limit. Called
-        before tokenization, when the exact lengths are unknown.
+        """Raise the errors of `check_capacity` if prompts of these minimum lengths would already exceed a limit.
+
+        Call this before tokenization, when the exact lengths are unknown.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
@@ -332,14 +327,14 @@ class AsyncEngine:
         return Admission(predicted_s)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
-        """Return the predicted seconds to the first token of a request that arrives now; None: too few measurements."""
+        """Predict the seconds to the first token of a request that arrives now. None: too few steps were measured."""
         request_class = class_of(priority, self.config.request_classes)
         route = self._router.route([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
         replica = self._router.load_of(route)
         return self._admission.predict_s([num_prompt_tokens], request_class, tenant, replica)
 
     def refused_since(self, time: float) -> list[RefusedRequests]:
-        """Return the requests that admission control refused since `time`, in seconds on the engine's clock."""
+        """Return the requests that admission control has refused since `time`, in seconds on the engine's clock."""
         return self._admission.refused_since(time)
 
     def _class_load(self, name: str) -> ClassLoad:
@@ -354,7 +349,6 @@ class AsyncEngine:
             return None
 
     def _follow(self, config: ServingConfig) -> None:
-        """Apply a reloaded configuration to future requests."""
         self.config = config
         self._dispatcher.reload(config)
         self.metrics.classes.reload(config.request_classes)

@@ -23,11 +23,11 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
-"""Maximum number of answers that wait until the engine is idle. If more wait, the oldest is dropped."""
+"""Maximum number of answers that wait for their audit. If more wait, the oldest is dropped."""
 MAX_BYTES: Final = 2**24
-"""Maximum bytes of the outputs of an answer that is audited. Up to `MAX_WAITING` answers stay in memory."""
+"""Maximum bytes of an answer that is audited. Up to `MAX_WAITING` answers are held in memory."""
 TENANT: Final = "(audits)"
-"""Tenant of the copies that audits run. No API key can have this name."""
+"""Tenant of the requests that audits add. No API key can have this name."""
 AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -44,7 +44,7 @@ class Answer:
         self.num_bytes += piece.num_bytes
 
     def fields(self) -> list[str]:
-        """Return the answer as a list of texts. Lists are equal if and only if the answers are bit-identical."""
+        """Return the answer as a list of texts. Two lists are equal exactly if the answers are bit-identical."""
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
         found = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
@@ -57,47 +57,44 @@ class Answer:
 
 
 class Auditor:
-    """Audits 1 in `every` requests (0: none). A copy of the request runs alone on an idle engine, and both answers must
-    be equal.
+    """Audits one of every `every` requests (0: none).
 
-    Answers are batch-invariant, so any difference is a bug of this server; `audit_mismatch_total` counts them. The copy
-    has its own cache salt, so that it reuses no cached blocks, and the lowest priority and its own tenant, so that it
-    delays no client.
+    A copy of the request runs alone on an idle engine, and both answers must be equal. Answers are batch-invariant, so
+    any difference is a bug of this server; `audit_mismatch_total` counts them. The copy has its own cache salt, so that
+    it reuses no cached blocks. It has the lowest priority and its own tenant, so that it delays no client.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
         self.watched: dict[str, Answer] = {}
-        """Id of a selected request -> its outputs so far."""
+        """Request id -> outputs so far, for each selected request."""
         self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
-        """Finished answers that have not been compared."""
+        """Finished answers that wait for their audit."""
         self.every = every
         self._metrics = metrics
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
         self._running: tuple[Answer, Answer] | None = None
-        """The client's answer, and the answer of its copy so far."""
+        """The client's answer, and the outputs so far of the copy that runs. None: no copy runs."""
 
     def start(self, request: Request) -> None:
-        """Record the outputs of a selected request."""
+        """Record the outputs of a request that was selected for an audit."""
         self.watched[request.request_id] = Answer(request)
 
     def watches(self, request_id: str) -> bool:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a request that migrates to another replica. Return its outputs so far if it was selected."""
+        """Stop recording a request that migrates to another replica. Return its outputs so far; None: not selected."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Continue to record a request that migrated from another replica. `answer`: its outputs so far; None: not
-        selected.
-        """
+        """Continue to record a migrated request. `answer`: its outputs so far; None: it is not selected."""
         if answer is not None:
             answer.request = request
             self.watched[request.request_id] = answer
 
     def record(self, pieces: list[RequestOutput]) -> None:
-        """Record the outputs that belong to selected requests."""
+        """Record those outputs that belong to selected requests."""
         for piece in pieces:
             answer = self.watched.get(piece.request_id)
             if answer is None:
@@ -109,7 +106,7 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start the next copy if one waits and none runs. Call it only while the engine has no requests."""
+        """Start the next audit, unless one runs or none waits. Call this only while the engine has no requests."""
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()
@@ -132,21 +129,20 @@ class Auditor:
         attach_sink(copy, self._context)
 
     def cancel_copy(self) -> None:
-        """Abort the running copy, if any, without a comparison."""
         if self._running is not None:
             sink = self._running[1].request.sink
             assert sink is not None
             sink.finish(FinishReason.ABORT)
 
     def forget_adapter(self, number: int) -> None:
-        """Audit no further answer of an adapter that is unloaded."""
+        """Drop the unfinished audits of an adapter that is unloaded."""
         kept = [each for each in self.waiting if each.request.adapter != number]
         self.waiting = deque(kept, MAX_WAITING)
         if self._running is not None and self._running[0].request.adapter == number:
             self.cancel_copy()
 
     def _add_copy_output(self, piece: RequestOutput) -> None:
-        """Record an output of the copy. After the last one, compare the answers."""
+        """Record an output of the copy. If it is the last one, compare the answers."""
         assert self._running is not None
         answer, copy = self._running
         copy.add(piece)

@@ -1,4 +1,4 @@
-"""Beam search: the arithmetic over log-probabilities, and the output sink that computes each beam as a request."""
+"""Beam search: which sequences continue, and the output sink that runs each beam as a request."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NO_TOKENS: Final = LikelyTokens((), ())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hypothesis:
-    """A sequence of generated tokens as a linked list: the latest token and the preceding sequence."""
+    """A sequence of generated tokens, as a linked list: its latest token and the sequence before it."""
 
     before: Hypothesis | None = None
     token_id: int = -1
     logprob: float = 0.0
     likely: LikelyTokens = NO_TOKENS
-    """The candidates from which the token was chosen."""
+    """The candidates for this token."""
     length: int = 0
     cumulative_logprob: float = 0.0
 
@@ -43,7 +43,7 @@ class Hypothesis:
         return Hypothesis(self, token_id, logprob, likely, self.length + 1, self.cumulative_logprob + logprob)
 
     def tokens(self) -> list[Hypothesis]:
-        """Return one element for each token, the oldest first."""
+        """Return one element for each token, in order."""
         newest_first = []
         each = self
         while each.before is not None:
@@ -61,29 +61,30 @@ class FinishedBeam(NamedTuple):
 class BeamSearch:
     """The beam search of one prompt.
 
-    Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token is
-    finished; the `width` most likely of the other continuations stay live. Ties prefer the earlier sequence, then the
-    more likely token. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`, where the
-    length counts generated tokens including the stop token. Live sequences finish at `max_tokens`.
+    Each step continues every live sequence by its `2 * width` most likely tokens. A sequence that continues with a stop
+    token is finished. The `width` most likely of the others stay live. Of equally likely ones, the one that continues
+    the earlier sequence is first. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`; the
+    length includes the stop token. Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
         self.live = [Hypothesis()]
-        """Live sequences, the most likely first; empty after the search has ended."""
+        """Live sequences, most likely first. Empty: the search has ended."""
         self._params = params
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._finished: list[FinishedBeam] = []
-        """The best `width` finished sequences, best first."""
+        """The best finished sequences, at most `width`, best first."""
 
     @property
     def has_ended(self) -> bool:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by one token. `choices`: for each sequence in `live`, at least `2 * width`
-        candidates, or the whole vocabulary. Return, for each sequence in the new `live`, the index of the old sequence
-        that it continues.
+        """Continue every live sequence by one token.
+
+        `choices`: for each sequence in `live`, its `2 * width` most likely tokens or more, or the whole vocabulary.
+        Return for each sequence of the new `live` the index of the old sequence that it continues.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -105,7 +106,7 @@ class BeamSearch:
         return [index for index, _ in surviving][: len(self.live)]
 
     def best(self) -> list[FinishedBeam]:
-        """Return the best finished sequences, which form the answer, best first."""
+        """Return the answer: the best finished sequences, best first."""
         return self._finished[: self._params.num_returned]
 
     def _finish(self, hypothesis: Hypothesis, reason: FinishReason) -> None:
@@ -114,13 +115,13 @@ class BeamSearch:
         del self._finished[self._params.width :]
 
     def _cannot_improve(self) -> bool:
-        """Return whether no continuation of a live sequence can rank among the finished ones."""
+        """Return whether no live sequence can ever rank among the best finished ones."""
         if not self.live or len(self._finished) < self._params.width:
             return False
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
 
     def _best_attainable(self) -> float:
-        """Return the highest score of a live sequence if all its further tokens had probability 1."""
+        """Return the highest score that a live sequence could reach, if all further tokens had probability 1."""
         most_likely = self.live[0]
         # The score is monotonic in the length, so its maximum is at the shortest or the longest length.
         lengths = (most_likely.length + 1, self._max_tokens)
@@ -131,11 +132,11 @@ class BeamSearch:
 
 
 class BeamSearchSink:
-    """The output sink of a client's request with `BeamSearchParams`. The scheduler computes one request for each beam.
+    """Output sink of a client's request that searches beams. The scheduler computes one request for each beam.
 
-    A beam is paused after its token until the tokens of all beams have arrived. Then the search decides: the first
-    continuation of a beam stays in its request, further ones become forks that share its blocks, and a beam without
-    continuation finishes.
+    A beam pauses after each token until the tokens of all beams have arrived. Then the search decides. The first
+    continuation of a beam stays in its request. Further continuations become forks, which share its blocks. A beam
+    without continuation finishes.
     """
 
     def __init__(self, request: Request, context: SinkContext) -> None:
@@ -145,9 +146,9 @@ class BeamSearchSink:
         self._params = request.beam_search
         self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
         self._beams: list[Request] = []
-        """The requests of the live sequences of the search, in the same order."""
+        """The requests of the live sequences, in the order of `BeamSearch.live`."""
         self._candidates: dict[str, LikelyTokens] = {}
-        """Beam id -> candidates that arrived for the current step."""
+        """Request id of a beam -> its candidates for the current step, if they have arrived."""
         self._num_forks = 0
 
     @property
@@ -159,7 +160,7 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam. After the last beam, advance the search and emit an output."""
+        """Record the candidates of one beam. After those of the last beam, advance the search and emit an output."""
         if self.request.is_finished:  # by another beam of this step
             return
         (sample,) = samples  # beams have no draft tokens
@@ -176,7 +177,7 @@ class BeamSearchSink:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Do nothing, because a beam search reports no prompt results."""
+        """Do nothing: a beam search reports no prompt results."""
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if not self.request.is_finished:
@@ -224,7 +225,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Add a beam to the group. `parent`: the request that has computed all tokens of the beam except the latest."""
+        """Create the request of a beam. `parent`: the request that has computed all its tokens except the latest."""
         root = self.request
         beam = Request(
             request_id=f"{root.request_id}/{self._num_forks}",
@@ -251,7 +252,7 @@ class BeamSearchSink:
         return beam
 
     def _copy_start(self, beam: Request) -> None:
-        """Copy the start time and the prefix cache hits of the first beam to the client's request."""
+        """Copy the first beam's start time and number of cached tokens to the client's request."""
         if self.request.first_scheduled_time is None:
             self.request.first_scheduled_time = beam.first_scheduled_time
             self.request.num_cached_tokens = beam.num_cached_tokens

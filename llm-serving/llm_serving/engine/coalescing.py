@@ -1,4 +1,4 @@
-"""Request coalescing: the answer to identical requests is computed once and sent to all clients that sent them."""
+"""Request coalescing: the answer to identical requests is computed once and sent to all their clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.engine.request_stream import RequestStream
 
 PIECE_BYTES: Final = 320
-"""Estimated bytes of an output, without its text and log-probabilities."""
+"""Estimated bytes of an output without text and log-probabilities."""
 TOKEN_BYTES: Final = 160
 """Estimated bytes of a token's log-probability. Each alternative token takes half as much."""
 
@@ -24,13 +24,11 @@ class Sharing(NamedTuple):
     """How the answer to a request may be shared with identical requests."""
 
     key: bytes
-    """Key of the answer. Identical requests of the same tenant, class and cache salt have the same key and may share
-    it.
-    """
+    """Key of the answer: equal for identical requests of the same tenant, class and cache salt."""
     keeps: bool = False
-    """Whether the finished answer is kept for later requests."""
+    """Whether later requests may get the answer after it has finished."""
     grace_s: float = 0.0
-    """Seconds for which the computation continues after the last reader has closed its stream."""
+    """Seconds for which the computation continues after the last stream of the answer was closed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,9 +38,8 @@ class _Reader:
     http_timings: HttpTimings | None
     began: float
     deadline: float | None
-    """Time at which the reader's stream ends with a timeout; None: no deadline."""
     timer: asyncio.TimerHandle | None = None
-    """Ends the stream at the deadline, while the computation may continue for other readers."""
+    """Ends the reader's stream at its deadline. The computation may continue for other readers."""
 
     def cancel_timer(self) -> None:
         if self.timer is not None:
@@ -52,9 +49,13 @@ class _Reader:
 class CoalescedResponse:
     """The outputs of one answer so far, for current and later readers.
 
-    The computation ends at the latest deadline of all readers; the stream of each reader ends at the reader's own
-    deadline. `request_id`: id of the engine's request that computes the answer. `abort` aborts this request, and
-    `extend_deadline` gives it a later deadline or none. `grew` is called with the bytes of each new output.
+    The stream of each reader ends at the reader's deadline, and the computation at the latest of these deadlines.
+
+    Args:
+        request_id: Id of the engine's request that computes the answer.
+        abort: Aborts this request.
+        extend_deadline: Sets a later deadline of this request, or none.
+        grew: Called with the bytes of each new output.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class CoalescedResponse:
         self._abort = abort
         self._extend_deadline = extend_deadline
         self._deadline: float | None = None
-        """Time at which the engine ends the computation; None: no deadline."""
+        """Time at which the engine ends the computation; None: never."""
         self._grew = grew
         self._clock = clock
         self._grace_s = sharing.grace_s
@@ -94,12 +95,12 @@ class CoalescedResponse:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the deadline has passed, so that a new reader could not extend it in time."""
+        """Whether the deadline has passed. A new reader can then no longer extend it."""
         return self._deadline is not None and self._clock() >= self._deadline
 
     @property
     def is_answer(self) -> bool:
-        """Whether an identical request can get this answer: it has not failed and was not aborted."""
+        """Whether other requests may get this answer: it has not failed and was not aborted."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
 
     def read(
@@ -109,14 +110,13 @@ class CoalescedResponse:
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:
-        """Return a stream of all outputs, starting with the first. When the last stream is closed, the computation
-        ends.
+        """Return a stream of all outputs from the first on. The computation ends when the last stream is closed.
 
         Args:
             client_id: The id by which the client may cancel its request.
             http_timings: Receives the time of the first token.
             predicted_s: Predicted seconds to the first token.
-            deadline: Time on the engine's clock. The first reader's deadline also becomes that of the engine's request.
+            deadline: Time on the engine's clock at which this stream ends; None: no deadline.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -155,9 +155,7 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of the readers with one of these ids. If the answer has no other readers, do nothing and
-        return False.
-        """
+        """End the streams of readers with one of these ids. If all readers have them, do nothing and return False."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
@@ -166,7 +164,7 @@ class CoalescedResponse:
         return True
 
     def drop(self) -> None:
-        """Stop keeping outputs for later readers. Current readers still get the rest of the answer."""
+        """Keep no outputs for later readers. Current readers still get the whole answer."""
         self._pieces = None
 
     def _send(self, reader: _Reader, piece: RequestOutput) -> None:
@@ -176,7 +174,7 @@ class CoalescedResponse:
         reader.stream.put(piece)
 
     def _apply_deadlines(self) -> None:
-        """Extend the engine's deadline to the latest deadline of all readers, and start a timer for each reader."""
+        """Set the engine's deadline to the latest deadline of all readers, and start a timer for each reader."""
         for number, reader in self._readers.items():
             if reader.deadline is not None and reader.timer is None:
                 left_s = max(0.0, reader.deadline - self._clock())
@@ -226,12 +224,11 @@ class CoalescedResponse:
 
 
 class CoalescedResponses:
-    """The coalesced responses of a server by key. Each is being computed, or kept for `kept_s` seconds. For the event
-    loop only.
+    """The coalesced responses of a server. Only the event loop may use it.
 
-    If they exceed `max_bytes` (0: nothing is shared), kept answers are removed first, the oldest first, then the
-    largest answers that are being computed. Current readers of a removed answer get the rest of it; later requests are
-    computed again.
+    A response is here while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
+    together exceed `max_bytes` (0: nothing is shared), finished answers are removed first, oldest first, then the
+    largest unfinished ones. Current readers of a removed answer get the rest of it.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
@@ -241,7 +238,7 @@ class CoalescedResponses:
         self._num_bytes = 0
         self._in_flight: dict[bytes, CoalescedResponse] = {}
         self._kept: dict[bytes, CoalescedResponse] = {}
-        """Key -> kept answer, in the order in which the answers ended."""
+        """Key -> finished answer, in the order in which they finished."""
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._kept)
@@ -259,7 +256,7 @@ class CoalescedResponses:
         return sum(answer.num_readers for answer in self._in_flight.values())
 
     def find(self, key: bytes) -> CoalescedResponse | None:
-        """Return the answer for requests with this key; None if there is none."""
+        """Return the answer with this key; None: there is none."""
         self._expire()
         found = self._in_flight.get(key)
         if found is not None and found.is_expired:
@@ -268,13 +265,13 @@ class CoalescedResponses:
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether `keys` is not empty and each key has an answer."""
+        """Return whether each of `keys`, of which there is at least one, has an answer."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(
         self, sharing: Sharing, request_id: str, abort: Callable[[str], None], extend_deadline: ExtendDeadline
     ) -> CoalescedResponse:
-        """Add an answer that an engine request computes. Arguments as in `CoalescedResponse`."""
+        """Add an answer that an engine request starts to compute. The arguments are those of `CoalescedResponse`."""
         answer = CoalescedResponse(sharing, request_id, abort, extend_deadline, self._grew, self._clock)
         if (before := self.find(sharing.key)) is not None:
             self.forget(before)
@@ -282,7 +279,7 @@ class CoalescedResponses:
         return answer
 
     def forget(self, answer: CoalescedResponse) -> None:
-        """Stop sharing this answer with further readers."""
+        """Give this answer to no further readers."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]
@@ -290,7 +287,7 @@ class CoalescedResponses:
         answer.drop()
 
     def clear(self) -> None:
-        """Stop sharing all answers, because the model has changed."""
+        """Give no answer to further readers, because the model has changed."""
         for answer in [*self._in_flight.values(), *self._kept.values()]:
             self.forget(answer)
 

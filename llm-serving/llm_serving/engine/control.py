@@ -1,4 +1,4 @@
-"""Operations on open requests by id (cancel, change priority) and on replicas (drain, join)."""
+"""Operations on open requests (cancel, change priority), on replicas (drain, join) and on adapters."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from llm_serving.observability.event_log import client_ids
 logger = get_logger(__name__)
 
 DROP_DELAY_S: Final = 0.1
-"""Interval in seconds at which `drop_adapter` checks whether the last request of the adapter has ended."""
+"""Seconds between two checks of `drop_adapter` whether the adapter's last request has ended."""
 
 
 class ReplicaRow(NamedTuple):
-    """State of a replica as shown to an operator."""
+    """State of a replica, for an operator."""
 
     replica: int
     state: ReplicaState
     num_unfinished: int
     machine: str = ""
-    """Address of the machine on which the WorkAgent runs or ran; empty: the master's own."""
+    """Address of the WorkAgent's machine; empty: the master's machine."""
 
 
 class Control:
-    """Operations on open requests and replicas. Only the event loop may call them.
+    """Operations on open requests, replicas and adapters. Only the event loop may call them.
 
-    `tenant` restricts an operation to the requests of a tenant; None allows all tenants. `request_id` is the client's
-    id of a request, or the id of a response.
+    `request_id` is the client's id of a request, or the id of a response. `tenant` limits an operation to the requests
+    of a tenant; None: all tenants.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:
@@ -51,18 +51,16 @@ class Control:
         self._lookup = lookup
         self._dispatcher = dispatcher
         self._checks: set[asyncio.Task[None]] = set()
-        """Running checks of adapters' files."""
+        """Checks of adapter files that are in progress."""
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
 
     def add_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> None:
-        """Offer an adapter to new requests. Raise ModelError if there are too many."""
+        """Load an adapter into all WorkAgents, and offer it to new requests. Raise ModelError if there are too many."""
         registry.add(adapter)
         self._tell(adapter.number, str(adapter.folder))
 
     def drop_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> int:
-        """Free the memory of a removed adapter after its last request has ended. Return how many of its requests are
-        unfinished.
-        """
+        """Unload a removed adapter once its last request has ended. Return the number of its unfinished requests."""
         unfinished = self._num_of_adapter(adapter.number)
         if registry.is_offered(adapter.number):  # the same files, under another name
             registry.forget(adapter)
@@ -74,8 +72,8 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Unload the adapters with a number if their files were changed or removed, because a WorkAgent that restarts
-        cannot read them. Return before that is known.
+        """Start to check the files of the adapters with this number, and return. If files were changed or removed, the
+        adapter is unloaded, because a WorkAgent that restarts could not read them.
         """
 
         async def check() -> None:
@@ -97,10 +95,10 @@ class Control:
                 engine.set_adapter(number, folder)
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
-        """Cancel the requests with this id. Return the engine's ids of those that had not ended.
+        """Cancel the requests with this id. Return the engine's ids of those that were unfinished.
 
-        Each request gets its final output, with finish reason `abort`, before the engine's next step. If other clients
-        share the answer, it ends only for this client. Raise RequestNotFoundError if the tenant has no such request.
+        Each of them gets its final output, with finish reason `abort`, before the next step. If other clients share the
+        answer, only this client's stream ends. Raise RequestNotFoundError if the tenant has no such request.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:
@@ -111,13 +109,13 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of the requests with this id. Return engine id -> whether the request has the priority
-        now, for each unfinished request.
+        """Change the priority of the requests with this id. Return engine id -> whether the priority is in effect now,
+        for each unfinished request.
 
         Raises:
             RequestError: The priority is out of range.
             RequestNotFoundError: The tenant has no such request.
-            UnavailableError: A WorkAgent is restarting, and the engine did not answer in time.
+            UnavailableError: The engine did not answer in time, because its WorkAgent is restarting.
         """
         check_priority(priority)
         done: dict[str, bool] = {}
@@ -130,7 +128,7 @@ class Control:
         return done
 
     async def _set_priorities(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
-        """Change priorities in the engines. A migrating request gets its priority when it arrives."""
+        """Change priorities in the engines. For a migrating request, store the priority until it arrives."""
         request_class = class_of(priority, self._config.request_classes)
         in_transfer = [each for each in requests if each.is_in_transfer]
         for each in in_transfer:
@@ -166,30 +164,24 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no further requests to a replica, and stop it once it has no requests. Raise RequestError if no other
-        replica serves.
-        """
+        """Route no further requests to a replica, then stop it. Raise RequestError if no other replica serves."""
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again. If it has stopped, load it first. Raise RequestError if it does
-        not exist.
+        """Route requests to a drained replica again, which may have to load. Raise RequestError if
+        it does not exist.
         """
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
-        """Return whether an open request has migrated, so that `record`, the object of its former engine, is
-        outdated.
-        """
+        """Return whether a request has migrated since `record`, its object in the former engine, was read."""
         has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 
     def _update_queue(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
-        """Count a request under its new class in admission control. `answer`: completes when the scheduler has changed
-        the priority.
-        """
+        """Move a request to its new class in admission control, once the scheduler's `answer` is True."""
         if not answer.cancelled() and answer.exception() is None and answer.result():
             self._queue.change_class(_id_of(opened), request_class)
 

@@ -1,4 +1,4 @@
-"""Deadlines of requests. Requests that exceed their deadline or cannot meet it are ended."""
+"""Deadlines of requests: ends the requests that exceed their deadline or cannot meet it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,30 @@ from llm_serving.engine.sinks import finish
 from llm_serving.scheduler import Scheduler
 
 MIN_CLEANUP_SIZE: Final = 64
-"""Heaps with fewer entries than this keep their stale entries."""
+"""Minimum number of entries of a heap from which outdated entries are removed."""
 CHECK_INTERVAL_S: Final = 0.1
-"""Seconds between two searches for waiting requests that cannot meet their deadlines."""
+"""Seconds between two searches for waiting requests that cannot meet their deadline."""
 MAX_CHECKED: Final = 16
-"""Maximum number of requests in one such search: those with the earliest deadlines."""
+"""Maximum number of requests that one such search checks: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
-"""(deadline, request id, number, request). The number is unique, which request ids are not: a request that migrates
-back becomes a new object.
+"""(deadline, request id, number of the entry, request). Request ids alone are not unique: a request that migrates back
+becomes a new object.
 """
 
 
 class Deadlines:
-    """The deadlines of the requests of one engine. A heap entry is stale once its request has ended or has another
-    deadline.
-    """
+    """The deadlines of one engine's requests. Heap entries of ended requests and earlier deadlines are outdated."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.heap: list[_Entry] = []
-        """Heap of the deadlines; empty if no request has one."""
         self._scheduler = scheduler
         self._numbers = itertools.count()
         self._cleanup_size = MIN_CLEANUP_SIZE
         self._next_check = 0.0
 
     def add(self, request: Request) -> None:
-        """Add the deadline of a request, which must have one. It replaces an earlier deadline of the request."""
+        """Add or replace the deadline of a request."""
         assert request.deadline is not None
         heapq.heappush(self.heap, (request.deadline, request.request_id, next(self._numbers), request))
         if len(self.heap) > self._cleanup_size:
@@ -48,7 +45,7 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """The earliest deadline of an unfinished request; None if there is none."""
+        """The earliest deadline of an unfinished request; None: no request has one."""
         while self.heap and not _is_current(self.heap[0]):
             heapq.heappop(self.heap)
         return self.heap[0][0] if self.heap else None
@@ -60,19 +57,17 @@ class Deadlines:
         return expired
 
     def unscheduled(self, count: int) -> list[Request]:
-        """Return up to `count` requests that were never scheduled, those with the earliest deadlines."""
+        """Return up to `count` requests that no step has computed, earliest deadline first."""
         entries = (each for each in self.heap if each[3].first_scheduled_time is None and _is_current(each))
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
     def is_due(self, now: float) -> bool:
-        """Return whether it is time to call `end_expired`."""
+        """Return whether `end_expired` must be called at the time `now`."""
         deadline = self.next
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """End requests that exceed or cannot meet their deadline. `step_began`: time at which the oldest step in flight
-        began.
-        """
+        """End requests that exceed or cannot meet their deadline. `step_began`: start of the oldest step in flight."""
         for request in self.pop_expired(now):
             finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
         if now >= self._next_check:
@@ -80,8 +75,9 @@ class Deadlines:
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """End requests whose first token would miss the deadline even if they were the next of their class. If no
-        request runs, end none: the next one then starts at once, and its step updates the predictor's measurements.
+        """End the waiting requests that would miss their deadline even if they were next in their class.
+
+        If no request runs, end none: the next one then starts at once, and its step updates the predictor.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
@@ -108,7 +104,7 @@ class Deadlines:
 
 
 def timeout_of(request: Request) -> float:
-    """Return the seconds from the arrival of a request's HTTP headers to its deadline."""
+    """Return the seconds from the arrival of the request's HTTP headers to its deadline."""
     assert request.deadline is not None
     began = request.arrival_time if request.http_timings is None else request.http_timings.received_time
     return request.deadline - began
@@ -120,9 +116,7 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _first_to_compute(request: Request) -> Request | None:
-    """Return the first request that the scheduler computes for this client's request; None if any has been
-    scheduled.
-    """
+    """Return the request that the scheduler computes first for a client's request; None: it has begun."""
     if request.sink is None:
         return None
     computed = request.sink.active_requests

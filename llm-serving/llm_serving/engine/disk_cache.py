@@ -1,7 +1,7 @@
-"""The engine's part of the disk cache: it reads the prefixes of arriving requests, and stores computed prompts.
+"""The engine's part of the disk cache: reads the prefixes of arriving requests, and stores computed prompts.
 
-A request whose prompt fills a block waits here, before the scheduler knows it and without a slot, until the WorkAgent
-has read the blocks that are on disk but not in the KV cache. Blocks that are not read within `WAIT_S` are computed. If
+A request whose prompt fills a block waits here, without a slot and unknown to the scheduler, until the WorkAgent has
+read those blocks that are on disk and not in the KV cache. Blocks that are not read within `WAIT_S` are computed. If
 the WorkAgent does not reply for `LATE_S`, all blocks are computed. The blocks that were read are part of the request
 (`Request.disk_prefix`), so a recording contains them.
 """
@@ -38,15 +38,15 @@ from llm_serving.transport.messages import AgentMessage, BlocksLoaded, BlocksSto
 logger = get_logger(__name__)
 
 WAIT_S: Final = 10.0
-"""Seconds after which no further blocks are read for a request."""
+"""Maximum seconds that a request waits for blocks from disk."""
 LATE_S: Final = 5.0
 """Maximum seconds that requests wait for the reply to one message."""
 READ_BYTES: Final = 2**24
-"""Bytes of the blocks that one message reads."""
+"""Bytes of blocks that the WorkAgent reads for one message."""
 STORED_BYTES: Final = 2**20
-"""Maximum bytes of the blocks that one message stores. It is small because a read may have to wait for a store."""
+"""Maximum bytes of blocks that one message stores. It is small, because a read may have to wait for a store."""
 READ, STORE, END = range(3)
-"""Kinds of messages to the WorkAgent. Messages of a lower kind are sent first."""
+"""Kinds of messages to the WorkAgent. Messages with a lower number are sent first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,15 +58,15 @@ class _Lookup:
     """Adds the request to the scheduler."""
     hashes: list[bytes]
     table: BlockTable
-    """Transfer pool blocks to read into. The first is for the first prompt block that is not in the KV cache."""
+    """Blocks of the transfer pool that receive the data. The first one is for the first prompt block that is not in the
+    KV cache.
+    """
     key: str
-    """Key of `table` in the transfer pool."""
     link: BlockLink
     deadline: float
-    """Time after which no further blocks are read."""
     is_waiting: bool = True
     followers: list[_Lookup] = field(default_factory=list)
-    """Requests that wait for this one, because it reads a prefix that they share."""
+    """Requests that wait for this one because it reads a prefix of theirs."""
 
 
 class DiskPrefixSink(SequenceSink):
@@ -103,8 +103,8 @@ class DiskPrefixSink(SequenceSink):
 class DiskCache(StepObserver):
     """Reads and stores blocks through the WorkAgent, the only process that opens the files.
 
-    Only the engine's thread may call it; a separate thread waits for the replies. If the WorkAgent restarts, waiting
-    requests are added without blocks from the disk.
+    Only the engine's thread may call it; a thread of its own waits for the replies. If the WorkAgent restarts, waiting
+    requests enter the scheduler without blocks from disk.
     """
 
     def __init__(
@@ -116,8 +116,10 @@ class DiskCache(StepObserver):
         post: Callable[[Callable[[], None]], None],
         on_added: Callable[[Request], None],
     ) -> None:
-        """`reads`: transfer pool blocks to read into. `post`: calls a function in the engine's thread; may raise
-        WorkerDiedError. `on_added`: called after the scheduler got a request.
+        """Args:
+        reads: Blocks of the transfer pool that receive data from disk.
+        post: Calls a function in the engine's thread. It may raise WorkerDiedError.
+        on_added: Called with each request that enters the scheduler.
         """
         assert scheduler.blocks.disk is not None
         self._scheduler = scheduler
@@ -128,13 +130,11 @@ class DiskCache(StepObserver):
         self._post = post
         self.on_added = on_added
         self._lookups: dict[str, _Lookup] = {}
-        """Request id -> waiting request."""
         self._reading: dict[bytes, _Lookup] = {}
-        """Block hash -> request for which the block is being read."""
         self._storing: set[bytes] = set()
         """Hashes of exported blocks that the WorkAgent has not written yet."""
         self._released: deque[list[TransferBlock]] = deque()
-        """For each step in flight: the transfer pool blocks that can be reused after it."""
+        """For each step in flight: blocks of the transfer pool that are free after it."""
         self._is_late = False
         self._numbers = itertools.count()
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
@@ -142,9 +142,10 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink. The request then waits for the disk before it is added, unless it is a beam
-        search or uses an adapter. Blocks of adapters are not stored on disk: the adapter's number has only 31 bits, too
-        few to identify the adapter as long as the files exist.
+        """Give a request its output sink, which makes it wait for the disk before it enters the scheduler.
+
+        Beam searches do not wait. Neither do requests with adapters, whose blocks are never on disk: 31 bits of an
+        adapter's number are too few to identify it for as long as the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
@@ -157,10 +158,10 @@ class DiskCache(StepObserver):
         return len(self._lookups)
 
     def find(self, request: Request, add: Callable[[], None]) -> None:
-        """Call `add` after the blocks of a request's prompt on the disk have been read.
+        """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        If the next block of the prompt is already being read for another request, this request is added after the
-        other. A fork is added after its parent.
+        If another request is reading the next block, this request is added after that one. A fork is added after its
+        parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -191,7 +192,7 @@ class DiskCache(StepObserver):
         self._start(READ, partial(self._read, lookup))
 
     def cancel(self, request: Request) -> None:
-        """Forget a request that has finished before it was added to the scheduler."""
+        """Forget a request that has finished before it entered the scheduler."""
         lookup = self._lookups.pop(request.request_id, None)
         if lookup is not None:
             lookup.is_waiting = False
@@ -323,9 +324,7 @@ class DiskCache(StepObserver):
             self._add(follower)
 
     def _on_late(self) -> None:
-        """Add all waiting requests without blocks from the disk. New requests do not wait until the WorkAgent
-        replies.
-        """
+        """Add all waiting requests without blocks from disk. Until the WorkAgent replies, new requests do not wait."""
         if not self._is_late:
             self._is_late = True
             logger.warning(

@@ -36,21 +36,21 @@ BuildStep = Callable[[Schedule, int], StepInput]
 IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
-"""Step duration, in seconds, up to which the engine schedules the next step at once. Scheduling shorter steps late
-would risk that the WorkAgent waits.
+"""Step duration, in seconds, up to which the next step is formed at once. If a shorter step were formed late, the
+WorkAgent might have to wait for it.
 """
 
 
 class Engine(EngineRequests):
     """Runs the steps of a replica: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
 
-    If the executor allows it, the next step is scheduled while the WorkAgent computes the current one. Observers
-    (`StepObserver`) get every step; listeners (`EngineListener`) get the events that concern the owner of the replica.
+    If the executor allows it, the next step is formed while the WorkAgent computes the current one. Observers
+    (`StepObserver`) see every step; listeners (`EngineListener`) get the events that concern the owner of the replica.
 
     Args (for the others see `EngineRequests`):
         restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
-        notice: Warning about the WorkAgent for the operator; usually empty.
-        disk_reads: Transfer pool blocks to read into from disk; None: there is no disk cache.
+        notice: Warning about the WorkAgent for the operator, or empty.
+        disk_reads: Blocks of the transfer pool that receive data from disk; None: no disk cache.
         build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
@@ -90,7 +90,7 @@ class Engine(EngineRequests):
         self._build_step: BuildStep = self._builder.build if build_step is None else build_step
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._in_flight: deque[Schedule] = deque()
-        """Submitted steps without a reply, the oldest first."""
+        """Steps without a reply, oldest first."""
         self._step_metrics = MetricsObserver(metrics, scheduler, index)
         observers: list[StepObserver] = [] if self.migration is None else [self.migration]
         observers += [self._fairness, self._reports, self._step_metrics]
@@ -105,7 +105,7 @@ class Engine(EngineRequests):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run steps until the engine is stopped or the WorkAgent is lost. Then all requests have their final output."""
+        """Run steps until the engine is stopped or the WorkAgent is lost. Then end all requests."""
         reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
             while not self._stopping:
@@ -125,7 +125,9 @@ class Engine(EngineRequests):
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step as late as possible, then collect the oldest. Return False if there was no work."""
+        """Submit the next step, then collect the oldest one if enough are in flight. Return False
+        if there was no work.
+        """
         try:
             self._executor.await_ending()
             self._drain_inbox()
@@ -213,11 +215,11 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the tokens that constraints allow in the oldest step in flight, once all earlier replies are known."""
+        """Send the tokens that constraints allow in the oldest step in flight. All earlier replies must be known."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:
-        """Drop the KV cache and requeue the running requests. While steps are in flight, do nothing: return False."""
+        """Drop the KV cache and requeue the running requests. While a step is in flight, only return False."""
         if self._in_flight:
             return False
         self.scheduler.reset_cache()
@@ -236,7 +238,7 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether the next step is formed shortly before the current one ends, so that it has the latest requests."""
+        """Whether the next step is formed only shortly before the current one ends, to include the latest requests."""
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     @property
@@ -244,8 +246,10 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether throughput is higher if no step is scheduled ahead, so that the WorkAgent waits meanwhile. A
-        step scheduled ahead has no drafts, and no request that needs the reply to its latest token.
+        """Return whether steps without forming ahead give a higher throughput, although the WorkAgent waits between
+        them.
+
+        A step that is formed ahead contains no drafts, and no request that needs its latest token.
         """
         if self._max_steps_in_flight == 1:
             return True
@@ -263,11 +267,11 @@ class Engine(EngineRequests):
 
     @property
     def restarting(self) -> str | None:
-        """Reason why the WorkAgent is restarting; None if it is not."""
+        """Reason why the WorkAgent is restarting; None: it is not."""
         return self._recovery.restarting
 
     def _recover(self, error: LLMServingError) -> None:
-        """Continue after a step failed or the WorkAgent exited. End only the requests that reproduce the failure."""
+        """Continue after a step failed or the WorkAgent exited. End only the requests that cause the failure."""
         now = self._clock()
         lost, self._in_flight = list(self._in_flight), deque()
         for observer in self._observers["on_failed"]:
@@ -280,7 +284,7 @@ class Engine(EngineRequests):
             finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
-        """Handle messages, and end all requests if the WorkAgent has been lost longer than `restart_wait_s`."""
+        """Handle messages. End all requests if the WorkAgent has been lost for more than `restart_wait_s`."""
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:
@@ -291,7 +295,7 @@ class Engine(EngineRequests):
             listener.on_restart_attempt()
 
     def _on_bisection_step(self) -> None:
-        """Handle messages and deadlines between the steps of a bisection."""
+        """Handle messages and deadlines between two steps of the search for the cause of a failure."""
         self._drain_inbox()
         self._publish()
 

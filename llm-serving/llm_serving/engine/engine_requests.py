@@ -1,4 +1,4 @@
-"""The requests of one engine: messages from other threads, and operations that run in the engine's thread."""
+"""The requests of one engine: calls from other threads, and operations in the engine's thread."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ AttachSink = Callable[[Request, SinkContext], None]
 class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
-    Any thread may call the methods of the first group, which post a message that the engine's thread handles between
-    two steps. Only the engine's thread may call those of the second group. `audit_every`: one request of this many is
-    audited (0: none). `attach_sink`: gives a client's request its output sink, and queues the requests to compute
-    first.
+    Any thread may call the methods of the first group; they post a message, which the engine's thread handles between
+    two steps. Only the engine's thread may call the second group.
+
+    Args:
+        audit_every: One of this many requests is audited (0: none).
+        attach_sink: Gives a client's request its output sink, and queues the requests to compute first.
     """
 
     disk_cache: DiskCache | None = None
     is_frozen = False
-    """Whether no further step is scheduled; requests keep their state, and their deadlines apply."""
+    """While True, no step is scheduled. Requests keep their state, but their deadlines apply."""
 
     def __init__(
         self,
@@ -86,9 +88,9 @@ class EngineRequests:
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
-        """Predicts the TTFT. Admission control reads it from other threads."""
+        """Admission control reads it from other threads."""
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
-        """Accounting across replicas; None: there is only one replica."""
+        """Accounting of tenants and classes across replicas; None: this is the only replica."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
         self._deadlines = Deadlines(scheduler)
         self._publish_outputs = publish
@@ -97,7 +99,7 @@ class EngineRequests:
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
-        """Passes requests to other replicas and continues theirs; None: requests do not migrate."""
+        """Passes requests to other replicas and accepts theirs; None: requests do not migrate."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
                 scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners
@@ -106,13 +108,11 @@ class EngineRequests:
     # --- from any thread --------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: EngineListener) -> None:
-        """Report events to this listener too. Call it before the engine serves."""
+        """Report events to another listener too. Call this before the engine serves."""
         self._listeners.append(listener)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that passed admission control. Raise WorkerDiedError if the engine has ended or is
-        stopping.
-        """
+        """Queue a request that passed admission control. Raise WorkerDiedError if the engine ends or has ended."""
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
         self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
@@ -123,7 +123,7 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter from `folder` into the WorkAgent; if `folder` is empty, unload it. Thread-safe. Raise
+        """Load an adapter from `folder` into the WorkAgent, or unload it if `folder` is empty. Thread-safe. Raise
         WorkerDiedError if the engine has ended.
         """
 
@@ -135,7 +135,7 @@ class EngineRequests:
         self._inbox.post(change)
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step. A finished request does not change."""
+        """End a request before the next step. Do nothing if it has finished."""
 
         def end() -> None:
             request = self._processor.find(request_id)
@@ -146,20 +146,18 @@ class EngineRequests:
             self._inbox.post(end)
 
     def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
-        """Continue a request that migrated from another replica, or end it if it was cancelled. Raise the errors of
-        `submit`.
-        """
+        """Continue a migrated request, or end it if it was cancelled. Raise the errors of `submit`."""
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Free exported blocks that the importing replicas have copied."""
+        """Free exported blocks after other replicas have copied them."""
         with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread between two steps, and return a future of its result. Raise
+        """Call a function in the engine's thread between two steps. Return a future of its result. Raise
         WorkerDiedError if the engine has ended.
         """
         answer: Future[T] = Future()
@@ -175,7 +173,7 @@ class EngineRequests:
         return answer
 
     def wake(self) -> None:
-        """Wake the engine's thread, so that it applies what other replicas have changed."""
+        """Wake the engine's thread, so that it applies changes of other replicas."""
         with contextlib.suppress(WorkerDiedError):
             self._inbox.post(lambda: None)
         for listener in self._listeners:
@@ -189,24 +187,23 @@ class EngineRequests:
         self._executor.cancel_restarts()
 
     def replace_inbox(self, inbox: Inbox) -> None:
-        """Use another inbox. Call it before the first message."""
         self._inbox.close("another inbox replaces this one")
         self._inbox, inbox.on_end = inbox, self._report_closing
 
     def close(self) -> None:
-        """Close the file descriptor of the inbox. The engine must not run another step."""
+        """Close the inbox's file descriptor. No step may run after this."""
         self._inbox.close("the engine is closed")
         if self.disk_cache is not None:
             self.disk_cache.close()
 
     @property
     def dead(self) -> str | None:
-        """Reason why the engine ended; None if it has not."""
+        """Reason why the engine ended; None: it runs."""
         return self._inbox.ended
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the engine is shutting down, so that a request submitted now would end at once."""
+        """Whether the engine is shutting down. A request submitted now would end at once."""
         return self._stopping
 
     @property
@@ -215,7 +212,6 @@ class EngineRequests:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests, including those in the inbox."""
         num_waiting = self.scheduler.num_waiting + len(self._inbox.messages)
         return num_waiting if self.disk_cache is None else num_waiting + self.disk_cache.num_waiting
 
@@ -225,7 +221,7 @@ class EngineRequests:
 
     @property
     def mean_step_s(self) -> float | None:
-        """Moving average of the seconds of a step; None before the first step."""
+        """Moving average of the step time in seconds; None: no step yet."""
         return self._times.mean_s
 
     @property
@@ -238,12 +234,12 @@ class EngineRequests:
 
     @property
     def machine(self) -> str:
-        """Address of the WorkAgent's machine; empty: the master's own."""
+        """Address of the WorkAgent's machine; empty: the master's machine."""
         return self._executor.machine
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Transfers KV blocks from and to the WorkAgent; None: it shares memory with the other WorkAgents."""
+        """Connection that transfers KV blocks to and from the WorkAgent; None: WorkAgents share memory."""
         return self._executor.block_link
 
     def _report_closing(self) -> None:
@@ -253,7 +249,7 @@ class EngineRequests:
     # --- in the engine's thread -------------------------------------------------------------------------------------
 
     def set_priority(self, request_id: str, priority: int) -> bool:
-        """Change a request's priority. Return whether the request has it now; a finished request does not change."""
+        """Change a request's priority. Return whether it has this priority now; False if it has finished."""
         request = self._processor.find(request_id)
         if request is None or request.sink is None or not request.sink.set_priority(priority):
             return False
@@ -261,7 +257,6 @@ class EngineRequests:
         return True
 
     def extend_deadline(self, request_id: str, deadline: float | None) -> None:
-        """Give a request a later deadline, or none."""
         request = self._processor.find(request_id)
         if request is None or request.sink is None:
             return
@@ -275,7 +270,7 @@ class EngineRequests:
         return self._auditor.watches(request.request_id)
 
     def reload(self, rules: SchedulingRules, number: int) -> None:
-        """Use other scheduling rules from now on. `number` counts the server's reloads, from 1."""
+        """Use other scheduling rules from now on. `number`: counts the reloads of the server, from 1."""
         self.scheduler.reload(rules)
         self._fairness.record_reload(number)
         self.ttft_predictor.limits = rules.limits
@@ -297,12 +292,12 @@ class EngineRequests:
         return scheduler_state(self.scheduler, self._clock(), self._times.mean_s)
 
     def take_snapshot(self, since: float) -> EngineSnapshot:
-        """Return the scheduler's state, with the events since a time."""
+        """Return the scheduler's state, with the events since the time `since`."""
         return take_snapshot(self.scheduler, self.event_log, self._clock(), self.mean_step_s, since)
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until there may be work even if no message arrives; None: only a message brings work."""
+        """Seconds until there may be work without a new message; None: only a message brings work."""
         now = self._clock()
         has_batch = len(self.scheduler.waiting) > 0 and not self.is_frozen
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if has_batch else []
@@ -311,7 +306,7 @@ class EngineRequests:
         return min(timeouts_s, default=None)
 
     def _use_disk_cache(self, reads: TransferPool, metrics: Metrics) -> DiskCache:
-        """Make requests wait for their prefix from the disk. `reads`: transfer pool blocks to read into."""
+        """Create the disk cache. `reads`: blocks of the transfer pool that receive data from disk."""
         self.disk_cache = DiskCache(
             self.scheduler,
             self._executor,
@@ -335,7 +330,7 @@ class EngineRequests:
             self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
 
     def _publish(self) -> None:
-        """Send the outputs since the last call to the clients. Then pass migrating requests to other replicas."""
+        """Send new outputs to the clients, then pass migrating requests to other replicas."""
         if self._outputs:
             outputs = self._outputs.copy()
             self._outputs.clear()
@@ -370,7 +365,6 @@ class EngineRequests:
             self._deadlines.add(request)
 
     def end_all(self, reason: str, kind: FinishReason) -> None:
-        """End all requests."""
         self._auditor.cancel_copy()
         for request in self._processor.unfinished():
             finish(request, kind, reason)

@@ -1,4 +1,4 @@
-"""The inbox of an engine, for messages from other threads."""
+"""The inbox of an engine, which receives messages from other threads."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from llm_serving.errors import WorkerDiedError
 
 
 class Inbox:
-    """Functions that the engine's thread calls, in order, between two steps. Any thread may call `post`, `wake` and
-    `end`.
+    """Functions that the engine's thread calls in order between two steps.
+
+    Any thread may call `post`, `wake` and `end`.
     """
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()
         self.ended: str | None = None
-        """Reason why the inbox accepts no more messages; None if it accepts them."""
+        """Reason why the inbox accepts no more messages; None: it accepts them."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called when the inbox ends, from any thread."""
+        """Called when the inbox ends, in any thread."""
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def post(self, message: Callable[[], None]) -> None:
-        """Add a message, and wake the reader. Raise WorkerDiedError if the inbox has ended."""
+        """Add a function, and wake the engine's thread. Raise WorkerDiedError if the inbox has ended."""
         with self._lock:
             if self.ended is not None:
                 raise WorkerDiedError(self.ended)
@@ -35,19 +36,20 @@ class Inbox:
             os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
-        """End the current `wait` of the reader. If the reader does not wait, its next `wait` returns at once."""
+        """End the current `wait`, or, if there is none, the next."""
         with self._lock:
             if self.ended is None:  # after the end, the descriptor may belong to another file
                 os.eventfd_write(self._wake_fd, 1)
 
     def handle(self) -> None:
-        """Call all messages, including those that arrive during the call."""
+        """Call all functions, including those that arrive meanwhile."""
         while self.messages:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until `wake` is called, `other_fd` is readable or `timeout_s` has passed. Return whether only
-        `other_fd` is readable.
+        """Sleep until `wake` is called, `other_fd` is readable or `timeout_s` has passed.
+
+        Return whether `other_fd` is readable and `wake` was not called.
         """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
@@ -66,7 +68,6 @@ class Inbox:
         self.on_end()
 
     def close(self, reason: str) -> None:
-        """End the inbox, and close its file descriptor."""
         self.end(reason)
         wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:

@@ -1,4 +1,4 @@
-"""Pause, sleep and weight replacement of one model, on request of an administrator. Only the event loop may call it."""
+"""Pause, sleep and replacement of weights of one model, for an administrator. Only the event loop may use it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = get_logger(__name__)
 
 POLL_S: Final = 0.02
 Running = Literal["finish", "abort", "freeze"]
-"""What happens to accepted requests: they finish first, end with finish reason `abort`, or keep their state."""
+"""What happens to accepted requests: they finish, they end with finish reason `abort`, or they keep their state."""
 NewRequests = Literal["wait", "refuse"]
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
-"""Levels of sleep. At KEEP_WEIGHTS the WorkAgents keep their weights; at DROP_WEIGHTS they exit."""
+"""Levels of sleep. With KEEP_WEIGHTS, WorkAgents keep their weights. With DROP_WEIGHTS, they exit."""
 
 
 class Gate:
-    """Makes new requests wait, or refuses them, while the model pauses or sleeps."""
+    """Makes new requests wait, or refuses them, while a model pauses or sleeps."""
 
     def __init__(self, reason: str, new_requests: NewRequests, max_waiting: int) -> None:
         self.reason = reason
@@ -41,9 +41,7 @@ class Gate:
         self._is_open = False
 
     async def enter(self) -> None:
-        """Wait until the gate opens. Raise UnavailableError if it refuses requests, or CapacityError if too many
-        requests wait.
-        """
+        """Wait until the gate opens. Raise UnavailableError if it refuses requests, CapacityError if too many wait."""
         if self._num_waiting >= self._max_waiting:
             rule = f"{self._num_waiting} requests wait already (scheduler_config.max_waiting_queue)"
             raise CapacityError(f"{self.reason}, and {rule}")
@@ -56,7 +54,6 @@ class Gate:
             self._num_waiting -= 1
 
     def check(self) -> None:
-        """Raise UnavailableError if the gate refuses requests."""
         if self.new_requests == "refuse":
             raise UnavailableError(f"{self.reason}; new requests are refused")
 
@@ -73,22 +70,20 @@ class Gate:
 class Lifecycle:
     """The state of a model: it serves, pauses or sleeps.
 
-    `set_weights`: sets the folder that WorkAgents load from now on.
+    `set_weights`: sets the folder from which WorkAgents load weights.
     """
 
     def __init__(
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
     ) -> None:
         self.gate: Gate | None = None
-        """Makes new requests wait, or refuses them; None: the model serves."""
+        """Makes new requests wait, or refuses them. None: the model serves."""
         self.level = 0
         """Level of sleep; 0: awake."""
         self.weights = config.model.model_path
-        """Folder whose weights are served."""
+        """Folder of the weights that are served."""
         self._unrecorded = ""
-        """Hash of the weights that a sleeping model will load. It is written to the recordings when the model wakes
-        up.
-        """
+        """Hash of the weights that a sleeping model will load. When it wakes up, the recordings get this hash."""
         self._config = config
         self._dispatcher = dispatcher
         self._replicas = dispatcher.replicas
@@ -101,14 +96,14 @@ class Lifecycle:
 
     @property
     def health(self) -> EngineHealth | None:
-        """The health of a model that pauses or sleeps; None: the model serves."""
+        """Return the health of a model that pauses or sleeps. None: the model serves."""
         if self.gate is None:
             return None
         health = self._replicas.health()
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Hold or refuse new requests. Then wait until all accepted requests have finished, were aborted or are frozen.
+        """Hold or refuse new requests, then wait until all accepted requests have finished, are aborted or are frozen.
         Raise RequestError if the model sleeps.
         """
         with self.exclusive():
@@ -119,15 +114,15 @@ class Lifecycle:
             await self._note("paused")
 
     async def resume(self) -> None:
-        """Continue after `pause`. Raise RequestError if the model sleeps."""
+        """Serve again after `pause`. Raise RequestError if the model sleeps."""
         with self.exclusive():
             self._check_awake()
             await self._open("resumed")
 
     async def sleep(self, level: int, running: Running, new_requests: NewRequests) -> None:
-        """Drop the KV cache, and at level 2 also the weights, after accepted requests have finished or were aborted.
+        """Drop the KV cache, and at level 2 also the weights, once accepted requests have finished or are aborted.
 
-        At level 1 accepted requests may be frozen: they are computed again and continue when the model wakes up.
+        At level 1 accepted requests may be frozen. When the model wakes up, they are recomputed and continue.
         """
         drops_weights = level == DROP_WEIGHTS or self._config.device.device_target != "CPU"
         if running == "freeze" and drops_weights:
@@ -157,11 +152,10 @@ class Lifecycle:
                 await self._open("awake")
 
     async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
-        """Serve the weights of another folder, after accepted requests have finished or were aborted. Return the hash
-        of these weights.
+        """Serve the weights of another folder, once accepted requests have finished or are aborted. Return their hash.
 
-        A sleeping model loads the weights when it wakes up. If they cannot be loaded, load the former weights again and
-        raise UnavailableError.
+        A sleeping model loads them when it wakes up. If they cannot be loaded, load the former weights again and raise
+        UnavailableError.
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None
@@ -193,7 +187,7 @@ class Lifecycle:
             return new
 
     def begin_shutdown(self) -> None:
-        """Refuse the requests that wait for the model, and end frozen ones, for which a shutdown would wait."""
+        """Refuse the requests that wait at the gate, and end frozen ones, because a shutdown would wait for them."""
         if self.gate is not None:
             self.gate.change("the server is shutting down", "refuse")
         if self._is_frozen:
@@ -205,7 +199,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Raise RequestError if another change is in progress. Prevent other changes within the context."""
+        """Return a context that excludes other changes of the model. Raise RequestError if one is in progress."""
         if self._is_changing:
             raise RequestError("model", "is being changed by another request; send this one again when that has ended")
         self._is_changing = True
@@ -223,7 +217,7 @@ class Lifecycle:
             raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
 
     def _hash(self, folder: Path) -> str:
-        """Return the weight hash that receipts contain. This reads all weight files of the folder."""
+        """Read all weight files of the folder. Return their hash, which receipts contain."""
         model = self._config.model
         return content_hashes(ModelFiles.of(folder, model.tokenizer_path or model.model_path)).weights
 
@@ -240,7 +234,7 @@ class Lifecycle:
         logger.info("%s; new requests: %s", reason, new_requests)
 
     async def _reopen(self, reason: str) -> None:
-        """Serve again, unless there is still a reason why not."""
+        """Serve again, unless the model still has a reason to pause or sleep."""
         if self.gate is not None and reason:
             self.gate.reason = reason
         else:
@@ -255,7 +249,7 @@ class Lifecycle:
         logger.info("the model serves again")
 
     async def _settle(self, running: Running) -> None:
-        """Wait until accepted requests have finished, were aborted or are frozen, as `running` says."""
+        """Wait until accepted requests have finished, are aborted or are frozen, as `running` demands."""
         requests = self._dispatcher.requests.by_id
         if running == "freeze":
             await self._freeze(True)
@@ -272,18 +266,18 @@ class Lifecycle:
         await self._until_true(partial(_freeze, is_frozen=is_frozen))
 
     async def _note(self, text: str) -> None:
-        """Write an event into the recordings of all schedulers."""
+        """Write a text into the recordings of all schedulers."""
         await self._until_true(partial(_note, text=text))
 
     async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
-        """Call a function repeatedly in the thread of each engine, between two steps, until it returns True."""
+        """Call a function in the thread of each engine, between two steps, again and again until it returns True."""
         for engine in self._replicas.living().values():
             with contextlib.suppress(WorkerDiedError):  # the engine has ended; the next one starts without state
                 while not await asyncio.wrap_future(engine.ask(partial(ask, engine))):
                     await asyncio.sleep(POLL_S)
 
     async def _suspend(self) -> None:
-        """Stop all WorkAgents, so that their memory becomes free."""
+        """Stop all WorkAgents, to free their memory."""
         self._is_suspended, self._is_frozen = True, False
         self._replicas.suspend()
         while not self._replicas.all_left:

@@ -1,6 +1,4 @@
-"""Listeners to the events of an engine, and observers of its steps: step times, metrics, fairness, TTFT prediction,
-speculation.
-"""
+"""Listeners to events of an engine, and observers of its steps: step times, metrics, fairness, TTFT, speculation."""
 
 from __future__ import annotations
 
@@ -27,57 +25,52 @@ STEP_MEMORY: Final = 128
 
 
 class EngineListener:
-    """Base class of listeners, whose methods do nothing. The engine's thread calls them unless stated otherwise."""
+    """Base class of listeners. Its methods do nothing. Unless stated otherwise, the engine's thread calls them."""
 
     def on_started(self, request_ids: list[str]) -> None:
-        """Called after the submission of the first step of these requests. Their outputs come later."""
+        """Called when the first step of these requests was submitted, before their first output."""
 
     def on_restart_attempt(self) -> None:
         """Called after each attempt to restart the WorkAgent."""
 
     def on_closing(self) -> None:
-        """Called when the engine accepts no further requests, because it has ended or is about to. Any thread may call
-        it.
-        """
+        """Called in any thread when the engine accepts no further requests."""
 
     def on_woken(self) -> None:
-        """Called when another replica has changed shared data, which the engine reads before its next step. Any thread
-        may call it.
-        """
+        """Called in any thread when another replica has changed data that the engine reads before its next step."""
 
     def on_migrating(self, requests: list[MigratingRequest]) -> None:
-        """Called when other replicas must continue these requests. This engine has published all their outputs."""
+        """Called with requests that other replicas must continue. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        """Called when this engine has copied these exported blocks of other replicas, which may reuse them."""
+        """Called with blocks that other replicas exported, after this engine has copied them. They can be reused."""
 
 
 class StepTimes:
     """Durations of steps and of the master's work for them, in seconds on the engine's clock.
 
-    For each step, the methods are called in this order: record_submitted, record_reply, record_updated (the next step
-    begins), record_published.
+    For each step, call in this order: record_submitted, record_reply, record_updated (the next step begins),
+    record_published.
     """
 
     def __init__(self) -> None:
         self.began = 0.0
         """Time at which the WorkAgent could begin the oldest step in flight."""
         self.step_s = 0.0
-        """Duration of the latest step, from the time at which the WorkAgent could begin it."""
+        """Seconds of the latest step, from the time at which the WorkAgent could begin it."""
         self.mean_s: float | None = None
-        """Moving average of `step_s`; None before the first step."""
+        """Moving average of `step_s`; None: no step yet."""
         self.period_s = 0.0
-        """Seconds between the latest two calls of `record_updated`."""
         self.computed_s = 0.0
-        """Seconds from the previous reply, or from a submission without a step in flight, to the latest reply."""
+        """Seconds until the latest reply, from the previous reply or from a submission without a step in flight."""
         self.host_s = 0.0
-        """The master's time for one step, to process a reply and to schedule the next step."""
+        """Seconds of the master's work for a step: to process a reply and to form the next step."""
         self._reply_s = self._updated = 0.0
         self._replied = 0.0
-        """Time of the latest reply, or of a submission while no step was in flight."""
+        """Time of the latest reply, or of the latest submission without a step in flight."""
 
     def record_submitted(self, scheduled: float, now: float, *, follows: bool) -> None:
-        """Record a submitted step whose scheduling began at `scheduled`. `follows`: another step is in flight."""
+        """Record a submitted step. `scheduled`: start of its scheduling. `follows`: another step is in flight."""
         self.host_s = self._reply_s + now - scheduled
         if not follows:
             self.began, self._replied = scheduled, now
@@ -86,7 +79,7 @@ class StepTimes:
         self.computed_s, self._replied = now - self._replied, now
 
     def record_updated(self, now: float) -> None:
-        """Record that the scheduler has applied the reply, so that the WorkAgent can begin the next step."""
+        """Record that the scheduler has applied the reply. The WorkAgent can begin the next step then."""
         self.step_s, self.began = now - self.began, now
         self.period_s, self._updated = now - self._updated, now
         mean_s = self.step_s if self.mean_s is None else self.mean_s
@@ -97,7 +90,7 @@ class StepTimes:
 
 
 class MetricsObserver(StepObserver):
-    """Adds each completed step of one replica to the server's metrics: load, preemptions, swaps, bound violations."""
+    """Adds the steps of one replica to the server's metrics: load, preemptions, swaps, bound violations."""
 
     def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
         self._metrics, self._scheduler, self._index = metrics, scheduler, index
@@ -114,7 +107,7 @@ class MetricsObserver(StepObserver):
             metrics.record_bound_violations(schedule.num_bound_violations)
 
     def record_load(self, num_tokens: int | None = None) -> None:
-        """Record the replica's load after a step of `num_tokens` tokens; None: no step has run."""
+        """Record the replica's load. `num_tokens`: tokens of the latest step; None: no step has run."""
         scheduler, pool = self._scheduler, self._scheduler.blocks.pool
         load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
         if num_tokens is None:
@@ -128,14 +121,14 @@ class MetricsObserver(StepObserver):
 
 
 class FairnessObserver(StepObserver):
-    """Counts in the server's metrics how often one replica breaks a tenant's limit or a class's weight."""
+    """Counts in the metrics how often one replica breaks a tenant's limit or a class's weight."""
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
         self._leads: Mapping[str, ClassLead] = {}
         self._shares: Mapping[str, StepShare] | None = None
-        """Shares of the current step for `WeightMonitor.count_violations`; None if there is only one replica."""
+        """Shares of the current step, for `WeightMonitor`; None: there is only one replica."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
@@ -151,7 +144,7 @@ class FairnessObserver(StepObserver):
             self._metrics.shares_broken(num_over_limit, num_against_weight)
 
     def record_reload(self, number: int) -> None:
-        """Record that the scheduler uses the rules of reload `number`. Requests keep their slots."""
+        """Record that the scheduler uses the rules of reload `number`."""
         self._limits.record_reload(self._index, self._scheduler.unstarted_slot_holders(), number)
 
 
@@ -161,7 +154,7 @@ class LoadReports(StepObserver):
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.predictor = TtftPredictor(scheduler.limits)
         self.num_tokens_left = 0
-        """Number of prompt tokens that remain of the prompts which the latest step computes in part."""
+        """Number of prompt tokens that remain of the prompts which the latest step computed in part."""
         self._scheduler = scheduler
         self._times = times
 
@@ -196,7 +189,7 @@ class LoadReports(StepObserver):
         self._report_in_flight((), self._times.began)
 
     def _report_in_flight(self, steps: Collection[Schedule], began: float) -> None:
-        """Pass the steps in flight to the predictor. `began`: time at which the oldest began."""
+        """Pass the steps in flight to the predictor. `began`: start of the oldest."""
         num_tokens = 0
         for each in steps:
             num_tokens += each.num_tokens - len(each.rows)
@@ -204,12 +197,12 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    """Passes the results of drafts and the step times to the speculation controller."""
+    """Passes accepted drafts and step times to the speculation controller."""
 
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
         self._continues = False
-        """Whether requests of the step before had not finished, so that the engine was not idle since."""
+        """Whether unfinished requests remained after the previous step, so that the engine was never idle since."""
 
     def on_completed(self, step: CompletedStep) -> None:
         drafter, schedule = self._drafter, step.schedule

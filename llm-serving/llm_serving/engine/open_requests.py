@@ -1,4 +1,4 @@
-"""The unfinished requests of a server, as the event loop knows them."""
+"""The unfinished requests of a server, as the event loop sees them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_serving.engine.request_stream import RequestStream
 from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096
-"""Maximum number of coalesced requests whose engine ids are kept, the latest ones."""
+"""Maximum number of coalesced requests whose engine ids are kept. The latest ones are."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,11 +24,11 @@ class OpenRequest:
     stream: RequestStream | CoalescedResponse
     engine: Engine
     deadline: float | None
-    """The latest requested deadline. The engine applies it between two steps."""
+    """The latest deadline that was requested. The engine applies it between two steps."""
     is_cancelled: bool = field(default=False, init=False)
-    """Whether the request was cancelled. Its engine, or the next one after a migration, must then end it."""
+    """Whether the request was cancelled. Its engine, or the next one after a migration, must end it."""
     next_engine: Engine | None = field(default=None, init=False)
-    """During a migration: the engine to which the blocks are being transferred. No engine has the request then."""
+    """The engine to which the request's blocks are being transferred. No engine has the request meanwhile."""
     priority: int | None = field(default=None, init=False)
     """Priority that was set during a migration, for the next engine."""
 
@@ -42,12 +42,10 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.by_id: dict[str, OpenRequest] = {}
-        """Engine id -> open request. Other classes only read it."""
+        """Engine id -> request. Other classes only read it."""
         self._num_of: Counter[Engine] = Counter()
         self._ranked: Mapping[int, Engine] = {}
-        """Argument of the latest call of `by_load`."""
         self._by_load: list[tuple[int, int]] = []
-        """Result of the latest call of `by_load`. Each new or finished request updates it."""
         self._num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
         """Client id -> engine ids of the requests whose answers the client's latest requests share."""
@@ -61,7 +59,7 @@ class OpenRequests:
         self._count(opened.engine, 1)
 
     def pop(self, request_id: str) -> OpenRequest | None:
-        """Remove a request; return None if it has already finished."""
+        """Remove a request. Return None if it has finished before."""
         opened = self.by_id.pop(request_id, None)
         if opened is not None:
             self._count(opened.engine, -1)
@@ -70,16 +68,14 @@ class OpenRequests:
         return opened
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
-        """Record that the blocks of a request are being transferred to an engine. A later call may name another
-        engine.
-        """
+        """Record that a request's blocks are being transferred to an engine. A later call may name another engine."""
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
             self._num_migrating_to[engine] += 1
 
     def finish_migration(self, request_id: str, request: Request, engine: Engine) -> None:
-        """Record that an engine continues a request. `request`: the new object of the request."""
+        """Record that an engine continues a request. `request`: its new object."""
         if (opened := self.pop(request_id)) is not None:
             opened.request, opened.engine, opened.priority = request, engine, None
             self.add(opened)
@@ -93,8 +89,8 @@ class OpenRequests:
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
-        """Return (number of open requests, index) of each engine, ascending. The order is maintained until
-        another mapping is given.
+        """Return (number of open requests, index) of each engine, ascending. The list is kept up to date until another
+        mapping is given.
         """
         if engines is not self._ranked:
             self._ranked = engines
@@ -106,9 +102,7 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests whose client id, response id or engine id is `client_id`. `tenant`: owner; None: any
-        tenant.
-        """
+        """Return the requests with this client id, response id or engine id. `tenant`: owner; None: any tenant."""
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
             opened
@@ -117,9 +111,7 @@ class OpenRequests:
         ]
 
     def record_coalesced(self, client_id: str, engine_id: str) -> None:
-        """Record that the answer of the engine's request `engine_id` is also sent to the client's request
-        `client_id`.
-        """
+        """Record that the client's request `client_id` gets the answer of the engine's request `engine_id`."""
         engine_ids = self._coalesced.setdefault(client_id, {})
         self._num_coalesced += engine_id not in engine_ids
         engine_ids[engine_id] = None
@@ -131,7 +123,7 @@ class OpenRequests:
                 del self._coalesced[oldest]
 
     def coalesced_with(self, client_id: str) -> Sequence[str]:
-        """Return the engine ids of the requests whose answers the requests with this client id share."""
+        """Return the engine ids of the requests whose answers the requests with this client id get."""
         return [engine_id for each in client_ids(client_id) for engine_id in self._coalesced.get(each, ())]
 
     def _count(self, engine: Engine, change: int) -> None:

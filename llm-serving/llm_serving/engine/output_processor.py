@@ -1,4 +1,4 @@
-"""Conversion of sampled tokens into the outputs that a client gets."""
+"""Converts sampled tokens into the outputs that a client gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ProducedOutput:
-    """The unsent output of a live request, and the state of its detokenizer."""
+    """The unsent output of an unfinished request, and the state of its detokenizer."""
 
     request: Request
     detokenizer: Detokenizer
@@ -37,9 +37,7 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each live request until it is sent. If `metrics` is None, `event_log` gets no events
-    either.
-    """
+    """Collects the output of each unfinished request until it is sent. `metrics`: None: `event_log` is unused too."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -49,17 +47,17 @@ class OutputProcessor:
         self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
-        """Seconds between consecutive tokens of requests, not yet reported to the metrics."""
+        """Seconds between consecutive tokens of requests, not yet in the metrics."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
 
     def leave(self, request: Request) -> ProducedOutput:
-        """Remove a request that migrates to another replica, and return its output state."""
+        """Remove a request that migrates to another replica. Return its output state."""
         return self._states.pop(request.request_id)
 
     def resume(self, request: Request, produced: ProducedOutput) -> None:
-        """Continue a migrated request with the output state of its former replica."""
+        """Add a migrated request with the output state of its former replica."""
         produced.request = request
         self._states[request.request_id] = produced
 
@@ -79,7 +77,7 @@ class OutputProcessor:
         )
 
     def knows(self, request: Request) -> bool:
-        """Return whether the request's final output has not been sent."""
+        """Return whether the final output of the request is still unsent."""
         return request.request_id in self._states
 
     def find(self, request_id: str) -> Request | None:
@@ -90,8 +88,9 @@ class OutputProcessor:
         return [state.request for state in self._states.values()]
 
     def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Add a sampled token to a request. `sample`: index of the token in `output`. Return the stop string that it
-        completes, if any.
+        """Add a sampled token to a request. Return the stop string that it completes, if any.
+
+        `sample`: index of the token in `output`.
         """
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
@@ -109,9 +108,7 @@ class OutputProcessor:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Add prompt results, see `OutputSink.add_prompt_result`. Results that an earlier step has returned are
-        ignored.
-        """
+        """Add prompt results, see `OutputSink.add_prompt_result`. Ignore results that an earlier step has returned."""
         state = self._states[request.request_id]
         if logprobs is not None:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
@@ -123,9 +120,7 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call. It is the final output if the request has finished and no token is
-        pending.
-        """
+        """Return the output since the last call: the final one if the request has finished and no token is pending."""
         state = self._states[request.request_id]
         reason = stop_reason = None
         if not num_pending and request.status is FINISHED:
@@ -171,9 +166,7 @@ class OutputProcessor:
         self._metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
-        """Report the times between tokens to the metrics. Called once for each step, because each report takes a
-        lock.
-        """
+        """Add the times between tokens to the metrics. Call this once for each step, because it takes a lock."""
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

@@ -1,6 +1,4 @@
-"""Recovery after a failed step: find the requests that cause the failure by bisection, and continue the other
-requests.
-"""
+"""Recovery after a failed step: a bisection finds the requests that cause the failure, and the others continue."""
 
 from __future__ import annotations
 
@@ -29,12 +27,13 @@ logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
 """Number of consecutive steps that a request loses by exits of the WorkAgent before it is tested as the cause."""
 MAX_LOST_STEPS: Final = 4
-"""Number of consecutive lost steps after which a request ends, even if no test has shown that it is the cause."""
+"""Number of consecutive lost steps after which a request ends even if no test shows that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, found by bisection with about 2 log2(n) trials for each. `passes`: runs a
-    trial. Return none if the failure does not recur, or only in a combination of requests.
+    """Return the suspects that fail alone, found by bisection. Each takes about 2 log2(n) calls of `passes`.
+
+    `passes`: tests a group. Return none if the failure does not recur, or only for a combination of requests.
     """
     if passes(suspects):
         return []
@@ -49,7 +48,7 @@ class Recovery:
     has.
 
     `on_restart_attempt` is called after each attempt to restart the WorkAgent, `on_trial_step` before each step of a
-    trial.
+    test.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Recovery:
         pooling: PoolingMode = PoolingMode.LAST,
     ) -> None:
         self.restarting: str | None = None
-        """Reason why the WorkAgent is restarting; None if it is not."""
+        """Reason why the WorkAgent is restarting; None: it is not."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
@@ -71,10 +70,14 @@ class Recovery:
         self._pooling = pooling
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
-        """Restart the WorkAgent if necessary, however long it takes. Return the requests that caused the failure.
+        """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
 
-        `error`: error of the oldest step in flight, or of a step that could not be submitted. `in_flight`: steps that
-        get no reply any more. Raise WorkerDiedError if the WorkAgent has exited and is not restarted.
+        Args:
+            error: Error of the oldest step in flight, or of a step that could not be submitted.
+            in_flight: Steps that get no reply any more.
+
+        Raises:
+            WorkerDiedError: The WorkAgent has exited and does not restart.
         """
         logger.error("the WorkAgent lost the submitted steps: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
@@ -96,7 +99,7 @@ class Recovery:
         )
 
     def _survives(self, further: Sequence[Schedule]) -> bool:
-        """Discard the replies to the steps after a failed one. Return False if the WorkAgent exits in the meantime."""
+        """Discard the replies to the steps after a failed one. Return False if the WorkAgent exits meanwhile."""
         for schedule in further:
             if self._executor.needs_allowed_tokens:
                 self._executor.set_allowed_tokens(all_tokens_allowed(schedule.num_samples))
@@ -124,9 +127,7 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a step fail again. If there are none, return those that have lost too many
-        steps.
-        """
+        """Return the suspects that make a step fail again. If none does, return those that have lost too many steps."""
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)
@@ -137,7 +138,8 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests: all their tokens, and one further token.
+        """Return whether the WorkAgent can compute all tokens, and one more, of copies of these requests.
+
         Answers are batch-invariant, so a copy causes the same failure as its request.
         """
         scheduler, executor = self._scheduler, self._executor

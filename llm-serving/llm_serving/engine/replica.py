@@ -1,4 +1,4 @@
-"""Builds the parts of one replica around an executor: scheduler, KV cache blocks and engine."""
+"""Builds the parts of one replica around an executor: scheduler, KV blocks and engine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 EPOCHS_PER_POOL: Final = 2**22
-"""Distance between the first epochs of successive transfer pools. They use the same memory and must not repeat
-epochs.
-"""
+"""Distance between the first epochs of successive transfer pools, which use the same memory."""
 _POOL_NUMBERS: Final = itertools.count()
 
 
@@ -53,13 +51,16 @@ def build_scheduler(
     num_state_slots: int = 0,
     num_state_pieces: int = 1,
 ) -> Scheduler:
-    """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`
-    blocks.
+    """Create the scheduler of replica `index`. If the configuration names a folder for recordings, it records its
+    decisions.
 
-    If the configuration names a folder for recordings, the scheduler records its decisions there until it is
-    garbage-collected. `windows`: window of each group of layers. `whole_prompts`: whether a step must compute whole
-    prompts, because tokens attend to later ones. `num_state_slots`: number of slots for recurrent states; 0: the model
-    has none. `num_state_pieces`: number of transfer pool blocks that one state occupies.
+    Args:
+        num_blocks: Blocks of the KV cache.
+        num_swap_blocks: Blocks of the host pool.
+        windows: Window of each group of layers.
+        whole_prompts: Whether a step must compute whole prompts, because tokens attend to later ones.
+        num_state_slots: Slots for recurrent states; 0: the model has none.
+        num_state_pieces: Transfer pool blocks that one state occupies.
     """
     scheduler = config.scheduler
     states = None
@@ -93,20 +94,19 @@ def build_scheduler(
 
 
 def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
-    """Create replica `index`'s part of the transfer pool, with `num_transfer_blocks` blocks and new epochs."""
+    """Create the part of the transfer pool that replica `index` uses, with new epochs."""
     return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the pool of transfer blocks from which replica `index` writes to disk. In memory, the pool of blocks that
-    it reads from disk follows.
-    """
+    """Create the transfer pool from which replica `index` writes to disk. In memory, the pool for reads follows."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
-    """Return the scheduling rules for a KV cache that holds requests of up to `max_request_tokens`. With
-    `whole_prompts`, the token budget is at least the longest request, also after a reload.
+    """Return the scheduling rules for a KV cache that holds requests of up to `max_request_tokens`.
+
+    With `whole_prompts`, the token budget is at least the longest request, also after a reload.
     """
     scheduler, model = config.scheduler, config.model
     max_model_len = min(model.max_generate_length, max_request_tokens)
@@ -164,7 +164,7 @@ def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
 
 
 def _windows(groups: CacheGroups) -> str:
-    """Return a text for the log: what the layers of each group see."""
+    """Return a text for the log: which tokens the layers of each group attend to."""
     if len(groups.windows) == 1:
         return f"every layer sees {groups.windows[0].num_tokens} tokens"
     texts = []
@@ -177,7 +177,7 @@ def _windows(groups: CacheGroups) -> str:
 def build_drafter(
     config: ServingConfig, executor: Executor, clock: Clock, blocks: BlockManager
 ) -> SpeculationController | None:
-    """Create the controller of speculative decoding; None if it is off. `blocks`: blocks of the replica."""
+    """Create the controller of speculative decoding; None: it is off. `blocks`: KV blocks of the replica."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
@@ -210,8 +210,8 @@ def build_engine(
     build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. `build_scheduler` explains the numbers of blocks and slots, `windows` and
-    `whole_prompts`.
+    """Create the engine of replica `index`. See `build_scheduler` for the arguments with numbers of blocks and slots,
+    `windows` and `whole_prompts`.
     """
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)

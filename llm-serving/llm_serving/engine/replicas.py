@@ -1,4 +1,4 @@
-"""The engine threads and their health. Each thread loads its WorkAgent, serves, and loads again after a failure."""
+"""The engine threads and their health. Each thread loads its WorkAgent and serves, again after each failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llm_serving.observability.metrics import ReplicaCounts
 logger = get_logger(__name__)
 T = TypeVar("T")
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> context manager of the replica's engine. Entering it may take minutes; leaving it
+"""(index, publish, on_progress) -> context manager of the replica's engine. Entering it may take minutes. Leaving it
 stops the WorkAgent.
 """
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
@@ -47,8 +47,13 @@ class EngineHealth:
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server. `engines`, `failures`: engines and load errors by index. `progress`: text of a
-    loading replica. `max_restarts`: number of consecutive restarts above which a replica counts as unhealthy.
+    """Return the health of a server.
+
+    Args:
+        engines: Index -> engine.
+        failures: Index -> error of a replica that could not be loaded.
+        progress: Text of a replica that is loading.
+        max_restarts: Number of consecutive restarts above which a replica is unhealthy.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -74,39 +79,39 @@ def health_of(
 
 
 class CallsSoon(Protocol):
-    """The part of an event loop that engines need."""
+    """The methods of an event loop that engines need."""
 
     def call_soon_threadsafe(self, callback: Callable[[T], None], argument: T, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Functions that the event loop calls for events in an engine thread."""
+    """Functions that the event loop calls after events in an engine thread."""
 
     on_outputs: Callable[[list[RequestOutput]], None]
-    """Called with the outputs that a step has produced."""
+    """Called with the outputs of a step."""
     on_started: Callable[[list[str]], None]
-    """Called with the ids of requests that were scheduled for the first time. Their outputs come later."""
+    """Called with the ids of requests whose first step was submitted, before their first output."""
     on_migrating: Callable[[list[MigratingRequest]], None]
     """Called with requests that another replica must continue."""
     on_failure: Callable[[LLMServingError], None]
-    """Called when the server cannot serve and must exit."""
+    """Called if the server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
-    """Called when an engine has ended. It sends no further events."""
+    """Called after an engine has ended. It sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
     """Called when a replica that was drained while it loaded is ready. It must stop as soon as it has no requests."""
 
 
 class Replicas(EngineListener):
-    """The replicas of a server by index, each with an engine, its thread and a WorkAgent. Their number is fixed."""
+    """The replicas of a server by index, each with an engine, its thread and a WorkAgent."""
 
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
-        """Index -> loaded engine. An engine that has ended stays until its replica has loaded again."""
+        """Index -> loaded engine. An engine that has ended stays here until its replica has loaded again."""
         self.accounting = FleetAccounting()
-        """Accounting that all engines share if there are several."""
+        """Accounting that all engines share, if there are several."""
         self.drained: dict[int, threading.Event] = {}
-        """Index of a drained replica -> event for which the replica's thread waits before it loads again."""
+        """Index of a drained replica -> event for which its thread waits before it loads again."""
         self._suspended: list[int] = []
         """Replicas that `suspend` drained."""
         self._left: set[int] = set()
@@ -117,9 +122,9 @@ class Replicas(EngineListener):
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
-        """Number of the latest change of the replicas. After a change, `open` computes its result again."""
+        """Number of changes so far. After a change, `open` computes its result again."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
-        """(number of the change up to which it is valid, result of the latest `open`)."""
+        """Latest result of `open`, with the number of changes at that time."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
         self._num_transfer_blocks = config.num_transfer_blocks
@@ -136,7 +141,7 @@ class Replicas(EngineListener):
         return self._num_replicas
 
     def start(self) -> None:
-        """Start loading all replicas. Call it on the event loop. `health` reports the progress."""
+        """Start to load all replicas, and return. Call this on the event loop. `health` reports the progress."""
         self._loop = asyncio.get_running_loop()
         for index in range(len(self)):
             thread = threading.Thread(target=self._run, args=(index,), name=f"engine-{index}", daemon=True)
@@ -144,9 +149,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine whose steps the caller runs. `make`: creates the engine; its argument is the function that
-        takes outputs.
-        """
+        """Add an engine whose steps the caller runs. `make`: creates it from the function that takes outputs."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
@@ -158,7 +161,7 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Stop all engines. A replica that loads stops once it has loaded. Unfinished requests end with an error."""
+        """Stop all engines. Unfinished requests end with an error. A replica that is loading stops after that."""
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -173,9 +176,7 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, by ascending index. The same object is returned until these engines
-        change.
-        """
+        """Return the engines that accept requests, by ascending index. The object changes only when they change."""
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -196,8 +197,8 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no further requests to the replica; the caller then calls `leave`. Raise RequestError if no other one
-        serves.
+        """Route no further requests to the replica. Call `leave` next. Raise RequestError if no
+        other replica serves.
         """
         self._check(index)
         if index in self.drained:
@@ -214,15 +215,13 @@ class Replicas(EngineListener):
         return index in self.drained
 
     def leave(self, index: int) -> None:
-        """Stop the WorkAgent of a drained replica. Its thread waits until `join`."""
+        """Stop the WorkAgent of a drained replica. The replica's thread waits until `join`."""
         engine = self.engines.get(index)
         if index in self.drained and engine is not None:
             engine.stop()
 
     def suspend(self) -> None:
-        """Stop all WorkAgents. A WorkAgent that loads stops once it has loaded. Their threads wait until
-        `unsuspend`.
-        """
+        """Stop all WorkAgents; one that is loading stops after that. Their threads wait until `unsuspend`."""
         for index in range(len(self)):
             if index not in self.drained:
                 self.drained[index] = threading.Event()
@@ -231,14 +230,12 @@ class Replicas(EngineListener):
         self._changed()
 
     def unsuspend(self) -> None:
-        """Load the replicas that `suspend` stopped."""
         self._failures.clear()
         while self._suspended:
             self.join(self._suspended.pop())
 
     @property
     def all_left(self) -> bool:
-        """Whether no WorkAgent runs or loads."""
         return len(self._left) == len(self)
 
     @property
@@ -246,9 +243,7 @@ class Replicas(EngineListener):
         return list(self._failures.values())
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Make all replicas use another configuration. Return index -> future that completes once the living replica
-        uses it.
-        """
+        """Give all replicas another configuration. Return index -> future that completes once the replica uses it."""
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
         for index, engine in self.living().items():
@@ -257,7 +252,7 @@ class Replicas(EngineListener):
         return asked
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Return these blocks to the replicas that exported them, for reuse. Thread-safe."""
+        """Return blocks to the replicas that exported them, for reuse. Thread-safe."""
         blocks_of: dict[int, list[TransferBlock]] = {}
         for block in blocks:
             blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
@@ -265,7 +260,7 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Return the replica that continues a migrating request, which should be `index`; None: its blocks must arrive
+        """Return the replica that continues a migrating request, if possible `index`; None: its blocks must arrive
         first.
 
         With None, a transfer of the blocks has started. After it, `on_migrating` gets the request again, without blocks
@@ -293,9 +288,7 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Let a drained replica serve again. If it has stopped, load it first. Raise RequestError if the index is
-        unknown.
-        """
+        """Let a drained replica serve again, which may have to load. Raise RequestError if the index is unknown."""
         self._check(index)
         joined = self.drained.pop(index, None)
         if joined is not None:
@@ -320,7 +313,7 @@ class Replicas(EngineListener):
             raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
 
     def index_of(self, engine: Engine) -> int | None:
-        """Return the index of an engine's replica; None if the replica has another engine now."""
+        """Return the index of an engine's replica; None: the replica has another engine now."""
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:
@@ -369,7 +362,7 @@ class Replicas(EngineListener):
                 self._ends(index, engine)
 
     def _begins(self, index: int, engine: Engine) -> None:
-        """Let a replica that has loaded accept requests, unless it was drained while it loaded."""
+        """Let a loaded replica accept requests, unless it was drained meanwhile."""
         self.watch(engine)
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)
@@ -418,13 +411,13 @@ class Replicas(EngineListener):
     # --- on the event loop ------------------------------------------------------------------------------------------
 
     def _check_restarts(self, _: None) -> None:
-        """Stop the server if every WorkAgent has exhausted its restarts and the configuration demands it."""
+        """Stop the server if every WorkAgent has used up its restarts and the configuration demands it."""
         exhausted = any(engine.restarts_exhausted for engine in self.living().values())
         if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
 
     def _is_abandoned(self, index: int) -> bool:
-        """Return whether a replica is drained, could not be loaded, or has exhausted its restarts."""
+        """Return whether a replica is drained, could not be loaded, or has used up its restarts."""
         engine = self.engines.get(index)
         return index in self.drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
 

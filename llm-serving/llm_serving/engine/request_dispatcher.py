@@ -1,4 +1,4 @@
-"""Handles on the event loop what engines report about open requests: outputs, starts, migrations and failures."""
+"""Handles on the event loop what engines report of open requests: outputs, starts, migrations and failures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = get_logger(__name__)
 
 
 class RequestDispatcher:
-    """Connects open requests with their replicas. An exception ends only the request it concerns. For the event loop
-    only.
+    """Connects open requests with their replicas. An exception ends only the request that it concerns. Only the event
+    loop may use it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RequestDispatcher:
         self.admission = AdmissionControl(config, self.queue, metrics.classes, clock)
         self.router = Router(config, self.replicas, self.requests, self.queue, self.admission, clock)
         self.on_adapter_error: Callable[[int], None] = lambda number: None
-        """Called with the number of an adapter after one of its requests has ended with an error."""
+        """Called with the number of an adapter after a request with it has ended with an error."""
         serving = config.serving
         self.coalesced = CoalescedResponses(serving.coalesced_response_bytes, serving.request_log_age_s, clock)
 
@@ -64,7 +64,7 @@ class RequestDispatcher:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def close(self, request_id: str) -> OpenRequest | None:
-        """Remove a request that has finished or is aborted. Return it; None if it was not open."""
+        """Remove a request that has finished or is aborted. Return it; None: it was not open."""
         self.queue.remove(request_id)
         if request_id in self.router.prompts.requests:
             self.router.prompts.remove(request_id)
@@ -74,14 +74,13 @@ class RequestDispatcher:
         return opened
 
     def abort(self, request_id: str) -> None:
-        """Abort a request. It occupies its tenant's slot until the replica that has the request frees it."""
+        """Abort a request. Its tenant's slot stays occupied until the replica frees it."""
         opened = self.close(request_id)
         if opened is not None:
             self.discard_coalesced(opened)
             opened.engine.abort(request_id)
 
     def extend_deadline(self, request_id: str, deadline: float | None) -> None:
-        """Give a request a later deadline, or none."""
         opened = self.requests.by_id.get(request_id)
         if opened is not None:
             opened.deadline = deadline
@@ -89,14 +88,12 @@ class RequestDispatcher:
                 opened.engine.ask(partial(opened.engine.extend_deadline, request_id, deadline))
 
     def discard_coalesced(self, opened: OpenRequest) -> None:
-        """Stop sharing the answer of a request with further clients, because the answer will stay incomplete."""
+        """Give the answer of a request to no further clients, because it will stay incomplete."""
         if isinstance(opened.stream, CoalescedResponse):
             self.coalesced.forget(opened.stream)
 
     def _fail(self, opened: OpenRequest, error: Exception) -> None:
-        """End a request after an exception in its handling. Its client gets an error even if another exception
-        follows.
-        """
+        """End a request after an exception in its handling. Its client gets an error even if a second one follows."""
         request_id = opened.request.request_id
         piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
         for call in (
@@ -111,7 +108,6 @@ class RequestDispatcher:
     # --- events of replicas -----------------------------------------------------------------------------------------
 
     def dispatch(self, pieces: list[RequestOutput]) -> None:
-        """Pass outputs to the streams of their requests."""
         for piece in pieces:
             opened = self.requests.by_id.get(piece.request_id)
             if opened is None:
@@ -129,14 +125,12 @@ class RequestDispatcher:
                 self._fail(opened, error)
 
     def end_requests_of(self, engine: Engine) -> None:
-        """End the open requests of an engine that has ended. If it ended by an exception, it may not have ended all of
-        them.
-        """
+        """End the open requests of an engine that has ended. An exception in the engine may have left some open."""
         for opened in self.requests.of_engine(engine):
             self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
 
     def leave_if_idle(self, engine: Engine) -> None:
-        """Stop the WorkAgent of a drained replica that has no requests."""
+        """Stop the WorkAgent of a drained replica if it has no requests."""
         if not self.requests.num_of(engine) and (replica := self.replicas.index_of(engine)) is not None:
             self.replicas.leave(replica)
 
@@ -179,7 +173,7 @@ class RequestDispatcher:
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could continue it")
 
     def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
-        """End a request whose migration raised an exception. Free its blocks unless a replica has accepted it."""
+        """End a request whose migration raised an exception. Free its blocks, unless a replica has accepted it."""
         request_id = migrating.request.request_id
         opened = self.requests.by_id.get(request_id)
         has_no_replica = opened is None or opened.request is not migrating.request
@@ -191,7 +185,7 @@ class RequestDispatcher:
                 self.replicas.reclaim_blocks(migrating.drop_blocks())
 
     def _end(self, request: Request, reason: FinishReason, error: str) -> None:
-        """End a request that no replica has, because it is being migrated."""
+        """End a request that no replica has, because it is migrating."""
         opened = self.close(request.request_id)
         self.replicas.accounting.tenant_slots.end_migration(request.request_id)
         if opened is not None:

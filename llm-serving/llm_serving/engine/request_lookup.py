@@ -1,4 +1,4 @@
-"""Reads the state of requests and schedulers: explanations, timelines and snapshots."""
+"""Reads the state of requests and schedulers, for explanations, timelines and snapshots."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llm_serving.observability.timeline import JsonObject, ReplicaTrace, trace
 T = TypeVar("T")
 
 STATE_TIMEOUT_S: Final = 5.0
-"""Maximum seconds to wait for an engine's answer. An engine whose WorkAgent restarts answers later."""
+"""Maximum seconds to wait for an engine. An engine whose WorkAgent restarts answers later."""
 
 
 class RequestLookup:
     """Reads the event logs and schedulers of all replicas.
 
-    `tenant` restricts a lookup to the requests of a tenant; None allows all. `request_id` is the client's id of a
-    request, or the id of a response.
+    `request_id` is the client's id of a request, or the id of a response. `tenant` limits a lookup to the requests of a
+    tenant; None: all tenants.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
@@ -38,12 +38,13 @@ class RequestLookup:
         self._requests = requests
         self._clock = clock
         self._states: dict[int, asyncio.Future[SchedulerState]] = {}
-        """Replica -> future of its latest scheduler state."""
+        """Replica -> future of its latest state."""
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with an id; empty if all of them have ended. Only the event loop may call it. Raise
-        RequestNotFoundError if no known request has this id, or it belongs to another tenant.
+        """Return the open requests with an id; empty: all of them have ended. Only the event loop may call this.
+
+        Raise RequestNotFoundError if no known request has this id, or if it belongs to another tenant.
         """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
@@ -53,21 +54,17 @@ class RequestLookup:
         return found
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
-        """Return the scheduler state of each living replica between two steps; None for a replica that did not answer
-        in time.
-        """
+        """Return the scheduler state of each replica between two steps; None: no answer within `STATE_TIMEOUT_S`."""
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-        """Return the scheduler state of each living replica with its events since a time, for clients that poll."""
+        """Return the scheduler state of each replica with its events since a time, for clients that poll."""
         return await self._ask_all(self._snapshots, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Call a function in each living engine, and return the results. A replica whose answer is pending is not asked
-        again.
-        """
+        """Call a function in each engine, and return the results. Skip engines whose earlier call is pending."""
         living = self._replicas.living()
         for index, engine in living.items():
             before = asked.get(index)
@@ -81,7 +78,7 @@ class RequestLookup:
         return {index: answer.result() if answer.done() else None for index, answer in pending.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
-        """Return the latency breakdown of each request with an id. Thread-safe."""
+        """Return the latency breakdown of each request with this id. Thread-safe."""
         found, ids = [], self._ids(request_id)
         with_tenant = bool(self._config.api_keys)
         for index, engine in sorted(self._replicas.engines.items()):
@@ -103,9 +100,7 @@ class RequestLookup:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """Return a trace of the latest steps of each replica with their requests. `tenant`: show only this tenant's
-        requests. Thread-safe.
-        """
+        """Return a trace of each replica's latest steps. `tenant`: show only this tenant's requests. Thread-safe."""
         return trace(
             [
                 ReplicaTrace(
@@ -121,7 +116,7 @@ class RequestLookup:
         )
 
     def _ids(self, request_id: str) -> list[str]:
-        """Return the id, and the engine's ids of the requests whose answers the client's request shared."""
+        """Return the id itself, and the engine's ids of the requests whose answers the client's requests got."""
         return [request_id, *self._requests.coalesced_with(request_id)]
 
 

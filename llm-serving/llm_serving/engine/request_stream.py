@@ -1,4 +1,4 @@
-"""The stream of one answer's outputs to its reader."""
+"""The stream of an answer's outputs to a client."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Final
 from llm_serving.core.request_output import RequestOutput
 
 MAX_READ_AT_ONCE: Final = 16
-"""Maximum number of outputs that a reader gets in a row before the event loop runs other tasks."""
+"""Number of outputs that a reader gets in a row before the event loop runs other tasks."""
 
 
 class RequestStream:
-    """The outputs of one answer, in order, for at most one reader. Closing it early aborts the request."""
+    """The outputs of one answer, in order, for at most one reader. If it is closed early, the request is aborted."""
 
     def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
         self.predicted_s = predicted_s
-        """Seconds from arrival to the first token, predicted at admission; None: too few measurements."""
+        """Seconds from arrival to the first token, predicted at admission; None: unknown."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """Completes when the next output arrives, if the reader waits for it."""
+        """Completes when the next output arrives. None: the reader does not wait."""
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called with each output that arrives while the reader waits, except the final one. Returns whether it handled
-        the output.
+        """Called with each output, except the final one, that arrives while the reader waits. Returns whether it used
+        the output; if not, the reader gets it.
         """
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
-        """Number of outputs that the reader got since its last wait."""
+        """Number of outputs that the reader has got since it last waited."""
 
     def __aiter__(self) -> RequestStream:
         return self

@@ -1,4 +1,4 @@
-"""Output sinks. A sink creates the answer to a client's request from the results of steps."""
+"""Output sinks. A sink makes the answer to a client's request from the results of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SequenceSink:
         self._context.scheduler.add(self.request)
 
     def resume(self) -> None:
-        """Queue a migrated request, whose earlier output the output processor already has."""
+        """Queue a migrated request. The output processor already has its earlier output."""
         self._context.scheduler.add(self.request)
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
@@ -67,7 +67,7 @@ class SequenceSink:
         return self._context.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Finish with this reason, even if the latest token has already finished the request for another reason."""
+        """Finish with this reason, even if the latest token has finished the request for another reason."""
         self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
@@ -89,15 +89,13 @@ def attach_sink(request: Request, context: SinkContext) -> None:
 
 
 def finish(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    """Finish the client's request for which `request` is computed. No effect if it has finished."""
+    """Finish the client's request for which `request` is computed. Do nothing if it has finished."""
     if request.sink is not None:
         request.sink.finish(reason, error)
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-    """Pass each result of a step to the sink of its request. `updated`: return value of `Scheduler.update` for the
-    step.
-    """
+    """Pass each result of a step to the sink of its request. `updated`: what `Scheduler.update` returned."""
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
     all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case, without a set of many rows
     live = set() if all_are_live else set(updated) - failed
@@ -145,7 +143,7 @@ def _deliver_prompt_results(schedule: Schedule, output: StepOutput) -> set[Reque
 
 
 def _prompt_logprobs(token_ids: list[int], scores: Scores, results: range) -> PromptLogprobs:
-    """Return the results of one request: P tokens with the same number of alternatives for each."""
+    """Return the results of one request: P tokens, each with the same number of alternatives."""
     part = slice(results.start, results.stop)
     first, last = scores.top.offsets[[results.start, results.stop]].tolist()
     shape = len(results), (last - first) // len(results)

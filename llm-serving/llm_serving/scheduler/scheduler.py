@@ -364,7 +364,6 @@ class Scheduler:
 
     @property
     def has_special_requests(self) -> bool:
-        """Whether any request has beams, prompt results or draft tokens, or migrates."""
         return bool(self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts)
 
     def skip_step(self) -> None:

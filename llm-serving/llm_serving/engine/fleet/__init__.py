@@ -1,1 +1,1 @@
-"""Code that spans the replicas of a server: routing, migration, accounting of tenants and classes, reload."""
+"""Code that concerns several replicas: routing, migration, accounting of tenants and classes, reload."""

@@ -1,7 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-Between two steps, each engine reports its service and applies the service that other replicas reported. It passes these
-reports to its scheduler by calls that are recorded, so that the scheduler's decisions can be replayed.
+Between two steps, each engine reports its service and applies the service that other replicas reported. It does so by
+recorded calls of its scheduler, so that the scheduler's decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Service = Mapping[tuple[str, str], int]
 
 
 class TenantUsage:
-    """Virtual tokens that all replicas served, by class and tenant. Not thread-safe.
+    """Virtual tokens that all replicas have served, by class and tenant. Not thread-safe.
 
-    All lists have one element for each (class, tenant), in order of first service, so that a snapshot is one copy. The
-    lists of a replica may be shorter than the list of totals.
+    Each list has one element for each (class, tenant), in order of first service, so that one copy makes a snapshot.
+    The lists of a replica may be shorter than the list of totals.
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,18 @@ class TenantUsage:
         self._totals: list[int] = []
         self._version = 0
         self._snapshot_versions: dict[int, int] = {}
-        """Replica -> `_version` at the time of its snapshot."""
+        """Replica -> `_version` at its snapshot."""
         self._snapshots: dict[int, list[int]] = {}
-        """Replica -> totals at the time of its snapshot, plus the replica's own service since then."""
+        """Replica -> totals at its snapshot, plus the replica's own service since then."""
         self._known: dict[int, list[int]] = {}
-        """Replica -> the part of the totals that it knows: its own service, and what `pop_remote` returned to it."""
+        """Replica -> the part of the totals that it knows: its own service, and what `pop_remote` returned."""
 
     @property
     def replicas(self) -> set[int]:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica. It gets only service that is recorded later."""
+        """Add a replica. It gets only service that is recorded after this call."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 
@@ -74,17 +74,15 @@ class TenantUsage:
         self._version += 1
 
     def has_changed(self, replica: int) -> bool:
-        """Return whether any replica recorded service since this replica's snapshot. May be called without the lock."""
+        """Return whether any replica has recorded service since this replica's snapshot. Needs no lock."""
         return self._snapshot_versions.get(replica) not in (None, self._version)
 
     def take_snapshot(self, replica: int) -> None:
-        """Take a snapshot of the totals, up to which the next `pop_remote` of the replica returns service."""
+        """Take a snapshot for `pop_remote`."""
         self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
     def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
-        """Return the service of other replicas up to the latest snapshot, without the service that earlier calls
-        returned.
-        """
+        """Return the service of other replicas between the snapshots of the last call and of this one."""
         snapshot, known = self._snapshots.get(replica), self._known.get(replica)
         if snapshot is None or known is None or snapshot == known:
             return {}
@@ -94,9 +92,7 @@ class TenantUsage:
         return {key: total - before for key, total, before in rows if total != before}
 
     def _clear(self) -> None:
-        """Drop all counts, because there are too many. Replicas lose the service that `pop_remote` has not returned to
-        them.
-        """
+        """Drop all counts, because there are too many. Service that `pop_remote` has not returned yet is lost."""
         self._indices.clear()
         self._totals.clear()
         for each in (*self._snapshots.values(), *self._known.values()):
@@ -106,17 +102,17 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    Before each step, a replica gets the service of the other replicas. So the service of two tenants with waiting
-    requests differs at most by what one scheduler allows, plus what the other replicas compute in two steps.
+    A replica gets the service of the others before each step. So the service of two tenants with waiting requests
+    differs at most by what one scheduler allows, plus what the other replicas compute in two steps.
     """
 
     def __init__(self) -> None:
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        """Monitor that checks the limits which `tenant_slots` enforces."""
+        """Checks that the leases of `tenant_slots` keep the limits."""
         self._lead_monitor = ClassLeadMonitor()
-        """Monitor that computes the leads of the classes independently of `class_usage`, to check them."""
+        """Checks `class_usage` by an independent computation."""
         self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()
@@ -128,8 +124,11 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica that uses the rules of reload number `num_reloads` (0: no reload yet). `wake` makes the
-        replica's thread apply changed leases; any thread may call it.
+        """Add a replica.
+
+        Args:
+            wake: Makes the replica's thread apply changed leases. Any thread may call it.
+            num_reloads: Number of the reload whose rules the replica uses; 0: no reload yet.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -153,8 +152,10 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage that a scheduler reports. `service`: service of each class, computed from the contents of
-        the step. Return the range of each class's lead (see `FleetClassUsage`) since the replica's previous call.
+        """Add the class usage that a scheduler reports. Return the range of each class's lead since the replica's last
+        call.
+
+        `service`: class -> service, computed from the contents of the step (see `ClassLeadMonitor`).
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -166,37 +167,33 @@ class FleetAccounting:
             self._lead_monitor.leave(replica)
 
     def take_snapshot(self, replica: int) -> None:
-        """Take a snapshot, up to which the next `pop_remote_service` of the replica returns service."""
+        """Take a snapshot for the replica's next `pop_remote_service`."""
         if self._tenant_usage.has_changed(replica):
             with self._usage_lock:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas up to the latest snapshot, without the service that earlier calls
-        returned.
-        """
+        """Return the service of other replicas between the snapshots of the last call and of this one."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
 
 class FleetSync(FairnessObserver):
-    """Connects the scheduler of replica `index` with the accounting of all replicas. Only the engine's thread may call
-    it.
-    """
+    """Connects one scheduler with the accounting of all replicas. Only the engine's thread may call it."""
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         super().__init__(index, scheduler, metrics)
         self._accounting = FleetAccounting()
-        """Accounting of this replica only, until `join` replaces it by the accounting that all replicas share."""
+        """Accounting of this replica alone, until `join`."""
         self._num_reloads = 0
 
     def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:
-        """Share this accounting with other replicas."""
+        """Use an accounting that other replicas share."""
         accounting.join(self._index, wake, self._num_reloads)
         self._accounting, self._limits = accounting, accounting.limit_monitor
 
     def synchronize(self) -> None:
-        """Apply remote service, slot leases and exceeded shares to the scheduler, before it forms a step."""
+        """Apply remote service, slot leases and deprioritized classes to the scheduler, before it forms a step."""
         scheduler, accounting = self._scheduler, self._accounting
         accounting.take_snapshot(self._index)
         if scheduler.num_waiting:
@@ -207,9 +204,7 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the service up to the latest snapshot to the scheduler, which reads it only while requests wait or
-        arrive.
-        """
+        """Charge the scheduler for the service of other replicas. It reads this only while requests wait or arrive."""
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 
@@ -220,7 +215,7 @@ class FleetSync(FairnessObserver):
         super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report the service of a step to the other replicas. None: no step ran, or it was a repetition."""
+        """Report the service of a step to the other replicas. None: no step ran, or a step was repeated."""
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())
@@ -238,6 +233,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that this replica continues a migrated request, which keeps the slot of its tenant."""
+        """Record that this replica continues a migrated request, which keeps its slot of the tenant limit."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

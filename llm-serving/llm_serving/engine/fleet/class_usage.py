@@ -1,7 +1,7 @@
 """Usage of request classes, summed over all replicas.
 
-`FleetClassUsage` determines which classes are deprioritized because they exceed their share. `ClassLeadMonitor`
-computes the same leads independently, from the contents of steps, to check them.
+`FleetClassUsage` determines which classes are deprioritized because they exceed their share. To check it,
+`ClassLeadMonitor` computes the same leads from the contents of steps.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ MAX_LEAD_QUANTA: Final = 4
 
 
 class ClassDemand:
-    """Number of replicas on which each class has unmet demand. It is updated incrementally, so no step scans all
-    replicas.
-    """
+    """Number of replicas on which each class has unmet demand. Updated incrementally, so no step scans all replicas."""
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
@@ -56,12 +54,11 @@ class ClassDemand:
 
 
 class FleetClassUsage:
-    """Determines which classes exceed their share across all replicas, from the usage that schedulers report.
-    Thread-safe.
+    """Determines which classes exceed their share across all replicas. Thread-safe.
 
     The usage of a class is its service divided by its weight. Its lead is its usage minus the lowest usage of all
-    classes with demand. A class is deprioritized when its lead exceeds one scheduling quantum, until its lead is at
-    most half a quantum.
+    classes with demand. A class is deprioritized once its lead exceeds a scheduling quantum, until it is at most half a
+    quantum.
     """
 
     def __init__(self) -> None:
@@ -70,7 +67,7 @@ class FleetClassUsage:
         self._demand = ClassDemand()
         self._exceeding = _NO_CLASSES
         self._reported: dict[int, frozenset[str]] = {}
-        """Replica -> result of its last call of `pop_exceeding`."""
+        """Replica -> classes that exceeded their share at its latest `pop_exceeding`."""
 
     @property
     def replicas(self) -> set[int]:
@@ -97,7 +94,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share; None if they are the same as at the last call of this replica."""
+        """Return the classes that exceed their share. None: they are the same as at the replica's last call."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:
@@ -106,20 +103,20 @@ class FleetClassUsage:
 
 
 class ClassLead(NamedTuple):
-    """Range of the lead of a class (see `FleetClassUsage`) between two reports of a replica."""
+    """Lowest and highest lead of a class (see `FleetClassUsage`) between two reports of a replica."""
 
     lowest: float
     highest: float
 
 
 class ClassLeadMonitor:
-    """Computes the leads of `FleetClassUsage` again, from the contents of steps, to check them. Not thread-safe."""
+    """Computes the leads of `FleetClassUsage` from the contents of steps, to check them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
         self._demand = ClassDemand()
         self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
-        """Class -> lead of the class after each call of `record`. The index is the number of the call."""
+        """Class -> its leads, by the number of the call of `record`."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
         """Replica -> (number of its latest call of `record`, classes in that call)."""
@@ -135,8 +132,11 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add the `service` of a step (class -> service divided by weight). Return the range of each class's lead since
-        the replica's previous call.
+        """Add a step. Return the range of each class's lead since the replica's last call.
+
+        Args:
+            service: Class -> service of the step, divided by weight.
+            usage: Class -> usage that the scheduler reported.
         """
         self._demand.update(replica, usage)
         leads = self._leads
@@ -154,20 +154,16 @@ class ClassLeadMonitor:
 
 
 class ExtremesSince:
-    """Minimum and maximum of a series since a given index. To save memory, only values below or above all later ones
-    are kept.
-    """
+    """Minimum and maximum of a series since a given index. It keeps only values below or above all later ones."""
 
     def __init__(self) -> None:
         self._min_indices: list[int] = []
         self._minima: list[int] = []
-        """Values that are smaller than all later values, in ascending order, with their indices."""
         self._max_indices: list[int] = []
         self._maxima: list[int] = []
-        """Values that are larger than all later values, in descending order, with their indices."""
 
     def add(self, index: int, value: int) -> None:
-        """Append a value. Its index must exceed all earlier ones."""
+        """Append a value. Indices must ascend."""
         minima, maxima = self._minima, self._maxima
         if minima and minima[-1] == value:  # the newest value is the last of both lists
             self._min_indices[-1] = self._max_indices[-1] = index
@@ -182,6 +178,6 @@ class ExtremesSince:
         maxima.append(value)
 
     def since(self, index: int) -> tuple[int, int]:
-        """Return the minimum and maximum since an index at which a value was added."""
+        """Return the minimum and maximum from this index on. A value must have been added at the index."""
         least = self._minima[bisect_left(self._min_indices, index)]
         return least, self._maxima[bisect_left(self._max_indices, index)]

@@ -1,7 +1,7 @@
-"""Migration of requests: a decode replica continues a request of a prefill replica, and gets its KV blocks.
+"""Migration of requests: a decode replica gets the KV blocks of a prefill replica's request, and continues it.
 
-`RequestMigration` is the engine's part. `BlockTransferrer` copies blocks between machines in its own threads, whose CPU
-time `TransferThrottle` limits while steps are in flight.
+`RequestMigration` is the engine's part. `BlockTransferrer` copies blocks between machines in threads of its own.
+`TransferThrottle` limits the CPU time of these threads while steps are in flight.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from llm_serving.transport.messages import BlockContents
 
 logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
-"""Maximum number of requests of one replica whose blocks wait for their transfer."""
+"""Maximum number of requests of one replica that wait for the transfer of their blocks."""
 MAX_BYTES: Final = 2**30
-"""Maximum bytes of the blocks of one replica that wait for their transfer: about one second on a link of 10 Gbit/s. A
-single request may exceed it.
+"""Maximum bytes of one replica's blocks that wait for their transfer: about one second on a link of 10 Gbit/s. A single
+request may exceed it.
 """
 CPU_SHARE: Final = 0.5
 """Maximum fraction of one core that all transfer threads together use while a step is in flight."""
@@ -49,9 +49,7 @@ CPU_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """Destination to which the blocks of a request were transferred. They are lost when the link to this replica
-    closes.
-    """
+    """The replica to which a request's blocks were transferred. If its link closes, the blocks are lost."""
 
     replica: int
     link: BlockLink
@@ -61,22 +59,22 @@ class MigratingRequest(NamedTuple):
     """A request that has left one engine and has not reached the next."""
 
     request: Request
-    """New object of the request, for the next engine. The first engine has finished its own."""
+    """The request's new object, for the next engine."""
     produced: ProducedOutput
     audited: Answer | None
-    """Outputs that the client has received; None if the request is not audited."""
+    """Outputs that the client has received, for an audit; None: no audit."""
     exported_at: float
-    """Time, on the engine's clock, of the reply to the request's last step."""
+    """Time, on the engine's clock, of the reply to the step that exported the blocks."""
     transferred: TransferredBlocks | None = None
-    """Where the blocks were transferred; None: they are still in the transfer pool of the first engine's machine."""
+    """Where the blocks were transferred; None: they are in the first machine's transfer pool."""
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """Blocks of the transfer pool with the KV cache; empty if the next engine recomputes it."""
+        """Transfer pool blocks with the KV cache. Empty: the next engine recomputes it."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
-        """Give up the KV cache, so that the next engine recomputes it. Return the blocks, which can be reclaimed."""
+        """Let the next engine recompute the KV cache. Return the blocks, which can be reclaimed."""
         blocks = self.blocks
         if self.request.transfer is not None:
             self.request.transfer = self.request.transfer.without_blocks()
@@ -84,7 +82,6 @@ class MigratingRequest(NamedTuple):
 
 
 def failure_output(request: Request, reason: FinishReason, error: str) -> RequestOutput:
-    """Return the final output of a request that no engine continues."""
     if request.http_timings is not None:
         request.http_timings.unfinished_request_ids.discard(request.request_id)
     return RequestOutput(
@@ -124,10 +121,10 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
 
 
 class RequestMigration(StepObserver):
-    """Sends requests of one engine to other engines, and accepts theirs. Only the engine's thread may call it.
+    """Sends requests of one engine to others, and accepts theirs. Only the engine's thread may call it.
 
-    A request is handed over after the reply to the step that exports its blocks, when its client has all output so far.
-    The accepting engine imports the blocks in the request's first step there; after that step, the blocks are
+    The engine hands a request over after the reply to the step that exports its blocks, once its client has all output
+    so far. The accepting engine imports the blocks in the request's first step there. After that step they are
     reclaimed.
     """
 
@@ -149,11 +146,11 @@ class RequestMigration(StepObserver):
         self._event_log = event_log
         self._metrics = metrics
         self._imported: deque[list[TransferBlock]] = deque()
-        """For each step in flight: the imported blocks that can be reclaimed after it."""
+        """For each step in flight: imported blocks that can be reclaimed after it."""
         self._exported: list[tuple[Request, Transfer, float]] = []
-        """(request, its exported blocks, time on the engine's clock) of requests that left the scheduler."""
+        """Requests that left the scheduler: (request, its exported blocks, time on the engine's clock)."""
         self._accepted: dict[Request, float] = {}
-        """Accepted request -> its `MigratingRequest.exported_at`. Kept until the request's first step."""
+        """Accepted request -> `MigratingRequest.exported_at`, until the request's first step."""
 
     def accept(self, migrating: MigratingRequest) -> None:
         """Continue a request of another engine."""
@@ -184,9 +181,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """After the reply to a step: reclaim the blocks that it imported, and remove the requests whose blocks it
-        exported.
-        """
+        """After the reply to a step, reclaim the blocks that it imported, and remove the requests that it exported."""
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -194,7 +189,7 @@ class RequestMigration(StepObserver):
                 self._exported.append((row.request, self._scheduler.migrate_out(row.request), now))
 
     def hand_over(self) -> None:
-        """Pass the removed requests to the listeners. Call it after their clients have all output of this engine."""
+        """Pass the removed requests to the listeners. Call this after their clients have all output of this engine."""
         if not self._exported:
             return
         migrating = []
@@ -217,7 +212,7 @@ class RequestMigration(StepObserver):
             self._reclaim(self._imported.popleft())
 
     def close(self) -> None:
-        """Reclaim all blocks, because no further step is scheduled."""
+        """Reclaim all blocks, because no step will follow."""
         self._reclaim_after_steps(self._scheduler.blocks.pop_released_imports())
         self.release_imports()
 
@@ -233,7 +228,7 @@ class RequestMigration(StepObserver):
 
 
 class Link(Protocol):
-    """The part of `BlockLink` that a transfer uses."""
+    """The methods of `BlockLink` that a transfer uses."""
 
     blocks_per_frame: int
     block_bytes: int
@@ -247,11 +242,11 @@ class Link(Protocol):
 
 
 class BlockTransferrer:
-    """Transfers blocks between WorkAgents through the master, in frames.
+    """Transfers blocks between WorkAgents through the master.
 
-    One thread for each source replica transfers one request after the other, on connections that carry no steps. The
-    queue of a thread is limited in requests and bytes. Each request must be transferred within `Link.timeout_s` of its
-    arrival. The thread calls `throttle` before each frame and after each request.
+    Each source replica has a thread, which transfers one request after the other, in frames, on connections that carry
+    no steps. Its queue is limited in requests and bytes. The blocks of a request must arrive within `Link.timeout_s`.
+    The thread calls `throttle` before each frame and after each request.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -260,7 +255,7 @@ class BlockTransferrer:
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._num_requests: Counter[int] = Counter()
-        """Source replica -> number of requests whose blocks wait for their transfer."""
+        """Source replica -> number of requests that wait for the transfer of their blocks."""
         self._num_bytes: Counter[int] = Counter()
 
     def start(
@@ -272,7 +267,9 @@ class BlockTransferrer:
         done: Callable[[bool], None],
     ) -> bool:
         """Start the transfer of a request's blocks from `replica`. Return False if the queue is full or no thread can
-        start. `done` is called in another thread; its argument is whether all blocks arrived.
+        start.
+
+        `done` is called in another thread, with True if all blocks arrived.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -299,7 +296,7 @@ class BlockTransferrer:
         return True
 
     def close(self) -> None:
-        """Wait for the transfers in progress. The WorkAgents must have been stopped, so that the transfers fail."""
+        """Wait for the transfers in progress. Stop the WorkAgents before, so that these transfers fail."""
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -317,9 +314,7 @@ def transfer_blocks(
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Transfer blocks, and return whether all arrived. No frame starts after the deadline or is still in flight on
-    return.
-    """
+    """Transfer blocks. Return whether all arrived before the deadline. No frame is in flight on return."""
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # one order for all threads, so no two block each other
@@ -344,9 +339,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield `pieces`. Raise WorkerError after the deadline: each frame has its own timeout, which does not limit their
-    sum.
-    """
+    """Yield `pieces`. Raise WorkerError after the deadline, because the timeouts of frames do not limit their sum."""
     for piece in pieces:
         throttle()
         if clock() > deadline:
@@ -374,14 +367,10 @@ class TransferThrottle:
         self._lock = threading.Lock()
         self._last = _CpuTime()
         self._balanced_at = 0.0
-        """Time at which the CPU time used so far will be `CPU_SHARE` of the elapsed time. Until then, transfer threads
-        sleep.
-        """
+        """Time until which transfer threads sleep, so that their CPU time is `CPU_SHARE` of the elapsed time."""
 
     def wait(self) -> None:
-        """Sleep until the transfer threads together have used at most `CPU_SHARE` of a core. Call it after each
-        piece.
-        """
+        """Sleep until the transfer threads have used at most `CPU_SHARE` of a core. Call this after each piece."""
         cpu_time = self._cpu_time()
         used_s, self._last.seconds = cpu_time - self._last.seconds, cpu_time
         if not self._has_steps():

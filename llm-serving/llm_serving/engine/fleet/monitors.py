@@ -1,6 +1,4 @@
-"""Monitors that check steps independently of the scheduler: weights of classes, and limits of tenants across
-replicas.
-"""
+"""Monitors that check, independently of the scheduler, the weights of classes and the limits of tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 MIN_TENANTS: Final = 64
-"""`LimitMonitor` searches for tenants without requests only if it knows more tenants than this."""
+"""Number of tenants above which `LimitMonitor` removes tenants without requests."""
 
 _UNKNOWN: Final = ClassLead(0, math.inf)
 
@@ -54,26 +52,28 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 
 
 class WeightMonitor:
-    """Counts how often one replica gives a class a running slot that another class is entitled to.
+    """Counts how often one replica gives a class a running slot to which another class is entitled.
 
-    The rule: while a request of class B waits and B holds less than its share, a class A that has received more service
-    than B since the wait began, divided by weight, must get no slot. Service is computed from the contents of steps.
-    For a class above its share across all replicas it counts `weight_divisor` times. Before its request began to wait,
-    B may have received more service than A. So no violation is counted until A's excess is larger than the wait bound
-    of B allows.
+    Let a request of class B wait while B holds less than its share. Then no class A that has received more service than
+    B since the wait began, divided by weight, may get a slot. Service is computed from the contents of steps. It counts
+    `weight_divisor` times for a class above its share across all replicas. Because B may have received more service
+    than A before the wait, a violation counts only once A's excess is larger than the wait bound of B allows.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._queue = scheduler.waiting
         self.excess: dict[tuple[str, str], list[int]] = {}
-        """(A, B) -> slots, tokens and blocks, divided by weight, that A has received more than B while B waits."""
+        """(A, B) -> slots, tokens and blocks, divided by weight, that A has received more than B since B waits."""
 
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return for how many pairs (A, B) it violates the rule. `leads`: leads of the classes across
-        replicas; empty if unknown. `shares`: result of `step_shares`; None: compute it.
+        """Add a step. Return for how many pairs (A, B) it violates the rule.
+
+        Args:
+            leads: Leads of the classes across replicas; empty: unknown.
+            shares: Result of `step_shares`; None: compute it.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -104,7 +104,7 @@ class WeightMonitor:
         return num_violations
 
     def _has_waiting(self, name: str) -> bool:
-        """Return whether the class has a waiting request that may get a slot."""
+        """Return whether a request of the class waits and may get a slot."""
         queue = self._queue.queues[name]
         return len(queue) > 0 and name not in self._scheduler.closed_classes and queue.arrival_clock() is not None
 
@@ -135,10 +135,10 @@ class _Tenant(NamedTuple):
 
 
 class LimitMonitor:
-    """Counts requests that run although their tenant is at its limit, over all replicas of a master. Thread-safe.
+    """Counts requests that run although their tenant is at its limit, over all replicas. Thread-safe.
 
-    It knows only the limits and which requests have started and finished, not the slot leases. Beams are not counted,
-    because all beams of a search run together. After a limit has changed, it counts only requests that start later.
+    It knows only the limits, and which requests have started and finished, but not the slot leases. It ignores the
+    beams of a search, which run together. After a change of a limit, it counts only requests that start later.
     """
 
     def __init__(self) -> None:
@@ -146,9 +146,9 @@ class LimitMonitor:
         self._tenants: dict[str, _Tenant] = {}
         self._max_tenants = MIN_TENANTS
         self._reloads: dict[int, int] = {}
-        """Replica -> number of the reload whose rules the replica uses."""
+        """Replica -> number of the reload whose rules it uses."""
         self._kept: dict[int, set[str]] = {}
-        """Replica -> ids of the requests that held a tenant slot at its last reload and have not started since."""
+        """Replica -> ids of requests that held a tenant slot at its last reload and have not started."""
 
     @property
     def replicas(self) -> set[int]:
@@ -165,9 +165,7 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses the rules of reload `number`. `kept`: ids of requests that hold slots but start
-        later.
-        """
+        """Record that a replica uses the rules of reload `number`. `kept`: ids of requests that hold unused slots."""
         with self._lock:
             self._reloads[replica] = number
             self._kept[replica] = {*kept}
@@ -187,6 +185,7 @@ class LimitMonitor:
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
         """Record a request that migrated from another replica. Return 1 if it exceeds its tenant's limit, else 0.
+
         Return 0 also while the replicas use different rules.
         """
         if len({*self._reloads.values()}) > 1:
@@ -200,7 +199,6 @@ class LimitMonitor:
         return bool(found)
 
     def _add(self, request: Request, limit: int) -> bool:
-        """Add a request. Return whether it exceeds the limit."""
         tenant = self._tenants.get(request.tenant)
         running = [] if tenant is None or tenant.limit != limit else _running(tenant)
         self._tenants[request.tenant] = _Tenant(limit, [*running, weakref.ref(request)])

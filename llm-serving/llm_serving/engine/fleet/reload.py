@@ -1,4 +1,4 @@
-"""Reload of the configuration while the server runs, for keys that need no restart."""
+"""Reload of those configuration keys that need no restart, while the server runs."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ TIMEOUT_S: Final = 5.0
 class ReloadResult:
     changes: list[Change]
     late: list[int]
-    """Indices of the replicas that apply the changes later."""
+    """Indices of the replicas that apply the changes after their restart."""
 
 
 class ConfigReloader:
-    """Applies a changed YAML file, either completely or not at all. Each engine applies it between two steps. Only the
-    event loop may call it.
-    """
+    """Applies a changed YAML file completely or not at all. Only the event loop may call it."""
 
     def __init__(self, config: ServingConfig, replicas: Replicas, metrics: Metrics) -> None:
         self.followers: list[Callable[[ServingConfig], None]] = []
-        """Functions that are called with each new configuration. They must not raise errors."""
+        """Functions that get each new configuration. They must not raise errors."""
         self._started = self._running = config
         self._replicas = replicas
         self._metrics = metrics
         self._lock = asyncio.Lock()
 
     async def reload(self) -> ReloadResult:
-        """Read the YAML file again and apply its changes. Raise RequestError, and change nothing, if it breaks a rule
-        or changes a key that needs a restart.
+        """Read the YAML file again and apply its changes. Each engine applies them between two steps.
+
+        Raise RequestError, and change nothing, if the file breaks a rule or changes a key that needs a restart.
         """
         async with self._lock:
             try:

@@ -27,11 +27,11 @@ from llm_serving.kvcache import BlockManager, BlockPool
 from llm_serving.kvcache.block_table import block_hash, namespace_hash
 
 MAX_BLOCKS: Final = 1024
-"""Maximum number of blocks of a prompt that are looked up in the caches of the replicas."""
+"""Maximum number of prompt blocks that routing looks up in the caches of the replicas."""
 
 
 class OpenReplicas:
-    """The engines that accept requests, by index in ascending order."""
+    """The engines that accept requests, by ascending index."""
 
     def __init__(self, engines: Mapping[int, Engine]) -> None:
         self.engines = engines
@@ -42,22 +42,21 @@ class OpenReplicas:
 
     @cached_property
     def caches(self) -> list[tuple[int, Callable[[bytes], bool]]]:
-        """(replica, function that returns whether its KV cache has a block hash; see `BlockPool.is_cached`)."""
+        """(replica, its `BlockPool.is_cached`, which returns whether the KV cache has a block hash)."""
         return [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in self.engines.items()]
 
     @cached_property
     def smallest_cache(self) -> BlockManager:
-        """The KV cache with the shortest maximum request length."""
+        """The KV cache with the shortest maximum request."""
         return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.max_request_tokens)
 
     @property
     def first_available(self) -> int | None:
-        """First replica whose WorkAgent is not restarting; None if all are."""
         return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
 
 
 def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the hashes of a prompt's full blocks, except the block of its last token, which is always computed."""
+    """Return the hashes of a prompt's full blocks, without the block of its last token, which is always computed."""
     hashes: list[bytes] = []
     previous = namespace_hash(namespace)
     for index in range(min(MAX_BLOCKS, (len(token_ids) - 1) // block_size)):
@@ -67,17 +66,15 @@ def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: in
 
 
 class PromptBlocks:
-    """Prompt blocks of the unfinished requests of each replica. Routing treats them as cached, even before they are
-    computed.
-    """
+    """Prompt blocks of unfinished requests, by replica. Routing treats them as cached even before they are computed."""
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
         """Request id -> (replica, hashes of its prompt blocks). Other classes only read it."""
         self._counts: dict[int, Counter[bytes]] = {}
-        """Replica -> number of requests with each block."""
+        """Replica -> block hash -> number of requests with this block."""
         self._first_blocks: dict[bytes, Counter[int]] = {}
-        """First block of a prompt -> number of requests that begin with it, by replica."""
+        """Hash of a first block -> replica -> number of requests that begin with this block."""
 
     def add(self, request_id: str, replica: int, hashes: Sequence[bytes]) -> None:
         if hashes:
@@ -107,13 +104,11 @@ class PromptBlocks:
         self.add(request_id, replica, hashes)
 
     def replicas_with(self, first: bytes, caches: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
-        """Return the replicas that have the first block of a prompt, or will compute it. `caches`: see
-        `OpenReplicas.caches`.
-        """
+        """Return the replicas that have or will compute a prompt's first block. `caches`: `OpenReplicas.caches`."""
         return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
     def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
-        """Return how many blocks from the start of a prompt a replica has in its cache or will compute."""
+        """Return how many blocks from the start of a prompt the replica has cached or will compute."""
         counts = self._counts.get(replica, Counter())
         for number, each in enumerate(hashes):
             if each not in counts and pool.find_cached(each) is None:
@@ -127,14 +122,14 @@ class Route(NamedTuple):
     replica: int
     engine: Engine
     num_cached_tokens: int
-    """Number of prompt tokens that this replica has computed or will compute for other requests."""
+    """Number of prompt tokens that this replica has computed, or computes for other requests."""
 
 
 class Router:
-    """Chooses a living replica for each request by the configured policy.
+    """Chooses a running replica for each request, by the configured policy.
 
-    With roles, the request may later migrate to another replica. A replica whose WorkAgent is restarting gets requests
-    only if no other replica accepts any. A drained replica gets none.
+    With roles, the request may later migrate to another replica. A replica whose WorkAgent restarts gets requests only
+    if no other replica accepts any. A drained replica gets none.
     """
 
     def __init__(
@@ -148,7 +143,7 @@ class Router:
     ) -> None:
         self.policy = ROUTING_POLICIES[config.serving.routing]()
         self.prefill_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.PREFILL}
-        """Replicas whose requests migrate once their prompts are computed."""
+        """Replicas whose requests migrate after their prompts are computed."""
         self._decode_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.DECODE}
         self.has_several = config.num_replicas > 1
         self._config = config
@@ -159,7 +154,7 @@ class Router:
         self._clock = clock
         self.prompts = PromptBlocks()
         self._open = self._prefilling = OpenReplicas({})
-        """`_open`: all replicas that accept requests. `_prefilling`: those of them whose role includes prefill."""
+        """`_open`: replicas that accept requests. `_prefilling`: those of them that compute prompts."""
 
     def reload(self, config: ServingConfig) -> None:
         self._config = config
@@ -167,7 +162,7 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def block_hashes(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
-        """Return the hashes of the prompt's blocks; empty if neither routing nor admission needs them."""
+        """Return the hashes of the prompt's blocks; empty if neither routing nor admission control needs them."""
         scheduler = self._config.scheduler
         if not scheduler.prefix_caching or sampling.prompt_logprobs is not None:
             return []
@@ -182,8 +177,9 @@ class Router:
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
         """Return the best replica for a group of requests, without changing state. `hashes`: block hashes of the first
-        prompt. Raise UnavailableError if no replica accepts requests, or the WorkAgent of the chosen one does not
-        restart soon.
+        prompt.
+
+        Raise UnavailableError if no replica accepts requests, or if the chosen WorkAgent will not restart soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:
@@ -201,9 +197,7 @@ class Router:
         return route
 
     def route_of(self, stream: RequestStream) -> Route | None:
-        """Return the route of an unfinished request, for another one that shares its prompt; None if its replica has
-        ended.
-        """
+        """Return the route of an unfinished request, for another with the same prompt; None: its replica has ended."""
         opened = self._requests.by_id.get(stream.request_id)
         if opened is None or opened.engine.dead is not None:
             return None
@@ -213,11 +207,11 @@ class Router:
         return None if index is None else Route(index, opened.engine, num_shared)
 
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
-        """Return the living replicas that may continue a request whose prompt is computed, the best first.
+        """Return the replicas that may continue a request whose prompt is computed, best first.
 
-        Replicas are sorted by these criteria: not drained before drained, decoding before prefilling, running before
-        restarting WorkAgents, the preferred replica before others, few requests before many (including requests in
-        migration to them).
+        Replicas that are not drained come first. Of these, those that only decode come first, then those whose
+        WorkAgents do not restart, then `preferred`, then those with the fewest requests (including those that migrate
+        to them).
         """
         return sorted(
             self._replicas.living().items(),
@@ -234,10 +228,10 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the replica for admission control.
+        """Return the load of the route's replica, for admission control.
 
-        A replica with too few measured steps is assumed to be as fast as another one (`speed_of_another`). While its
-        WorkAgent restarts, its speed is unknown.
+        While its WorkAgent restarts, its speed is unknown. If it has too few measured steps, the result of
+        `speed_of_another` is used.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -255,17 +249,13 @@ class Router:
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Return the KV cache with the shortest maximum request length. Raise UnavailableError if no replica is
-        open.
-        """
+        """Return the KV cache with the shortest maximum request. Raise UnavailableError if no replica is open."""
         if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache
 
     def _first_stage(self) -> OpenReplicas:
-        """Return the replicas that may begin a request. Replicas that only decode are included only if no other is
-        available.
-        """
+        """Return the replicas that may start a request: those that compute prompts, or, if none is available, all."""
         engines = self._replicas.open()
         if engines is not self._open.engines:
             self._open = self._prefilling = OpenReplicas(engines)
@@ -328,7 +318,7 @@ class Router:
         )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
-        """Return the speed of the first living replica that has measurements, without the effect of a full KV cache."""
+        """Return the speed of the first replica with measurements, without the effect of a full KV cache."""
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
                 return replace(speed, num_slots=speed.limits.max_num_seqs)
@@ -341,9 +331,7 @@ class Router:
     def _cached_tokens(
         self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
     ) -> dict[int, int]:
-        """Return replica -> number of cached tokens of a prompt, the least loaded replica first, without replicas that
-        have none.
-        """
+        """Return replica -> number of cached prompt tokens, if any, with the least loaded replica first."""
         found = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
         if not found:
             return {}

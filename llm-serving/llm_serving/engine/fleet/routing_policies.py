@@ -1,4 +1,4 @@
-"""Routing policies, each of which chooses one of several replicas for a request."""
+"""Routing policies. Each chooses one of several replicas for a request."""
 
 from __future__ import annotations
 
@@ -10,52 +10,51 @@ from typing import Final, NamedTuple
 from llm_serving.core.enums import RoutingName
 
 MIN_MATCH: Final = 0.1
-"""Minimum fraction of a prompt that must be cached for a replica to count as a match, as in Ray Serve."""
+"""Minimum cached fraction of a prompt for which a replica counts as a match, as in Ray Serve."""
 MAX_IMBALANCE: Final = 16
 """Maximum difference of unfinished requests between replicas at which `PrefixAffinity` considers prefixes."""
 MAX_COMPARED: Final = 8
-"""Maximum number of replicas whose TTFT is predicted. Up to half are those with the longest cached prefix, the rest
-those with the lowest load.
-"""
+"""Maximum number of replicas whose TTFT is predicted: half by longest cached prefix, the rest by lowest load."""
 OTHERS_WEIGHT: Final = 1 / 3
-"""Weight of the delay of other requests, relative to that of the request. With 1, requests follow a cached prefix until
-the queue of its replica is seconds longer than others. With 0, every replica recomputes prefixes, and all become slower
-(docs/results/routing.md).
+"""Weight of the delay of other requests relative to the delay of the request itself.
+
+With 1, requests follow a cached prefix until its replica's queue is seconds longer than other queues. With 0, every
+replica recomputes prefixes, and all become slower (docs/results/routing.md).
 """
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
-"""`OTHERS_WEIGHT` if no replica has a match. It is lower, because every replica then computes about as much."""
+"""`OTHERS_WEIGHT` if no replica has a match. It is lower, because then every replica computes about the same amount."""
 
 
 class Candidate(NamedTuple):
-    """A replica that can be chosen, with its current load."""
+    """A replica that a policy can choose, with its present load."""
 
     replica: int
     num_unfinished: int
-    """Number of requests that were routed to the replica and have not finished."""
+    """Number of the replica's unfinished requests."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Number of prompt tokens that the replica has computed or will compute for other requests."""
+    """Number of prompt tokens that the replica has computed, or computes for other requests."""
     num_queued_tokens: int
-    """Number of prompt tokens of waiting requests that must be computed."""
+    """Number of prompt tokens of waiting requests that the replica must compute."""
     num_used_blocks: int
     block_size: int
     token_s: float
-    """Measured seconds that a token adds to a step; 0 if too few steps were measured."""
+    """Measured seconds by which a token prolongs a step; 0: too few steps were measured."""
 
     @property
     def prompt_s(self) -> float:
-        """Seconds that computing the prompt adds to the steps of the replica."""
+        """Seconds by which the prompt prolongs the steps of the replica."""
         return (self.num_prompt_tokens - self.num_cached_tokens) * self.token_s
 
 
 class Candidates:
-    """Replicas to choose from, at least one. The load of a replica is computed only when a policy reads it.
+    """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it.
 
     Args:
-        replicas: Indices, ascending.
+        replicas: Ascending indices.
         by_load: (unfinished requests, index), ascending.
-        cached: Replica -> cached tokens of the prompt, the least loaded replica first, without replicas that have none.
-        is_available: Returns whether a replica can be chosen; other replicas are skipped.
+        cached: Replica -> cached tokens of the prompt, if any, with the least loaded replica first.
+        is_available: Returns whether a replica can be chosen.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Candidates:
         self._candidate_of, self._is_available = candidate_of, is_available
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Iterate in ascending order of `replica`."""
         return map(self._candidate_of, filter(self._is_available, self._replicas))
 
     def by_load(self) -> Iterator[Candidate]:
@@ -81,7 +79,7 @@ class Candidates:
         return next(self._candidate_of(replica) for _, replica in by_load if self._is_available(replica))
 
     def by_prefix(self) -> Iterator[Candidate]:
-        """Iterate over the replicas with cached tokens, most tokens first. Of equal ones, the least loaded is first."""
+        """Iterate over the replicas with cached tokens, most tokens first. Among equals, the least loaded is first."""
         ranked = sorted(self._cached, key=self._cached.__getitem__, reverse=True)  # a stable sort
         return map(self._candidate_of, filter(self._is_available, ranked))
 
@@ -93,21 +91,20 @@ class Candidates:
 
 
 PredictTtft = Callable[[Candidate], float | None]
-"""Returns the predicted seconds until the first token of the request on a replica; None if nothing was measured."""
+"""Returns the predicted seconds until the first token of the request on a replica; None: nothing was measured."""
 
 
 class RoutingPolicy:
-    """Base class of the policies. They run on the event loop and never change an answer."""
+    """Base class of the policies. The event loop calls them. They never change an answer."""
 
     needs_prefixes = True
-    """Whether the policy reads `num_cached_tokens`. If not, prompt blocks are not hashed."""
+    """Whether the policy reads `num_cached_tokens`. If not, no prompt blocks are hashed."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        """Return one of the candidates, without changing state: some callers only check admission."""
+        """Return one of the candidates, without changing state, because some callers only check admission."""
         raise NotImplementedError
 
-    def record_routed(self, replica: int) -> None:
-        """Record that a request was submitted to this replica."""
+    def record_routed(self, replica: int) -> None: ...
 
 
 def load_key(candidate: Candidate) -> tuple[int, int]:
@@ -126,9 +123,6 @@ class BlockCost(RoutingPolicy):
 
 
 def _block_cost(candidate: Candidate) -> float:
-    """Return twice the number of blocks that the replica would have to compute, plus the number that its requests
-    hold.
-    """
     uncached = candidate.num_prompt_tokens - candidate.num_cached_tokens
     num_new = (candidate.num_queued_tokens + uncached) / candidate.block_size
     return 2 * num_new + candidate.num_used_blocks
@@ -144,8 +138,7 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """Chooses the replica with the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware
-    router.
+    """Chooses the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware router.
 
     Source: https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
     """
@@ -161,11 +154,10 @@ def _is_match(candidate: Candidate) -> bool:
 
 
 class PredictedTtft(RoutingPolicy):
-    """Chooses the replica with the lowest predicted TTFT, plus a fraction of the delay that the request causes to
-    others.
+    """Chooses the replica with the lowest sum of the predicted TTFT and a fraction of the delay of other requests.
 
-    So a cached prefix counts little on an idle replica and much on a busy one. The weight of the delay is low, because
-    most other requests are decoding. Until a replica has measured enough steps, `PrefixAffinity` decides.
+    So a cached prefix counts little on an idle replica and much on a busy one. The fraction is small, because most
+    other requests are decoding. Until a replica has measured enough steps, `PrefixAffinity` decides.
     """
 
     _unmeasured = PrefixAffinity()

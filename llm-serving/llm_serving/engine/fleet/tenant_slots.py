@@ -1,4 +1,4 @@
-"""Leases of running slots, which divide the `max_running` limit of a tenant among the replicas."""
+"""Leases of running slots, which divide a tenant's `max_running` limit among the replicas."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ class _Tenant:
     def __init__(self) -> None:
         self.limit = 0
         self.demands: dict[int, SlotDemand] = {}
-        """Replica -> the latest demand that it reported."""
+        """Replica -> the demand that it reported last."""
         self.changes: Counter[int] = Counter()
-        """Replica -> number of slots leased to it since its latest report. Negative: number of slots that it must
-        return.
-        """
+        """Replica -> number of slots leased to it since its last report; negative: slots that it must return."""
         self.last_leases: Counter[int] = Counter()
-        """Replica -> number of the lease by which it got its latest slot. Leases are numbered in order of time."""
+        """Replica -> sequence number of its latest lease. A lower number is an earlier lease."""
         self.num_leased = 0
 
     def leased_to(self, replica: int) -> int:
@@ -37,10 +35,9 @@ class _Tenant:
 class TenantSlots:
     """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
-    All leases of a tenant together, with the slots of migrating requests, never exceed the tenant's limit. A scheduler
-    returns a slot when a request leaves it, unless the request migrates. A free slot goes to the replica with the
-    fewest slots among those that need one. Of equal ones, it goes to the replica whose latest lease is the oldest, so a
-    single slot rotates.
+    All leases of a tenant, together with the slots of its migrating requests, never exceed its limit. A scheduler
+    returns a slot when a request finishes. A free slot goes to the replica with the fewest slots among those that need
+    one; among equals, to the one whose latest lease is the oldest.
     """
 
     def __init__(self) -> None:
@@ -48,12 +45,12 @@ class TenantSlots:
         self._wakes: dict[int, Callable[[], None]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._pending: dict[int, set[str]] = {}
-        """Replica -> tenants whose changed leases the replica has not got from `exchange` yet."""
+        """Replica -> tenants whose changed leases it has not got from `exchange` yet."""
         self.migrating: dict[str, str] = {}
         """Id of a migrating request -> tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
         self._arrived: dict[int, list[str]] = {}
-        """Replica -> ids of the requests that have migrated to it since its latest report."""
+        """Replica -> ids of the requests that have migrated to it since its last report."""
         self._num_leases = 0
 
     @property
@@ -62,7 +59,7 @@ class TenantSlots:
         return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
     def join(self, replica: int, wake: Callable[[], None]) -> None:
-        """Add a replica. `wake` makes the replica's thread call `exchange`; any thread may call it."""
+        """Add a replica. `wake`: makes the replica's thread call `exchange`. Any thread may call it."""
         self.leave(replica)
         with self._lock:
             self._wakes[replica] = wake
@@ -91,7 +88,7 @@ class TenantSlots:
                 self._num_migrating[tenant] += 1
 
     def finish_migration(self, replica: int, request_id: str) -> None:
-        """Record that a replica continues the request. The next report of that replica counts its slot."""
+        """Record that a replica continues the request. The next report of the replica counts its slot."""
         with self._lock:
             self._arrived.setdefault(replica, []).append(request_id)
 
@@ -120,9 +117,7 @@ class TenantSlots:
         return {name: number for name, number in changes.items() if number}
 
     def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
-        """Store the demand of a replica. Slots beyond the demand become free. If the limit fell, so do unused slots of
-        others.
-        """
+        """Store the demand of a replica, and free slots beyond it. If the limit fell, free unused slots of others."""
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = demand.limit < tenant.limit
         tenant.limit = demand.limit
@@ -154,9 +149,7 @@ class TenantSlots:
         return change
 
     def _lease(self, names: set[str], caller: int | None = None) -> list[Callable[[], None]]:
-        """Lease the free slots of these tenants. Return the `wake` of each replica that got a slot, except that of
-        `caller`.
-        """
+        """Lease the free slots of these tenants. Return the `wake` of each replica that got a slot, except `caller`."""
         got = set()
         for name in sorted(names):
             if (tenant := self._tenants.get(name)) is None:
