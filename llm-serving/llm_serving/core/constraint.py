@@ -1,4 +1,4 @@
-"""Constraints on the output of a request (structured output). A constraint determines which tokens may follow."""
+"""Constraints on the output of a request (structured output): they determine which tokens may follow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llm_serving.core.step import Int32Array
 
 
 class ConstraintMatcher(Protocol):
-    """Determines which tokens a constraint allows after one output. Only one thread may use it at a time."""
+    """Determines which tokens a constraint allows in one output. Only one thread may use it at a time."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow all tokens of the output so far.
 
-        The result depends only on the output, not on earlier calls. If the output extends that of the previous call,
+        The result depends only on the output, not on earlier calls; if the output extends that of the previous call,
         only the new tokens are processed. End tokens are allowed only if the constraint is satisfied. If the matcher
         fails, no bit is set.
         """
@@ -22,18 +22,17 @@ class ConstraintMatcher(Protocol):
     def allowed_words_after_drafts(
         self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
     ) -> list[Int32Array]:
-        """Return `allowed_words` for the output, then for the output with one draft token, with two draft tokens, and
-        so on.
-        """
+        """Return `allowed_words` for the output, for the output with one draft token, with two, and so on."""
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         """Return the draft tokens before the first forbidden one, then the tokens that the constraint forces; at most
-        `count`. If several tokens spell the same forced text, the longest one is used.
+        `count`.
+
+        If several tokens spell the same forced text, the longest token is used.
         """
 
 
 class Constraint(Protocol):
     """A compiled constraint. It is immutable, so requests may share it."""
 
-    def create_matcher(self) -> ConstraintMatcher:
-        """Return a matcher for one output."""
+    def create_matcher(self) -> ConstraintMatcher: ...

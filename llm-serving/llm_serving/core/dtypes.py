@@ -1,4 +1,4 @@
-"""Dtypes of models, and descriptions of the quantization in a config.json."""
+"""Dtypes of models, and a description of a model's quantization."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llm_serving.errors import shorten
 class ModelDtype:
     name: str
     numpy: type[np.generic]
-    """Type of the arrays. NumPy has no bfloat16, so bfloat16 is stored as uint16 bits."""
+    """NumPy type of arrays. NumPy has no bfloat16, so the 16 bits are stored as uint16."""
     safetensors: str
     checkpoint: str
     """Name in MindSpore's `.ckpt` files."""
     on_ascend: bool
-    """Whether Ascend's primitives support the dtype."""
+    """Whether MindSpore's primitives for Ascend support the dtype."""
     aliases: tuple[str, ...]
 
     @property
@@ -60,9 +60,7 @@ _GROUPS: Final = ("group_size", "q_group_size")
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str | None:
-    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128". Return None if the config
-    has none.
-    """
+    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128"; None: there is none."""
     given = config.get("quantization_config")
     if given is None:
         return None
@@ -94,7 +92,7 @@ def _bits_by_name(given: Mapping[str, Any]) -> int | None:
 
 
 def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the values of `config_groups`, in which compressed-tensors describes groups of modules."""
+    """Return the values of `config_groups`, the groups of modules in a quantization config of compressed-tensors."""
     groups = given.get("config_groups")
     rows = list(groups.values()) if isinstance(groups, Mapping) else []
     return [row for row in rows if isinstance(row, Mapping)]

@@ -51,21 +51,21 @@ class EngineName(enum.StrEnum):
 
 
 class WeightsName(enum.StrEnum):
-    """Where the machines of a cluster get the weights from: a local path, or Ray's object store."""
+    """How the machines of a cluster get the weights: from a local path, or from Ray's object store."""
 
     PATH = "path"
     OBJECT_STORE = "object_store"
 
 
 class SpreadName(enum.StrEnum):
-    """Whether a cluster's WorkAgents are spread over many machines or packed onto few."""
+    """Whether a cluster's WorkAgents run on many machines or on few."""
 
     SPREAD = "spread"
     PACK = "pack"
 
 
 class QuantizationName(enum.StrEnum):
-    """Quantization of a model: wNaM has weights of N bits and activations of M bits."""
+    """Quantization of a model. `wNaM` means weights of N bits and activations of M bits."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"
@@ -75,14 +75,14 @@ class QuantizationName(enum.StrEnum):
 
 
 class PoolingMode(enum.StrEnum):
-    """How an embedding is computed from a prompt's last hidden states."""
+    """How an embedding is computed from the last layer's hidden states of a prompt."""
 
     LAST = "last"
-    """The last hidden state of the last token."""
+    """The hidden state of the last token."""
     FIRST = "cls"
-    """The last hidden state of the first token."""
+    """The hidden state of the first token."""
     MEAN = "mean"
-    """The mean of all last hidden states. One step must compute the whole prompt."""
+    """The mean of the hidden states of all tokens. One step must compute the whole prompt."""
 
 
 class KVCacheDtypeName(enum.StrEnum):
@@ -173,21 +173,21 @@ class Proposer(enum.StrEnum):
     """Component that proposes draft tokens."""
 
     NGRAM = "ngram"
-    """Tokens that followed an earlier occurrence of the same n-gram."""
+    """The n-gram lookup: tokens that followed an earlier occurrence of the same n-gram."""
     DRAFT_MODEL = "draft_model"
     MTP = "mtp"
     """The model's layer for multi-token prediction."""
     FORCED = "forced"
-    """Tokens that a constraint determines, because it allows no others."""
+    """The constraint: tokens that it forces, because it allows no others."""
 
 
 class AgentExit(IntEnum):
-    """Exit code of a WorkAgent. If a signal killed it, the code is the negative signal number."""
+    """Exit code of a WorkAgent. After a signal, the code is the negative signal number."""
 
     ENDED = 0
     """The master stopped the WorkAgent or has exited."""
     BROKEN = 1
-    """The channel to the master broke in the middle of a frame."""
+    """The connection to the master broke in the middle of a frame."""
     NO_SECRET = 3
     UNREACHABLE = 4
     RANK_LOST = 5

@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files, lock files, and checks that UTF-8 can encode a text."""
+"""Reads of untrusted files, lock files, and checks that UTF-8 can encode a text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from llm_serving.errors import ModelError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, unbuffered. Raise ModelError if the file is not regular or cannot be
-    opened.
-    """
+    """Open a regular file, or a link to one, unbuffered. Raise ModelError if it is not regular or cannot be opened."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer; without O_NOCTTY, a terminal could control the process.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -43,7 +41,8 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, and return a descriptor, which holds the lock while it is open. Create the file if it is missing.
+    """Lock a file, and create it if it is missing. Return a descriptor, which holds the lock while it is open.
+
     Return None if another process holds the lock. Raise OSError if the file cannot be locked.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -67,8 +66,8 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_json(data: bytes) -> object:
-    """Parse JSON. Raise ValueError if it is invalid or has half a surrogate pair, RecursionError if it is nested too
-    deeply.
+    """Parse JSON. Raise ValueError if it is invalid or contains half a surrogate pair, RecursionError if it is nested
+    too deeply.
     """
     content: object = json.loads(data)
     if b"\\u" in data:

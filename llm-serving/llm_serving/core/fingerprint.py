@@ -1,4 +1,4 @@
-"""Fingerprints of the compute stack and of the code, both of which affect the bits of an answer."""
+"""Fingerprints of the compute stack and of the code. Both affect the bits of an answer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ import msgspec
 
 
 class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The compute stack of a WorkAgent. The WorkAgent reports it after it has loaded its model."""
+    """The compute stack of a WorkAgent, which it reports after it has loaded its model."""
 
     kernels: str
-    """The kernels in use, as in `device_config.kernels`: program, primitives, plain; ascend, ascend_fast,
-    ascend_invariant or ge.
-    """
+    """The kernels in use: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
     instruction_set: str = ""
-    """Instruction set of the operator library, such as avx512_bf16; empty if the library is not used."""
+    """Instruction set of the C++ kernels, such as avx512_bf16; empty: they are not used."""
     sources: str = ""
-    """Hash of the library's sources and flags; empty if the library is not used."""
+    """Hash of the C++ kernels' sources and flags; empty: they are not used."""
     compiler: str = ""
     framework: str = ""
     """Version of MindSpore, and of MindFormers if its network is used."""
     ranks: int = 1
-    """Number of tensor-parallel ranks, which affects the order of additions."""
+    """Number of tensor-parallel ranks. It affects the order of additions."""
 
 
 UNKNOWN_FINGERPRINT: Final = ComputeFingerprint(kernels="")
@@ -37,8 +35,9 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """Return the SHA-256 over path and content of each Python and C++ source file of the package. All processes of a
-    server must have the same hash, because answers depend on the code. It is computed once.
+    """Return the SHA-256 over path and content of all Python and C++ files of the package. It is computed once.
+
+    All processes of a server must have the same hash, because answers depend on the code.
     """
     digest = hashlib.sha256()
     for path in sorted(each for each in _PACKAGE.rglob("*") if each.suffix in _CODE):

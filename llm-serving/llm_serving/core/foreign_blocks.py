@@ -7,20 +7,21 @@ from typing import NamedTuple
 
 
 class DiskPrefix(NamedTuple):
-    """The blocks of a request's prompt that the disk cache holds (`kvcache.disk_prefixes`)."""
+    """The blocks of a request's prompt that are in the disk cache."""
 
     num_stored: int
     """Number of blocks from the start of the prompt that are on disk."""
     start: int = 0
-    """Position in the prompt, in blocks, of the first of `blocks`."""
+    """Position of the first of `blocks` in the prompt, in blocks."""
     blocks: tuple[tuple[int, int], ...] = ()
     """(block id, epoch) of the blocks that were read from disk into the transfer pool, in token order."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The computed KV blocks of a migrating request in the transfer pool, and the request's history. The blocks do not
-    change until the importing replica releases them; the importing WorkAgent checks their epochs.
+    """The KV blocks of a migrating request in the transfer pool, and the request's history.
+
+    The blocks do not change until the importing replica releases them. The importing WorkAgent checks their epochs.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -36,7 +37,6 @@ class Transfer:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """(block id, epoch) of each block."""
         return list(zip(self.block_ids, self.epochs, strict=True))
 
     def without_blocks(self) -> Transfer:

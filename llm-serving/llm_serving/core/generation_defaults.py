@@ -1,4 +1,4 @@
-"""The generation config of a model folder: default sampling parameters and end-of-sequence token ids."""
+"""A model folder's generation config: default sampling parameters and end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Key of the file -> sampling parameter. Other keys of the file, such as `do_sample`, have no effect."""
+"""Key of the file -> sampling parameter. Other keys, such as `do_sample`, have no effect."""
 
 AT_LEAST_ONE: Final = Whole(1)
-"""Rule for values for which 0 is valid in a request but would be a mistake as a default."""
+"""Rule for values of which 0 is valid in a request but would be a mistake as a default."""
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Return sampling parameter -> default of a model folder; empty without a generation config. Raise ModelError for
-    invalid values.
+    """Return sampling parameter -> default of a folder, if it has a generation config. Raise
+    ModelError for bad values.
     """
     if folder is None:
         return {}
@@ -50,7 +50,7 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the valid ids of `eos_token_id` in a folder's generation config. Raise ModelError for other values."""
+    """Return the ids of `eos_token_id` in a folder's generation config. Raise ModelError for invalid values."""
     path = folder / GENERATION_CONFIG
     value = _read(path).get("eos_token_id")
     items = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""Memory of a process: returning freed memory to the system, detecting shortages, limits of the address space."""
+"""Memory of a process: return freed memory to the system, detect shortages, limits of the address space."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ import psutil
 
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 * 1024
-"""Size in bytes from which an allocation is a mapping of its own. It is glibc's initial threshold."""
+"""Minimum bytes of an allocation that gets a memory mapping of its own. It is glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
-"""Number of free bytes that a trim leaves at the top of the heap."""
+"""Free bytes that a trim leaves at the end of the heap."""
 PERIOD_S: Final = 1.0
 """Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
 """Error numbers that mean a shortage. EAGAIN means too many processes or threads."""
 _NO_THREAD: Final = "can't start new thread"
-"""Message of the error without an errno that Python raises if it cannot start a thread."""
+"""Python's message if it cannot start a thread. This error has no errno."""
 ENOUGH_GB: Final = 4
-"""Address space in GB that MindSpore and its threads need, in addition to weights and KV blocks."""
+"""Address space in GB that MindSpore and its threads need besides weights and KV blocks."""
 _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
-"""Parts of the messages, in lower case, of errors without an errno that frameworks raise for a shortage."""
+"""Parts of the messages, in lower case, by which frameworks report a shortage without an errno."""
 
 
 def return_large_blocks() -> bool:
-    """Let glibc return large allocations to the system when they are freed. Return False if the C library is not glibc.
+    """Let glibc return large allocations to the system when they are freed. Return False for another C library.
 
     By default, glibc raises its threshold to the size of each freed mapping, up to 32 MiB (mallopt(3),
     M_MMAP_THRESHOLD). Later allocations of this size come from the heap, which cannot shrink below a live allocation.
@@ -52,7 +52,7 @@ def trim_heap() -> None:
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Release the whole pages within a memory range. Private pages then read as zero; pages of files are read again."""
+    """Release the whole pages in a memory range. Private pages then read as zero; pages of files are read again."""
     madvise = _of_allocator("madvise")
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -61,7 +61,7 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Release the pages of libraries that only the start needed. Those of MindSpore take more than 200 MB.
+    """Release pages of libraries that were used only at the start. Those of MindSpore take more than 200 MB.
 
     The pages stay in the system's page cache. Mappings with private pages, such as relocated addresses, are kept.
     """
@@ -78,7 +78,7 @@ def release_library_pages() -> None:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the resident memory of processes in bytes; a process that has exited counts as 0."""
+    """Return the resident memory of processes in bytes. A process that has exited counts as 0."""
     total = 0
     for pid in pids:
         with suppress(psutil.Error):
@@ -88,7 +88,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 @contextmanager
 def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Trim the heap periodically within the context. A thread does this, which releases the GIL during each trim."""
+    """Return a context in which a thread trims the heap every `period_s` seconds. A trim releases the GIL."""
     over = threading.Event()
 
     def run() -> None:
@@ -113,7 +113,7 @@ def _of_allocator(name: str) -> Any:
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return the system's description of a shortage of descriptors, memory or threads; None for other errors."""
+    """Return the system's description of a shortage of descriptors, memory or threads; None: another error."""
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return os.strerror(error.errno)
     if isinstance(error, MemoryError):
@@ -122,9 +122,7 @@ def shortage(error: BaseException) -> str | None:
 
 
 def describe_address_space_limit() -> str | None:
-    """Describe the limit of the address space (`ulimit -v`) and what to do about it. Return None if there is no
-    limit.
-    """
+    """Describe the limit of the address space (`ulimit -v`) and what to do about it; None: there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -135,6 +133,6 @@ def describe_address_space_limit() -> str | None:
 
 
 def explain_address_space_limit(error: BaseException) -> str | None:
-    """Return `describe_address_space_limit()` if that limit may have caused the error; otherwise None."""
+    """Return `describe_address_space_limit()` if that limit may have caused the error; else None."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
     return describe_address_space_limit() if lacks_memory else None

@@ -1,4 +1,4 @@
-"""Starting processes: commands of subprocesses, exit with the parent, environment of MindSpore, optional packages."""
+"""Helpers to start processes: commands, exit with the parent, environment of MindSpore, optional packages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from llm_serving.errors import ConfigError
 
 _PR_SET_PDEATHSIG: Final = 1
 DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
-"""Environment variable with the names of MindSpore's Ascend kernels that kernels of the library ATB replace, separated
-by commas.
-"""
+"""Environment variable: names of MindSpore's Ascend kernels that those of the library ATB replace, with commas."""
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
 """Kernels that ATB must replace, because MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
 COLLECTIVES: Final = {"MS_ENABLE_LCCL": "off", "HCCL_OP_EXPANSION_MODE": "AIV"}
-"""Environment variables that select HCCL, on the vector cores, for the collectives of an NPU. Without them, infer boost
-loads LCCL.
+"""Environment variables that make an NPU run collectives by HCCL, on its vector cores. Without them, infer boost loads
+LCCL.
 """
 DETERMINISTIC: Final = {
     "HCCL_DETERMINISTIC": "strict",
@@ -31,28 +29,31 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which the kernels of an NPU add in a fixed order. The two variables that turn shuffling
-off let each core start the sums of a product at their first element.
+"""Environment variables with which an NPU adds in a fixed order. Two of them turn shuffling off; then each core starts
+the sums of a product at their first element.
 """
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of the package with this Python interpreter. `-P` keeps the working
-    directory out of the module search path, because it may contain a file such as `random.py`.
+    """Return the command that runs a module of the package with this Python interpreter.
+
+    `-P` keeps the working directory out of the module search path, because it may contain a file such as `random.py`.
     """
     return [sys.executable, "-Pm", module, *arguments]
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, even if this process hangs. If the
-    parent has already exited, this process keeps running.
+    """Ask the kernel to kill this process when the thread that started it ends.
+
+    If that thread has ended before the call, this process keeps running.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that a serving process needs. Call this before MindSpore is imported. Kernels that
-    the operator disabled stay disabled. On a CPU the variables have no effect.
+    """Set the environment variables that MindSpore needs on an NPU. Call this before MindSpore is imported.
+
+    Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
     """
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
@@ -66,8 +67,14 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
     """Import a module of the simulator or of the receipts. These packages may not be installed.
 
-    Raise ConfigError if the package is not installed, ModuleNotFoundError if it lacks a dependency. `module`: full
-    name. `user`: the command or key that needs the module. `remedy`: end of the error message.
+    Args:
+        module: Full name.
+        user: The command or key that needs the module.
+        remedy: End of the error message.
+
+    Raises:
+        ConfigError: The package is not installed.
+        ModuleNotFoundError: The package lacks a dependency.
     """
     package = module.partition(".")[0]
     try:

@@ -30,7 +30,7 @@ class RequestStatus(enum.Enum):
 
     WAITING -> RUNNING -> FINISHED
        ^          |
-       +----------+  preempted: it waits until its blocks are swapped in or computed again
+       +----------+  preempted: it waits until its blocks are swapped in or recomputed
     """
 
     WAITING = "waiting"
@@ -44,14 +44,14 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
-    """The deadline has passed or cannot be met."""
+    """The request exceeded its deadline, or could not meet it."""
     UNAVAILABLE = "unavailable"
     """No WorkAgent could compute the request. The client may send it again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
 FINISHED: Final = RequestStatus.FINISHED
-"""Alias of the enum member, because Python 3.11 takes five times as long to look up the member as to compare it."""
+"""Alias of the enum member. In Python 3.11, looking up the member takes five times as long as the comparison."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -70,15 +70,14 @@ class ClientRequest:
     adapter: Final[int] = 0
     """Number of the adapter that computes the answer; 0: none."""
     fork_of: Final[str | None] = None
-    """Id of a request with the same prefix, the parent. This request waits until the parent's prompt is computed, then
+    """Id of the parent, a request with the same prefix. This request waits until the parent's prompt is computed, then
     shares its blocks.
     """
     wants_vector: Final[bool] = False
-    """Whether the answer includes the last hidden state of the prompt."""
     beam_search: Final[BeamSearchParams | None] = None
     constraint: Final[Constraint | None] = None
     arrival_time: Final[float] = 0.0
-    """Time of arrival, in seconds on the engine's clock."""
+    """Time of arrival in seconds, on the engine's clock."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,11 +91,11 @@ class ClientRequest:
 
 @dataclass(eq=False, slots=True)
 class ScheduledRequest(ClientRequest):
-    """The state of a request that the scheduler keeps.
+    """The scheduler's state of a request.
 
-    A step computes tokens until `num_computed_tokens` reaches `num_tokens`; then it samples the next token. The
-    scheduler forms steps before earlier ones have ended, so the ids of sampled tokens may not be known yet: they are in
-    flight.
+    Steps compute tokens until `num_computed_tokens` reaches `num_tokens`; then a step samples the next token. Because
+    the scheduler forms steps before earlier ones have ended, it may not know the ids of sampled tokens yet: these
+    tokens are in flight.
 
         |<------- prompt ------->|<-- known output -->|<- in flight ->|
         |<------------- num_tokens_known ------------>|               |
@@ -109,33 +108,31 @@ class ScheduledRequest(ClientRequest):
     num_computed_tokens: int = 0
     """Number of tokens whose keys and values are in the cache once all submitted steps have run."""
     num_confirmed_tokens: int = 0
-    """Number of computed tokens that belong to steps with a reply."""
+    """Number of tokens that steps with a reply have computed."""
     num_tokens_in_flight: int = 0
-    """Number of tokens that submitted steps sample and whose ids have not arrived."""
+    """Number of sampled tokens whose ids have not arrived."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens that were found in the prefix cache at the first admission."""
+    """Number of prompt tokens found in the prefix cache at the first admission."""
     num_new_tokens: int = 0
-    """Number of tokens that the latest reply added."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the latest token. The next step verifies some of them; a further step waits for its reply."""
+    """Draft tokens after the latest token. The next step verifies some of them. Then a reply must arrive."""
     num_prompt_logprobs_wanted: int = 0
-    """Number of tokens from the start of the prompt for which the log-probabilities of the next token are requested."""
+    """Number of prompt tokens, from the first, after which log-probabilities are requested."""
     num_prompt_logprobs_received: int = 0
-    """Number of tokens from the start of the prompt for which these log-probabilities have arrived."""
+    """Number of prompt tokens, from the first, after which log-probabilities have arrived."""
     needs_known_output: bool = False
-    """Whether a step needs the ids of all earlier tokens, so that it cannot be formed before the latest reply."""
+    """Whether each step needs the ids of all earlier tokens. Such a step is formed only after the latest reply."""
     is_beam: bool = False
-    """Whether the request is a beam. A beam is paused after each token until the other beams have theirs."""
+    """Whether the request is a beam. A beam pauses after each token until the other beams have theirs."""
     paused: bool = False
-    """Whether the request waits for its beam search. A paused request is not scheduled, and is preempted first."""
+    """Whether the request waits for its beam search. It is not scheduled meanwhile, and is preempted first."""
 
     # Order
     priority: int = 0
-    """Smaller runs first. The priority also selects the request class."""
+    """Requests with a smaller number run first. The priority also selects the request class."""
     deadline: float | None = None
-    """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
+    """Time on the engine's clock, in seconds, after which the client does not need the answer; None: no deadline."""
     request_class: RequestClass = STANDARD
-    """The class that the scheduler derives from `priority`."""
     sequence: int = 0
     """Number of the request in order of arrival at the scheduler. It is unique, so it breaks ties."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
@@ -145,7 +142,7 @@ class ScheduledRequest(ClientRequest):
     class_entry_step: int = 0
     """Number of the first step that could schedule the request in its class."""
     class_change_step: int = -1
-    """Number of the first step after the class of the running request changed; -1: never."""
+    """Number of the first step after a change of class while the request ran; -1: no change."""
 
     # Waits and preemptions
     arrival_clock: int = 0
@@ -153,38 +150,34 @@ class ScheduledRequest(ClientRequest):
     wait_bound: int | None = None
     """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee."""
     num_steps_waited: int | None = None
-    """Number of steps that counted against `wait_bound` before the first admission; None: not admitted yet."""
+    """Number of steps before the first admission that counted against `wait_bound`; None: not admitted yet."""
     admission_number: int = 0
-    """Number of the latest admission. Prefills continue in the order of these numbers."""
+    """Sequence number of the latest admission. Prefills continue in this order."""
     running_since: tuple[int, float] = (0, 0.0)
     """(step number, time in seconds on the engine's clock) of the latest admission."""
     first_scheduled_time: float | None = None
     last_scheduled_step: int = -1
-    """Number of the latest step that computed a token of the request, or of the step before its admission."""
+    """Number of the latest step that computed a token of the request; at first, of the step before its admission."""
     num_preemptions: int = 0
 
     # Migration
     wants_migration: bool = False
-    """Whether the request migrates to another replica after its prompt, if its KV blocks can be exported."""
+    """Whether the request migrates to another replica once its prompt is computed, if its KV blocks can be exported."""
     is_migrating: bool = False
-    """Whether the blocks are being exported. No further step of this replica then computes the request."""
+    """Whether the request's blocks are being exported. No further step of this replica computes the request."""
     transfer: Transfer | None = None
     """KV blocks and state from the replica that computed the prompt; None: this replica computes it."""
     disk_prefix: DiskPrefix | None = None
-    """Blocks of the prompt in the disk cache; None: the disk cache was not searched, and the prompt is not stored in
-    it.
-    """
+    """Blocks of the prompt in the disk cache; None: the request does not use the disk cache."""
 
     # End
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the output; None: no such string or id ended it."""
+    """Stop string or stop token id that ended the output; None: none did."""
 
     @property
     def has_prompt_results(self) -> bool:
-        """Whether steps return prompt log-probabilities or a vector for the request, or the request generates no
-        token.
-        """
+        """Whether steps return prompt log-probabilities or a vector, or the request generates no token."""
         return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
@@ -206,17 +199,17 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length of a prefix that the request may share, in tokens.
+        """Maximum length of the prefix that the request may share, in tokens.
 
-        Tokens that give a result must be computed for the request itself. So the prefix ends before the first token
-        whose log-probabilities are missing, and before the latest token.
+        Tokens that give a result must be computed for the request itself. So the prefix ends before the latest token,
+        and before the first token after which log-probabilities are missing.
         """
         received = self.num_prompt_logprobs_received
         return received if received < self.num_prompt_logprobs_wanted else self.num_tokens_known - 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the latest token remains to be computed."""
+        """Whether the latest token is the only one that remains to be computed."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
     @property
@@ -229,7 +222,7 @@ class ScheduledRequest(ClientRequest):
         return self.status is FINISHED
 
     def known_token_ids(self, start: int, end: int) -> list[int]:
-        """Return tokens [start, end) of the prompt and the known output."""
+        """Return the tokens [start, end) of the prompt and the known output."""
         split = len(self.prompt_token_ids)
         if end <= split:
             return self.prompt_token_ids[start:end]
@@ -240,18 +233,17 @@ class ScheduledRequest(ClientRequest):
 
 @dataclass(eq=False, slots=True)
 class Request(ScheduledRequest):
-    """A request with the state that the engine keeps of it."""
+    """A request, with the engine's state of it."""
 
     sink: OutputSink | None = None
     """Receives the results. The engine sets it when it accepts the request."""
     matcher: ConstraintMatcher | None = None
-    """Determines which tokens `constraint` allows after the output."""
     http_timings: HttpTimings | None = None
-    """Times of the HTTP request. Several engine requests may belong to one HTTP request."""
+    """Times of the HTTP request, to which several engine requests may belong."""
     num_lost_steps: int = 0
     """Number of failed steps with this request since it last computed more than `num_tokens_at_loss` tokens."""
     num_tokens_at_loss: int = 0
-    """Number of tokens up to which the failed steps computed the request. Beyond it, the request has passed them."""
+    """Number of tokens up to which the failed steps computed the request."""
 
     def __post_init__(self) -> None:
         if self.sampling.bad_words:
@@ -264,5 +256,5 @@ class Request(ScheduledRequest):
 
     @property
     def root_request(self) -> Request:
-        """The request that the client sent: this one or, if this one is a beam, the request of its beam search."""
+        """The request that the client sent: this one or, for a beam, the request of the beam search."""
         return self if self.sink is None else self.sink.request

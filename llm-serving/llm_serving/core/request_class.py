@@ -1,4 +1,4 @@
-"""Request classes, and the identity of a caller with the urgency of its request."""
+"""Request classes, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """Return the class with the largest rank up to `priority`, or the first class. `classes`: by ascending rank."""
+    """Return the class with the largest rank up to `priority`, or else the first. `classes`: by ascending rank."""
     best = classes[0]
     for each in classes:
         if each.rank <= priority:
@@ -62,27 +62,25 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity of the client that sends a request, how urgent the request is, and which adapter it names. Only the
-    adapter affects the answer.
-    """
+    """Who sends a request, how urgent it is, and which adapter it names. Only the adapter affects the answer."""
 
     priority: int = 0
-    """Requests with a smaller priority run first. The priority also selects the request class."""
+    """Requests with a smaller number run first. The priority also selects the request class."""
     tenant: str = ""
     """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: str = ""
     """Requests share cached prefixes only if tenant and salt are equal."""
     source: str = ""
-    """Client identity for spreading retries: name of the API key, or the client's network."""
+    """Client whose retries are spread over time: name of the API key, or the client's network."""
     deadline: float | None = None
-    """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
+    """Time on the engine's clock, in seconds, after which the client does not need the answer; None: no deadline."""
     http_timings: HttpTimings | None = field(default=None, compare=False)
     adapter: int = 0
     """Number of the adapter that the request names as its model; 0: none."""
 
 
 def cache_namespace(tenant: str, cache_salt: str, adapter: int = 0) -> str:
-    """Return the namespace within which requests share cached prefixes. It is unambiguous for any two texts."""
+    """Return the namespace within which requests share cached prefixes; it differs for different arguments."""
     return f"{adapter} {len(tenant)} {tenant}{cache_salt}"
 
 

@@ -1,4 +1,4 @@
-"""The output of a request in pieces, and the sink that turns sampled tokens into pieces."""
+"""The output of a request, in pieces, and the sink that makes pieces from sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 300, 150, 80
-"""Estimated bytes of Python memory for a piece, for the log-probability of a token, and for each alternative token."""
+"""Estimated bytes of a piece, of the log-probability of a token, and of each alternative token."""
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probabilities of a token and of the most likely tokens at its position."""
+    """The log-probabilities of a token, and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -55,37 +55,37 @@ class PromptLogprobs:
 
     @classmethod
     def concatenate(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
-        """Concatenate the parts of one prompt; None if there are none."""
+        """Join the parts of one prompt; None: there are none."""
         if len(parts) < 2:
             return parts[0] if parts else None
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
 
 class RequestOutput(Struct, gc=False):  # one is created for each token: a dataclass would take seven times as long
-    """The output that one step added to a request. Treat it as immutable. All pieces together are the answer."""
+    """The output that one step added to a request. All pieces together are the answer. Treat it as immutable."""
 
     request_id: str
     text: str
-    """New text. It is empty while a character is incomplete or the text may become a stop string."""
+    """New text. Text is held back while a character is incomplete, and while the text may become a stop string."""
     token_ids: tuple[int, ...]
-    """New token ids. They include the token that ended the output, and tokens whose text is held back."""
+    """New token ids, including the one that ended the output, and those whose text is held back."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One for each of `token_ids` if the client requested them, otherwise empty."""
+    """One for each of `token_ids`, if the client requested them; else empty."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the output; None for the model's end of sequence."""
+    """Stop string or stop token id that ended the output; None: the model's end of sequence, or another reason."""
     error: str | None = None
     queued_s: float = 0.0
-    """Seconds from arrival until the request was first scheduled."""
+    """Seconds from the arrival of the request to its first step."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the next prompt tokens, if the client requested them. The first token has none."""
     vector: Float32Array | None = None
-    """Last hidden state of the prompt, [hidden size], if the client requested it. Only in the last piece."""
+    """Hidden state of the last prompt token, [hidden size], in the last piece, if the client requested it."""
     beams: tuple[RequestOutput, ...] = ()
-    """Answers of a beam search, each as one piece, best first. Only in the last piece, which is the best answer."""
+    """In the last piece of a beam search, which is the best answer: all answers, best first, each as one piece."""
 
     @property
     def finished(self) -> bool:
@@ -93,7 +93,6 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of memory of this piece."""
         size = PIECE_BYTES + len(self.text)
         size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
         if (of_prompt := self.prompt_logprobs) is not None:
@@ -102,7 +101,7 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
 
     @property
     def failed(self) -> bool:
-        """Whether the request failed, so that the answer is incomplete."""
+        """Whether the request failed. The answer is then incomplete."""
         return self.finish_reason in FAILURES
 
 
@@ -128,8 +127,8 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Creates the answer to a client's request from the results of its engine requests. Only the engine's thread may
-    call it.
+    """Makes the answer to a client's request from its engine requests' results. Only the engine's
+    thread may call it.
     """
 
     @property
@@ -138,28 +137,25 @@ class OutputSink(Protocol):
 
     @property
     def active_requests(self) -> Sequence[Request]:
-        """The requests that the scheduler currently computes for the answer."""
+        """The requests that the scheduler computes now for the answer."""
 
     def start(self) -> None:
         """Add the first requests to the scheduler."""
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the tokens that a step sampled for an active request. `samples`: indices of these tokens in
-        `output`.
-        """
+        """Record the tokens that a step sampled for an active request. `samples`: their indices in `output`."""
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record results for the prompt tokens of a request from `start` on. Without results, record that the prompt is
-        computed.
+        """Record results for prompt tokens from `start` on, or, without results, that the prompt is computed.
 
         `logprobs`: log-probabilities of the tokens after `start`. The request is one of `active_requests`, but may have
         finished. After a recomputation, the same results may be recorded again.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Finish the answer and free its blocks at once. No effect if the answer has finished."""
+        """Finish the answer and free its blocks at once. Do nothing if it has finished."""
 
     def set_priority(self, priority: int) -> bool:
         """Change the priority of all active requests, or of none. Return whether it was changed."""

@@ -19,7 +19,7 @@ MAX_INT32: Final = 2**31 - 1
 
 
 def as_float32(value: float) -> float:
-    """Round to single precision. Numbers beyond its largest number become infinite."""
+    """Round to single precision. Numbers that are too large become infinite."""
     try:
         return c_float(value).value
     except OverflowError:  # an integer beyond every float
@@ -27,15 +27,13 @@ def as_float32(value: float) -> float:
 
 
 class ParameterRule(Protocol):
-    """Range of a parameter. `text` follows the name of a field, as in "must be an integer from 0 to 20"."""
+    """Range of a parameter. `text` follows a field's name in a sentence, as in "must be an integer from 0 to 20"."""
 
     @property
     def text(self) -> str: ...
 
     def checked(self, field: str, value: Any) -> Any:
-        """Return the value in the form that is used. Raise RequestError if the value of `field` is outside the
-        range.
-        """
+        """Return the value in its final form. Raise RequestError if the value of `field` is outside the range."""
         ...
 
 
@@ -64,7 +62,7 @@ class Real:
     low: float
     high: float
     above_low: bool = False
-    """Whether `low` itself is excluded."""
+    """Whether `low` itself is outside the range."""
 
     @property
     def text(self) -> str:
@@ -121,7 +119,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """None, or a non-empty string. Whether it is a valid grammar is checked later, by the compiler."""
+    """None, or a non-empty string. The compiler of grammars checks later whether it is valid."""
 
     @property
     def text(self) -> str:
@@ -138,7 +136,7 @@ _TOKEN_ID: Final = Whole(0)
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A tuple of token ids. Admission checks whether they are in the vocabulary."""
+    """A tuple of token ids. Admission control checks later whether they are in the vocabulary."""
 
     max_count: int
 
@@ -154,7 +152,7 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class SomeTokenIds:
-    """None (all tokens), or a tuple of at least one token id."""
+    """A tuple of at least one token id, or None for all tokens."""
 
     max_count: int
 
@@ -298,21 +296,21 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether a step depends on all earlier tokens, so that it cannot be formed before the latest reply. A
-        constraint does not require that: the master sends the allowed tokens later (`StepInput.allowed_follow`).
+        """Whether each step needs all earlier tokens. Such a step is formed only after the latest reply.
+
+        A constraint does not require that: the master sends the allowed tokens later (`StepInput.allowed_follow`).
         """
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether sampling depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 RULES: Final[Mapping[str, ParameterRule]] = {each.name: each.metadata["rule"] for each in fields(SamplingParams)}
 DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields(SamplingParams)}
 NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
-"""Parameters that restrict tokens. Together with a constraint, they could leave no token."""
+"""Parameters that forbid tokens. Together with a constraint, they could leave no token."""
 
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2

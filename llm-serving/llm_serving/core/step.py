@@ -1,7 +1,7 @@
-"""The interface of master and WorkAgent: input and output of a step, and of a draft model between two steps.
+"""The interface between master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
 A step is self-contained. For each row (one request) it has the tokens to compute, the number of context tokens in the
-cache and the blocks that hold them. It also lists the tokens that give a result, with the kind of each result; the
+cache, and the blocks that hold them. It also lists the tokens that give a result, with the kind of each result; the
 reply has one result for each. The only state of a WorkAgent is the KV cache and the tokens of its latest step.
 """
 
@@ -20,7 +20,7 @@ Float32Array = NDArray[np.float32]
 
 
 NO_BLOCK: Final = -1
-"""Block table entry without a block: no token of the step attends to it, because the sliding window has passed it."""
+"""Entry of a block table without a block, because the sliding window has passed it."""
 
 
 class BlockMoveKind(enum.IntEnum):
@@ -33,17 +33,16 @@ class BlockMoveKind(enum.IntEnum):
     """From the KV cache to the transfer pool, which other WorkAgents read."""
     IMPORT = 4
     EXPORT_STATE = 5
-    """From a state slot (`StateAccess`) to the transfer pool: a piece of the state, of the size of a block. The moves
-    of a slot are in the order of its pieces.
+    """From a state slot to the transfer pool: one piece of the state, of the size of a block. The moves of a slot
+    follow the order of its pieces.
     """
     IMPORT_STATE = 6
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block's content to another block. `kvcache.block_table` explains epochs."""
+    """A copy of one block to another. `kvcache.block_table` explains epochs."""
 
     kind: int
-    """A `BlockMoveKind`."""
     source: int
     target: int
     source_epoch: int
@@ -61,14 +60,14 @@ STATE_BEFORE: Final = -1
 
 
 class StateAccess(NamedTuple):
-    """A state slot that a row of a step reads or writes, in models with recurrent states (`kvcache.state_slots`)."""
+    """A state slot that a row of a step reads or writes. Only models with recurrent states have slots."""
 
     row: int
     token: int
-    """Index, in the row, of the token after which the state is stored in the slot; `STATE_BEFORE`: the slot is read."""
+    """Index, in the row, of the token after which the slot is written; `STATE_BEFORE`: the slot is read."""
     slot: int
     epoch: int
-    """Number of the slot's allocation. With it, the WorkAgent detects that a slot was allocated again."""
+    """Sequence number of the slot's allocation. It shows the WorkAgent whether the slot was allocated again."""
 
 
 def no_state_accesses() -> Int32Array:
@@ -87,11 +86,9 @@ class ResultKind(enum.IntEnum):
     LOGPROBS = 1
     """Log-probabilities of the next token, for the tokens in `ScoringInput` and the most likely ones."""
     VECTOR = 2
-    """Last hidden state of the token, which is the input of the LM head, or the classifier's scores computed from
-    it.
-    """
+    """Hidden state that is the input of the LM head, or the scores that a classifier computes from it."""
     MEAN = 3
-    """Like VECTOR, but from the mean of the row's last hidden states up to and including the token."""
+    """Like VECTOR, from the mean of the row's hidden states up to and including the token."""
 
 
 class ResultToken(NamedTuple):
@@ -99,23 +96,22 @@ class ResultToken(NamedTuple):
 
     row: int
     token: int
-    """Index among the tokens that the row runs in this step."""
+    """Index of the token among those that the row computes in this step."""
     kind: int
-    """A `ResultKind`."""
 
 
 def reference_to_previous_step(sample: int) -> int:
-    """Return a token id that refers to the token of sample `sample` of the previous step."""
+    """Return a token id that stands for the token of sample `sample` of the previous step."""
     return -1 - sample
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that may be sampled for each of S samples, as ragged bit masks."""
+    """The tokens that may be sampled, as one bit mask for each of S samples."""
 
     offsets: Int32Array
-    """[S + 1] offsets into `words`; an empty part allows all tokens."""
+    """[S + 1] offsets of the masks in `words`. An empty mask allows all tokens."""
     words: Int32Array
-    """One bit for each token: token i is bit i % 32 of word i // 32; bits beyond the last token are 0."""
+    """Token i is bit i % 32 of word i // 32 of a mask. Bits after the last token are 0."""
 
 
 def all_tokens_allowed(num_samples: int) -> AllowedTokens:
@@ -124,7 +120,7 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sampling parameters of S samples. Ragged lists are concatenated, and offsets give the part of each sample."""
+    """Sampling parameters of S samples. Lists of all samples are concatenated; offsets mark the part of each sample."""
 
     temperature: Float32Array  # [S], 0 is greedy
     top_k: Int32Array  # [S], 0 is off
@@ -159,9 +155,7 @@ class SamplingInput:
         position: Int32Array | None = None,
         num_logprobs: Int32Array | None = None,
     ) -> SamplingInput:
-        """Return parameters without penalties, biases and constraints. By default sampling is greedy, without
-        log-probabilities.
-        """
+        """Return parameters without penalties, biases and constraints; by default greedy, without log-probabilities."""
         zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
         whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
         nothing = np.empty(0, np.int32)
@@ -202,14 +196,12 @@ SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
 SAMPLE_FIELDS: Final = tuple(
     name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values", "_words"))
 )
-"""Fields with one number for each sample. The others are ragged lists."""
+"""Fields with one number for each sample. The others are concatenated lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """The tokens whose log-probabilities are returned by P results of kind LOGPROBS: G given tokens, and the most
-    likely ones.
-    """
+    """Tokens whose log-probabilities P results of kind LOGPROBS return: G given tokens, and the most likely ones."""
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids
@@ -226,9 +218,10 @@ def no_scoring() -> ScoringInput:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One forward pass over B rows and T packed tokens, without padding. Row b runs `query_lens[b]` tokens after the
-    `num_computed[b]` tokens in the blocks of `block_tables[b]`, which has room for all of them. With G groups of
-    layers, row b also has the tables b + B, b + 2 B and so on.
+    """One forward pass over B rows and T packed tokens, without padding.
+
+    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`, which
+    has room for all of them. With G groups of layers, row b also has the tables b + B, b + 2 B and so on.
     """
 
     step: int
@@ -237,7 +230,7 @@ class StepInput:
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
     block_tables: Int32Array
-    """[G * B, W] block ids, first all rows of the first group of layers. Unused columns are 0, columns before the
+    """[G * B, W] block ids; the rows of the first group of layers come first. Unused columns are 0, columns before the
     window NO_BLOCK.
     """
     block_epochs: Int32Array  # [G * B, W], for each entry of block_tables the epoch of its block
@@ -247,14 +240,12 @@ class StepInput:
     block_moves: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each row a `BlockMove`. They are executed in order before the tokens are computed."""
     exports: Int32Array = field(default_factory=no_block_moves)
-    """[N, 6], each row a `BlockMove` of kind EXPORT. They are executed after the tokens are computed and before the
-    reply.
-    """
+    """[N, 6], each row a `BlockMove` of kind EXPORT. They are executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
     """[N, 4], each row a `StateAccess`; empty for a model without recurrent states."""
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0: none) and adapter slot of each row; empty if no row has an adapter. If the slot holds
-    another adapter, the WorkAgent first copies the adapter into it.
+    """[B, 2], adapter number (0: none) and adapter slot of each row; empty: no row has an adapter. If the slot holds
+    another adapter, the WorkAgent first copies this one into it.
     """
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
@@ -269,15 +260,13 @@ class StepInput:
 
     @property
     def num_vectors(self) -> int:
-        """Number of results of kinds VECTOR and MEAN. These are all results except those of `sampling` and
-        `scoring`.
-        """
+        """Number of results of kinds VECTOR and MEAN."""
         return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
 
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The most likely tokens of each of N results: as many as requested, at most the vocabulary."""
+    """The most likely tokens of each of N results, as many as requested."""
 
     offsets: Int32Array  # [N + 1] into the two lists below
     token_ids: Int32Array  # most likely first
@@ -298,7 +287,7 @@ def no_top_tokens(num_results: int) -> TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """P results of kind LOGPROBS, from the model's distribution before temperature and other sampling parameters."""
+    """P results of kind LOGPROBS, computed before temperature and other sampling parameters."""
 
     logprobs: Float32Array  # [G], of the tokens in `ScoringInput`
     ranks: Int32Array  # [G], of the same tokens: 1 is the most likely; of equals the lower id comes first
@@ -318,8 +307,8 @@ class StepOutput:
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> reason why there is no result, such as NaN logits. A missing token has the id -1. For
-    several results of the same row and kind, only the first is listed.
+    """Index in `result_tokens` -> reason why the result is missing, such as NaN logits. A missing token has the id -1.
+    If several results of a row and kind are missing, only the first is listed.
     """
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(
@@ -328,24 +317,23 @@ class StepOutput:
 
 
 DRAFT_WINDOW: Final = 256
-"""Maximum number of a request's latest tokens that a draft model reads. When there are more, the older half is dropped
-at once, so that the KV cache of the newer half stays valid for the next 128 tokens.
+"""Maximum number of latest tokens that a draft model reads. Beyond it, the older half is dropped at once, so that the
+KV cache of the newer half stays valid for the next 128 tokens.
 """
 MAX_DRAFT_REQUESTS: Final = 16
 MAX_DRAFT_TOKENS: Final = 64
 MAX_PROPOSED_TOKENS: Final = 1024
-"""Maximum number of tokens that a draft model computes at once. Requests that exceed it get no draft tokens."""
+"""Maximum number of tokens that a draft model computes at a time. Requests above it get no draft tokens."""
 
 
 class DraftRequest(NamedTuple):
-    """A request for which a draft model proposes tokens, and its sampling parameters."""
+    """A request for which a draft model proposes tokens."""
 
     key: int
-    """Number of the request. The draft model reuses its KV cache for this number as long as the tokens are the same."""
+    """Number of the request. The draft model reuses the KV cache of this number while its tokens are the same."""
     start: int
-    """Index in the request of the first of `token_ids`."""
+    """Index of the first of `token_ids` in the request."""
     token_ids: list[int]
-    """The latest tokens of the request, at most `DRAFT_WINDOW`."""
     num_draft_tokens: int
     temperature: float
     top_k: int
@@ -353,7 +341,7 @@ class DraftRequest(NamedTuple):
     min_p: float
     seed: int
     block_ids: list[int] = []  # noqa: RUF012
-    """The KV blocks of `token_ids` in the model's cache; empty unless the hidden states of these tokens are needed."""
+    """KV blocks of `token_ids` in the served model's cache, if the proposer needs these tokens' hidden states."""
 
 
 class DraftModelClient(Protocol):
@@ -362,11 +350,11 @@ class DraftModelClient(Protocol):
 
 
 def blocks_per_draft_request(block_size: int) -> int:
-    """Return the number of blocks that the cache of a draft model needs for each of `MAX_DRAFT_REQUESTS` requests."""
+    """Return how many blocks of a draft model's cache each of `MAX_DRAFT_REQUESTS` requests needs."""
     return -(-(DRAFT_WINDOW + MAX_DRAFT_TOKENS) // block_size)
 
 
 def draft_window_start(num_tokens: int) -> int:
-    """Return the index of the first token that a draft model reads, of a request with `num_tokens` tokens."""
+    """Return the index of the first token that a draft model reads, for a request with `num_tokens` tokens."""
     half = DRAFT_WINDOW // 2
     return 0 if num_tokens <= DRAFT_WINDOW else ((num_tokens - 1) // half - 1) * half

@@ -1,4 +1,4 @@
-"""Clocks, and the times of one HTTP request."""
+"""Clocks, and the times of an HTTP request."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class HttpTimings:
     """Times of one HTTP request and its engine requests, in seconds on the engine's clock."""
 
     received_time: float
-    """Time at which the headers arrived, before any wait in the server."""
+    """When the headers arrived, before any wait in the server."""
     arrival_time: float | None = None
-    """Time at which the first engine request was submitted; None: none was."""
+    """When the first engine request was submitted; None: none was."""
     first_token_time: float | None = None
     predicted_ttft_s: float | None = None
     """Predicted seconds to the first token of the last engine request, at its admission; None: no prediction."""
     unfinished_request_ids: set[str] = field(default_factory=set)
     last_finished_time: float = 0.0
     num_coalesced: int = 0
-    """Number of other requests that share this response by request coalescing."""
+    """Number of other requests that get the same response by request coalescing."""
     response_sent_time: float | None = None
-    """Time at which the last bytes of the response were written to the socket, or the client disconnected."""
+    """When the last bytes of the response were written to the socket, or the client disconnected."""
 
 
 Clock = Callable[[], float]
-"""Returns seconds from an arbitrary origin. The value never decreases."""
+"""Returns seconds since an arbitrary origin. The value never decreases."""
 
 monotonic: Clock = time.monotonic

@@ -1,4 +1,4 @@
-"""The groups of layers of a KV cache, by the earlier tokens that their layers attend to."""
+"""Groups of layers of a KV cache, which differ in the tokens that their layers attend to."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ class LayerWindow(NamedTuple):
     """The tokens that a layer attends to."""
 
     num_tokens: int = 0
-    """The latest ones, including the token itself; 0: all."""
+    """Number of tokens that a token attends to, including itself; 0: all."""
     is_chunked: bool = False
-    """Whether they begin at a multiple of `num_tokens` (Llama 4) in place of `num_tokens` before the next token."""
+    """Whether windows do not overlap (Llama 4): they begin at multiples of `num_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The window of the layers of one group. Each block holds all layers of a group."""
+    """The window of one group of layers. Each block holds all layers of a group."""
 
     num_tokens: int = NO_WINDOW
     """Maximum number of tokens, including itself, that a token attends to."""
     max_chunk: int = 1
     """Maximum number of tokens of one request in a step."""
     is_chunked: bool = False
-    """As `LayerWindow.is_chunked`."""
 
     @property
     def is_sliding(self) -> bool:
@@ -42,8 +41,9 @@ class Window:
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a request holds: the window of a step's first token, and the step.
-        If the group's share of the cache, `num_blocks`, is too small for both, steps are shorter.
+        """Return the maximum number of blocks that a request holds: those of the window before a step, and of the step.
+
+        If `num_blocks`, the group's share of the cache, is too small for both, steps are shorter.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -53,17 +53,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of layers of a KV cache. A request has a block table for each group, and all tables have blocks of one
-    pool.
-    """
+    """The groups of layers of a KV cache. A request has a block table for each group, all with blocks of one pool."""
 
     windows: tuple[Window, ...] = (Window(),)
-    """The window of each group, the largest one first."""
+    """The window of each group, largest first."""
 
     @classmethod
     def of(cls, windows: Sequence[LayerWindow], max_chunk: int, max_model_len: int) -> CacheGroups:
-        """Return the groups of a model with these windows. `max_chunk`: maximum number of tokens of one request in a
-        step. A window of at least `max_model_len` tokens never slides.
+        """Return the groups of a model with these windows. A window of at least `max_model_len` tokens never slides.
+
+        `max_chunk`: maximum number of tokens of one request in a step.
         """
         return cls(
             tuple(
@@ -81,15 +80,15 @@ class CacheGroups:
         return any(each.is_sliding for each in self.windows)
 
     def max_blocks(self, block_size: int, num_blocks: int) -> list[int]:
-        """Return the maximum number of blocks that a request holds in each group; `NO_WINDOW`: those of all tokens."""
+        """Return the maximum number of blocks of a request, for each group; `NO_WINDOW`: the blocks of all tokens."""
         return [each.max_blocks(block_size, num_blocks // len(self)) for each in self.windows]
 
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` holds at the same time."""
+        """Return the maximum number of blocks that a request of `num_tokens` holds at a time, over all groups."""
         return self._held(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
 
     def max_request_tokens(self, block_size: int, num_blocks: int) -> int:
-        """Return the number of tokens of the longest request that fits into a cache of `num_blocks`."""
+        """Return the length in tokens of the longest request that fits into a cache of `num_blocks`."""
         most = self.max_blocks(block_size, num_blocks)
         if sum(most) <= num_blocks:
             return NO_WINDOW
@@ -100,7 +99,7 @@ class CacheGroups:
         return low * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return the number of prompt tokens for which a step always has room."""
+        """Return the number of prompt tokens for which every step has room."""
         chunks = [
             min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)
             for window, most in zip(self.windows, self.max_blocks(block_size, num_blocks), strict=True)
@@ -114,9 +113,9 @@ class CacheGroups:
 
 
 ONE_GROUP: Final = CacheGroups()
-"""All layers attend to all tokens."""
+"""One group, whose layers attend to all tokens."""
 
 
 def _touched(num_tokens: int, block_size: int) -> int:
-    """Return the maximum number of blocks that `num_tokens` consecutive tokens occupy."""
+    """Return how many blocks `num_tokens` consecutive tokens occupy at most."""
     return -(-(num_tokens - 1) // block_size) + 1

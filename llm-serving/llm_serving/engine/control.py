@@ -170,8 +170,8 @@ class Control:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again, which may have to load. Raise RequestError if
-        it does not exist.
+        """Route requests to a drained replica again; if it has stopped, load it. Raise RequestError for an unknown
+        replica.
         """
         self._replicas.join(replica)
 

@@ -1,4 +1,4 @@
-"""Executors run the steps of an engine, either on a WorkAgent in another process or in this process."""
+"""Executors run the steps of an engine, on a WorkAgent in another process or in this process."""
 
 from __future__ import annotations
 
@@ -43,37 +43,36 @@ logger = get_logger(__name__)
 
 
 class StepFailedError(LLMServingError):
-    """The WorkAgent could not run one step. It keeps running, but the KV cache of the step's requests is lost."""
+    """The WorkAgent could not run one step, so the KV cache of the step's requests is lost. The WorkAgent keeps
+    running.
+    """
 
 
 class RestartFailedError(LLMServingError):
-    """A restart attempt failed. The next call of `restart` makes another attempt, after a delay."""
+    """An attempt to restart the WorkAgent failed. The next call of `restart` makes another attempt, after a delay."""
 
 
 class Executor(ABC):
-    """Runs steps in the order of submission. The default methods suit a WorkAgent in the master's process, without
-    restarts.
-    """
+    """Runs steps in the order of submission. The default methods suit a WorkAgent in the master's own process."""
 
     max_steps_in_flight: int
-    """Maximum number of steps that may be submitted before one is collected."""
     next_step: int
     restart_status: RestartStatus | None = None
-    """State of the restart while the WorkAgent restarts; otherwise None."""
+    """State of the restart; None: the WorkAgent is not restarting."""
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether there were more consecutive restarts without a completed step than the maximum."""
+        """Whether more than `max_restarts` restarts followed each other without a completed step."""
         return False
 
     @property
     def machine(self) -> str:
-        """Address of the machine on which the WorkAgent runs; empty: the master's own."""
+        """Address of the WorkAgent's machine; empty: the master's machine."""
         return ""
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection that transfers KV blocks of the WorkAgent; None: it shares memory with the other WorkAgents."""
+        """Connection that transfers the WorkAgent's KV blocks; None: it shares memory with the other WorkAgents."""
         return None
 
     @abstractmethod
@@ -82,51 +81,58 @@ class Executor(ABC):
 
     @property
     def needs_allowed_tokens(self) -> bool:
-        """Whether `set_allowed_tokens` must be called before the oldest submitted step can be collected."""
+        """Whether the oldest submitted step can be collected only after `set_allowed_tokens`."""
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
-        """Send the allowed tokens of the oldest submitted step. Errors are raised by `collect`."""
+        """Send the allowed tokens of the oldest submitted step. If that fails, `collect` raises the error."""
 
     def await_ending(self) -> None:  # noqa: B027
-        """Wait until the latest step is about to end, which is the best moment to schedule the next one.
+        """Wait until the latest step is about to end, which is the best moment to form the next one.
 
-        If the engine scheduled earlier, the next step would miss requests that arrive in the meantime; later, the
-        WorkAgent would idle. Return at once if no step is in flight, or the latest was submitted without
+        If the next step were formed earlier, it would miss requests that arrive meanwhile. If it were formed later, the
+        WorkAgent would idle. Return at once if no step is in flight, or if the latest was submitted without
         `announce_ending`. Raise the errors of `collect`.
         """
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the output of the oldest submitted step. Raise StepFailedError if that step failed. Raise
-        WorkerError if no further output will come, because the WorkAgent exited or sent an invalid message.
+        """Wait for the output of the oldest submitted step.
+
+        Raises:
+            StepFailedError: This step failed.
+            WorkerError: No further output will come, because the WorkAgent exited or sent an invalid message.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return the draft tokens for each request, or none for all if the draft model fails. No step may be in flight.
+
         Raise WorkerError as `collect` does.
         """
         return [[] for _ in requests]
 
     def drop_cache(self) -> None:  # noqa: B027
-        """Return the memory of the KV cache to the operating system, where possible. No step may be in flight."""
+        """Return the memory of the KV cache to the operating system, if possible. No step may be in flight."""
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter from `folder`, now and after each restart; if `folder` is empty, unload it."""
+        """Load an adapter from `folder`, now and after each restart; an empty `folder` unloads it."""
         raise NotImplementedError
 
     def fileno(self) -> int | None:
-        """Return a descriptor that becomes readable when an idle WorkAgent exits; None if that cannot happen."""
+        """Return a descriptor that becomes readable when an idle WorkAgent exits; None: there is none."""
         return None
 
     def restart(self, reason: str) -> None:
-        """Replace a WorkAgent that was lost. Its KV cache and all submitted steps are lost too; step numbers restart at
-        0. Raise RestartFailedError if this attempt failed, or WorkerDiedError if no further attempt will be made.
+        """Replace a lost WorkAgent. Its KV cache and all submitted steps are lost too. Step numbers restart at 0.
+
+        Raises:
+            RestartFailedError: This attempt failed.
+            WorkerDiedError: No further attempt will be made.
         """
         raise WorkerDiedError(reason)
 
     def cancel_restarts(self) -> None:  # noqa: B027
-        """Prevent further starts of WorkAgents, and cancel a restart in progress. Thread-safe."""
+        """Cancel a restart in progress, and prevent further starts. Thread-safe."""
 
 
 class Runner(Protocol):
@@ -182,7 +188,7 @@ class LocalExecutor(Executor):
 
 
 class _ExpectedResults(NamedTuple):
-    """Number of results of each kind that the output of a step must have."""
+    """How many results of each kind the output of a step must have."""
 
     num_samples: int
     num_scores: int
@@ -197,7 +203,7 @@ class _ExpectedResults(NamedTuple):
         )
 
     def check(self, output: StepOutput) -> None:
-        """Raise ProtocolError if the output has other numbers of results, or token ids outside any vocabulary."""
+        """Raise ProtocolError if the output has other numbers of results, or token ids that no vocabulary has."""
         scores = output.scores
         given = _ExpectedResults(
             len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
@@ -214,14 +220,14 @@ class _ExpectedResults(NamedTuple):
 
 
 class RemoteExecutor(Executor):
-    """Sends each step to a WorkAgent as a small frame, with the arrays in a shared buffer or inside the frame.
+    """Sends each step to a WorkAgent as a small frame, with its arrays in a shared buffer or in the frame.
 
-    There are as many buffers as steps in flight, used in rotation. So a buffer is overwritten only after the reply to
-    the step that used it.
+    There are as many buffers as steps in flight, used in turn. So a buffer is overwritten only after the reply to the
+    step that used it.
     """
 
     num_restarts = 0
-    """Number of consecutive restarts of the WorkAgent without a completed step in between."""
+    """Number of consecutive restarts of the WorkAgent without a completed step."""
 
     def __init__(
         self,
@@ -238,11 +244,11 @@ class RemoteExecutor(Executor):
         self._in_flight: deque[RunStep] = deque()
         self._expected: deque[_ExpectedResults] = deque()
         self._replies: deque[AgentMessage] = deque()
-        """Replies received by `await_ending` but not collected yet."""
+        """Replies that `await_ending` has received and `collect` has not returned."""
         self._ending = -1
-        """Number of the latest step whose end the WorkAgent announced; -1: none."""
+        """Number of the latest step whose end the WorkAgent has announced; -1: none."""
         self._waited_s = 0.0
-        """Seconds spent waiting for the oldest step in flight."""
+        """Seconds spent in waiting for the oldest step in flight."""
         self._allowed = -1
         """Number of the latest step whose allowed tokens were sent; -1: none."""
         self.max_steps_in_flight = self._num_buffers = buffers.num_buffers
@@ -335,7 +341,6 @@ class RemoteExecutor(Executor):
         return self._channel.fileno()
 
     def _check_unused(self, buffer: int) -> None:
-        """Raise AssertionError if a step in flight uses the buffer."""
         for each in self._in_flight:
             assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
 

@@ -1,4 +1,4 @@
-"""The files of a model: their state, content hashes, and the check that all WorkAgents have read the same files."""
+"""The files of a model: their state, their content hashes, and a check that all WorkAgents have read the same files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llm_serving.text.tokenizer.vocabulary import config_files
 from llm_serving.transport.messages import Loaded
 
 CHUNK_BYTES: Final = 2**20
-"""Number of bytes that are read and hashed at a time. Other threads can run between two chunks."""
+"""Bytes that are read and hashed at a time. Other threads can run between two chunks."""
 
 
 class FileState(NamedTuple):
@@ -47,26 +47,26 @@ class FileState(NamedTuple):
 
 
 class ModelFiles(NamedTuple):
-    """The files that determine the answers of a model."""
+    """The files of a model that affect answers."""
 
     weights: tuple[FileState, ...]
     tokenizer: tuple[FileState, ...]
 
     @classmethod
     def served(cls, model: ModelConfig) -> ModelFiles:
-        """Record the state of the files of the configured model. Raise ModelError if a file is missing."""
+        """Record the state of the configured model's files. Raise ModelError if one is missing."""
         assert model.model_path is not None
         return cls(served_weights(model), _tokenizer(model.model_path, model.tokenizer_path))
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of the files of a model folder or GGUF file. `tokenizer`: file or folder of a tokenizer that
-        replaces the model's own. Raise ModelError if a file is missing.
+        """Record the state of the files of a model folder or GGUF file. Raise ModelError if one is missing.
+
+        `tokenizer`: file or folder of a tokenizer that replaces the model's own.
         """
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
     def check(self) -> None:
-        """Raise ModelError if a file has changed since its state was recorded."""
         for state in (*self.weights, *self.tokenizer):
             state.check()
 
@@ -83,8 +83,8 @@ class ContentHashes(NamedTuple):
 def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambda num_bytes: None) -> ContentHashes:
     """Hash the complete contents of these files. Raise ModelError if one cannot be read or has changed.
 
-    A hash is SHA-256 over sorted lines, one for each file: the SHA-256 of its content, two spaces and its name, as
-    `sha256sum` writes them. `on_progress`: called with the number of bytes that were read since its last call.
+    A hash is the SHA-256 of sorted lines, one for each file, as `sha256sum` writes them: the SHA-256 of its content,
+    two spaces, its name. `on_progress`: called with the number of bytes that were read since its last call.
     """
     return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
 
@@ -134,7 +134,7 @@ def _file_hash(state: FileState, on_progress: Callable[[int], None]) -> str:
 
 
 class LoadedAgent(Protocol):
-    """The part of `WorkAgentProcess` that `SameFiles` uses."""
+    """The attributes of `WorkAgentProcess` that `SameFiles` uses."""
 
     machine: str
     loaded: Loaded
@@ -146,11 +146,11 @@ Agent = TypeVar("Agent", bound=LoadedAgent)
 
 
 class SameFiles:
-    """Ensures that all WorkAgents of a server read the same model, because any of them may continue an answer.
+    """Checks that all WorkAgents of a server read the same model, because any of them may continue an answer.
     Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
-    its files, which is compared with that of the master's files.
+    its files, which must be equal to that of the master's files.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -161,7 +161,7 @@ class SameFiles:
         """Fingerprint of the master's files; empty until it is needed."""
 
     def start_checked(self, start: Callable[[], Agent]) -> Agent:
-        """Start a WorkAgent. Kill it and raise ModelError if its files differ from those of the first one."""
+        """Start a WorkAgent. If its files differ from those of the first one, kill it and raise ModelError."""
         files = served_weights(self._model)
         self._check(files)
         agent = start()

@@ -1,4 +1,4 @@
-"""Placement of WorkAgents: how and where the processes of a replica are started."""
+"""Placement of WorkAgents: where and how the processes of a replica are started."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def start_processes(
     """Start the processes of one replica, one for each rank. If one cannot start, kill the others and raise OSError.
 
     Several ranks inherit shared memory for all-reduce, and the number of a free port of this machine, which compiled
-    graphs use for their collectives. If another process takes the port first, the ranks exit and are restarted with
-    another port.
+    graphs use for their collectives. If another process takes the port first, the ranks exit, and restart with another
+    port.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -60,13 +60,13 @@ def _free_port() -> int:
 
 
 class StartedAgent(NamedTuple):
-    """A WorkAgent that has connected, before the handshake."""
+    """A WorkAgent that has connected. The handshake follows."""
 
     process: AgentProcess
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     machine: str = ""
-    """Address of the WorkAgent's machine; empty: the master's own."""
+    """Address of the WorkAgent's machine; empty: the master's machine."""
     blocks: AgentChannel | None = None
     """Connection that transfers KV blocks or uses the disk cache; None: neither is configured."""
 
@@ -80,12 +80,13 @@ class Placement(Protocol):
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> StartedAgent:
-        """Start WorkAgent `index` within `timeout_s` seconds. Raise WorkerDiedError if it could not be started, exited,
-        did not connect in time, or the start was cancelled.
+        """Start WorkAgent `index` within `timeout_s` seconds.
+
+        Raise WorkerDiedError if it could not be started, exited, did not connect in time, or was cancelled.
         """
 
     def settings(self, settings: LoadModel) -> LoadModel:
-        """Return the settings, adapted to the WorkAgent's machine."""
+        """Return the settings with the changes that the WorkAgent's machine needs."""
 
     def close(self) -> None: ...
 
@@ -94,12 +95,12 @@ class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
     Each process (one for each rank) inherits one end of a socket pair for messages, a memory file for step arrays, the
-    memory of the transfer pool if there is one, and a pipe as standard input, which closes when the master exits for
-    any reason.
+    memory of the transfer pool, if any, and a pipe as standard input, which closes when the master exits for any
+    reason.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:
-        """`transfer_fd`: memory of the KV transfer pool, which the caller owns."""
+        """`transfer_fd`: memory of the transfer pool, which the caller owns."""
         self._transfer_fd = transfer_fd
 
     def start(

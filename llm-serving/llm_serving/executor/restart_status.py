@@ -1,4 +1,4 @@
-"""State of a WorkAgent restart, and the cancellation of starts and restarts."""
+"""State of a WorkAgent's restart, and the cancellation of starts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Final
 
 SLOW_FACTOR: Final = 2.0
-"""Maximum duration of an attempt, relative to the first start, up to which the remaining time can be predicted."""
+"""Attempts that take more than this many times as long as the first start make the remaining time unpredictable."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartStatus:
-    """State of a restart. Only the engine's thread writes it; any thread may read it. Times are seconds on the engine's
-    clock.
+    """State of a restart. Only the engine's thread writes it; any thread may read it. Times are on
+    the engine's clock.
     """
 
     reason: str
     lost_at: float
-    """Time at which the last WorkAgent that worked was lost."""
+    """Time at which the last working WorkAgent was lost."""
     attempt_at: float
     """Time at which the latest attempt starts, after its delay."""
     load_s: float
@@ -28,24 +28,22 @@ class RestartStatus:
     num_restarts: int
     """Number of consecutive attempts without a completed step, including the latest."""
     max_restarts: int
-    """Maximum `num_restarts` at which a recovery is still expected."""
+    """Maximum `num_restarts` at which the WorkAgent is still expected to recover."""
 
     @property
     def restarts_exhausted(self) -> bool:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the predicted seconds until the WorkAgent is ready. Return None if an attempt failed or this one is
-        too slow.
+        """Return the predicted seconds until the WorkAgent is ready; None: an attempt failed, or
+        this one is too slow.
         """
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
         return max(self.attempt_at + self.load_s - now, 0.0)
 
     def retry_after_s(self, now: float) -> float:
-        """Return the seconds after which a client should retry. They assume that this attempt takes as long as the
-        first start.
-        """
+        """Return after how many seconds a client should retry, if this attempt takes as long as the first start."""
         return max(self.attempt_at + self.load_s - now, 1.0)
 
     def __str__(self) -> str:
@@ -55,9 +53,7 @@ class RestartStatus:
 
 
 class StartCancellation:
-    """Cancellation of all starts of WorkAgents. It ends all `wait` calls and calls the registered callbacks.
-    Thread-safe.
-    """
+    """Cancels all starts of WorkAgents: it ends all `wait` calls and calls the registered callbacks. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -75,14 +71,12 @@ class StartCancellation:
                 callback()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the cancellation for at most `timeout_s` seconds. Return whether it happened."""
+        """Wait for the cancellation, at most `timeout_s` seconds. Return whether it happened."""
         return self._event.wait(timeout_s)
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback` on cancellation within the context: in the cancelling thread, or at once if it was cancelled
-        before.
-        """
+        """Return a context in which a cancellation calls `callback`, or calls it at once if cancelled before."""
         with self._lock:
             if self._event.is_set():
                 callback()

@@ -43,14 +43,16 @@ _NO_MOVES = no_block_moves()
 _NO_STATES = no_state_accesses()
 _NO_ADAPTERS = no_adapters()
 _Sample = tuple[Request, int]
-"""A token to be sampled: the request, and the number of draft tokens before it."""
+"""A token to be sampled: (request, number of draft tokens before it)."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
-"""Field of `SamplingInput` -> getter of its value in `SamplingParams`, and its dtype."""
+"""Field of `SamplingInput` -> (getter of its value in `SamplingParams`, dtype)."""
 
 
 class StepBuilder:
-    """Builds the input of each step. It keeps the position of each request's sample in the previous step: a token that
-    the master does not know yet is always one of these samples, so the input refers to it by this position.
+    """Builds the input of each step.
+
+    A token that the master does not know yet is always a sample of the previous step. The input refers to it by its
+    position there, so the builder keeps the position of each request's sample.
     """
 
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
@@ -162,7 +164,7 @@ class StepBuilder:
         )
 
     def _history(self, request: Request, num_drafts: int) -> list[int]:
-        """Return the tokens before the sampled one; empty if no penalty needs them."""
+        """Return the tokens before the sampled one; empty: no penalty needs them."""
         if not request.sampling.has_penalties:
             return []
         history = request.prompt_token_ids + request.output_token_ids
@@ -172,9 +174,7 @@ class StepBuilder:
 
 
 def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Array, ScoringInput]:
-    """Return the `ResultToken` entries for prompt log-probabilities and vectors, and the parameters for scoring
-    them.
-    """
+    """Return the `ResultToken` entries for prompt log-probabilities and vectors, and the tokens to score."""
     scores: list[ResultToken] = []
     vectors: list[ResultToken] = []
     token_ids: list[int] = []
@@ -194,13 +194,13 @@ def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Arra
 
 
 class _SamplingParams:
-    """Sampling parameters of a step's samples as arrays. They are reused while the samples stay the same."""
+    """Sampling parameters of a step's samples as arrays. They are kept while the samples stay the same."""
 
     def __init__(self, samples: list[_Sample], known: Mapping[Request, Int32Array]) -> None:
         self.samples = samples
         self.has_penalties = self.has_biases = self.has_matchers = False
         self.allowed: dict[Request, Int32Array] = {}
-        """Request -> bit mask of its allowed tokens, for requests whose allowed tokens never change."""
+        """Request -> bit mask of its allowed tokens, if they never change."""
         values, num_logprobs, prompt_lens = [], [], []
         for request, _ in samples:
             params, prompt_len = request.sampling, 0
@@ -231,8 +231,8 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases of a request, including those that forbid bad words and, below `min_tokens`, stop
-    tokens.
+    """Return the logit biases of a request, including those that forbid bad words and, below
+    `min_tokens`, stop tokens.
     """
     params = request.sampling
     biases = list(params.logit_bias)
@@ -260,12 +260,14 @@ class _PackedTables:
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._sizes: list[tuple[int, int]] = []
-        """Number of entries of each table, and of those that the sliding window has passed: a change shows in both."""
+        """Number of entries of each table, and how many of them have no block. A change of a table changes one of
+        these.
+        """
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:
         """Return the block ids and the epochs of all tables, each [tables, entries of the longest table], padded with
-        zeros.
+        0.
         """
         sizes = list(zip(map(len, map(IDS, tables)), map(START, tables), strict=True))
         width = max(sizes)[0]

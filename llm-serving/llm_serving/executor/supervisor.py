@@ -1,4 +1,4 @@
-"""Starts WorkAgents, loads the model into them, and replaces a WorkAgent that exits."""
+"""Starts WorkAgents, makes them load the model, and replaces a WorkAgent that exits."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from llm_serving.transport.messages import (
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 NUM_BUFFERS = 2
-"""Number of step buffers: one for the step that is computed, one for the next."""
+"""Number of step buffers: one for the step that runs, one for the next."""
 
 _EXIT_TIMEOUT_S = 5.0
 FIRST_DELAY_S: Final = 0.1
 MAX_DELAY_S: Final = 5.0
 MIN_RESTART_TIMEOUT_S: Final = 20.0
-"""Minimum time limit of a restart attempt in seconds, even if the first start was shorter."""
+"""Minimum time limit of a restart attempt in seconds."""
 RESTART_TIMEOUT_FACTOR: Final = 3.0
-"""Time limit of the first restart attempt, relative to the duration of the first start."""
+"""Time limit of the first restart attempt, as a multiple of the duration of the first start."""
 LOCAL_PLACEMENT: Final = LocalPlacement()
 
 logger = get_logger(__name__)
@@ -73,7 +73,7 @@ class WorkAgentProcess:
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     machine: str = ""
-    """Address of the WorkAgent's machine; empty: the master's own."""
+    """Address of the WorkAgent's machine; empty: the master's machine."""
     block_link: BlockLink | None = None
     """Transfers blocks to another machine, or uses the disk cache; None: neither is configured."""
     _closed: bool = False
@@ -114,7 +114,7 @@ def start_work_agent(
         on_progress: Called with progress texts. If it raises an exception, the WorkAgent is stopped.
         previous: What the replaced WorkAgent had loaded. The new one allocates as many blocks.
         timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time between two messages.
-        cancellation: Kills the WorkAgent if cancelled before the WorkAgent is ready.
+        cancellation: Kills the WorkAgent if it is cancelled before the WorkAgent is ready.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -162,8 +162,9 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Check that the WorkAgent runs the master's code, then make it load the model. The code differs if the package was
-    upgraded while the master runs, or if another machine has another version.
+    """Make the WorkAgent load the model, after a check that it runs the master's code.
+
+    Its code differs if the package was upgraded while the master runs, or if the other machine has another version.
     """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
@@ -303,7 +304,7 @@ class ConsistencyCheck:
 
 
 def restart_delay_s(attempt: int) -> float:
-    """Return the seconds to wait before attempt number 0, 1, ...: first 0 s, then doubling up to `MAX_DELAY_S`."""
+    """Return the seconds to wait before an attempt, numbered from 0: first 0 s, then doubling up to `MAX_DELAY_S`."""
     return 0.0 if attempt == 0 else min(FIRST_DELAY_S * 2.0 ** min(attempt - 1, 60), MAX_DELAY_S)
 
 
@@ -321,10 +322,10 @@ class SupervisedExecutor(RemoteExecutor):
     """Runs steps on a WorkAgent. When it exits, `restart` replaces it.
 
     Args:
-        max_restarts: Maximum number of consecutive restarts without a completed step. Beyond it, the start of the first
-            WorkAgent fails; a later WorkAgent is still restarted, but `restarts_exhausted` is True.
-        cancellation: Cancelled by `cancel_restarts`; `start` should observe it.
-        pause: Waits for a number of seconds, and returns whether restarts were cancelled.
+        max_restarts: Maximum number of consecutive restarts without a completed step. Above it, the start of the first
+            WorkAgent fails. A later WorkAgent is still restarted, but `restarts_exhausted` is True.
+        cancellation: Cancelled by `cancel_restarts`. `start` should react to it.
+        pause: Waits for a number of seconds. Returns whether restarts were cancelled.
     """
 
     def __init__(
@@ -336,8 +337,8 @@ class SupervisedExecutor(RemoteExecutor):
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
     ) -> None:
-        """Start the first WorkAgent. Raise ConfigError if it cannot load the model. Raise WorkerDiedError if it exited
-        before it was ready in every attempt.
+        """Start the first WorkAgent. Raise ConfigError if it cannot load the model, WorkerDiedError if it exited in
+        every attempt.
         """
         self._start = start
         self._step_timeout_s = step_timeout_s
@@ -359,7 +360,7 @@ class SupervisedExecutor(RemoteExecutor):
 
     @property
     def resident_bytes(self) -> int:
-        """Resident memory of the WorkAgent's processes in bytes; 0 if they run on another machine."""
+        """Resident memory of the WorkAgent's processes; 0: they run on another machine."""
         return resident_bytes(self._agent.process.pids)
 
     @property

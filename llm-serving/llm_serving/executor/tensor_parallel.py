@@ -1,4 +1,4 @@
-"""The ranks of a replica under tensor parallelism. The executor controls them like a single WorkAgent."""
+"""The ranks of a replica under tensor parallelism. The executor controls them like one WorkAgent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llm_serving.transport.messages import (
 
 
 class RankChannels:
-    """Sends every message to all ranks. Returns a message when all ranks have sent an equal one.
+    """Sends every message to all ranks. Returns a message once all ranks have sent an equal one.
 
     So no rank reads a step's arrays after the reply to the step, and different tokens on different ranks are detected.
     Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
@@ -36,7 +36,7 @@ class RankChannels:
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
         self._channels = channels
         self._received: list[deque[AgentMessage]] = [deque() for _ in channels]
-        """For each rank: its messages that not all other ranks have sent yet."""
+        """For each rank: its messages that some other rank has not sent yet."""
         self._poll = select.epoll(len(channels))
         for channel in channels:
             self._poll.register(channel, select.EPOLLIN)
@@ -102,7 +102,7 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """Return the part of a message that must be equal on all ranks: the whole message if it is the reply to a step."""
+    """Return the part of a message that must be equal on all ranks. For the reply to a step it is the whole message."""
     match message:
         case Welcome():
             return message.version, message.code_fingerprint

@@ -18,9 +18,7 @@ logger = get_logger(__name__)
 AgentChannel = Channel[AgentMessage]
 
 KILL_TIMEOUT_S: Final = 10.0
-"""Seconds to wait until a killed process has exited. It may be stuck in the kernel, for example in a driver that
-hangs.
-"""
+"""Seconds to wait until a killed process has exited. It may be stuck in the kernel, for example in a driver."""
 
 
 class AgentLink(Protocol):
@@ -37,25 +35,23 @@ class AgentLink(Protocol):
 
 
 class AgentProcess(Protocol):
-    """The process of a WorkAgent, as seen by its supervisor."""
+    """The process of a WorkAgent, as its supervisor sees it."""
 
     @property
     def pids(self) -> list[int]:
-        """Process ids on this machine, one for each rank; empty if the WorkAgent runs on another machine."""
+        """Process ids on this machine, one for each rank; empty: the WorkAgent runs on another machine."""
 
     @property
     def has_exited(self) -> bool: ...
 
     @property
     def exit_description(self) -> str:
-        """How the WorkAgent exited, for example "code 3". Only valid after the exit."""
+        """How the WorkAgent exited, for example "code 3". Valid only after the exit."""
 
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: the process was already
-        killed.
-        """
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed already."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):

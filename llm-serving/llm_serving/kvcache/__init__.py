@@ -1,4 +1,4 @@
-"""Bookkeeping of the KV cache: which request holds which block. The package holds no tensors."""
+"""Bookkeeping of the KV cache: which request holds which block. It contains no tensors."""
 
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool

@@ -10,18 +10,17 @@ from llm_serving.core.request import Request
 class AdapterSlots:
     """The adapter in each slot, and the running requests that use it.
 
-    A slot gets another adapter only if no running request uses its adapter; of several such slots, the one released
-    first is used. A step fills at most one slot, so running requests wait for the copy of one adapter at most. The
-    WorkAgent copies an adapter when a step names another adapter than its slot holds (`StepInput.adapters`).
+    A slot gets another adapter only while no running request uses the one in it; of several such slots, the one
+    released first is used. A step fills at most one slot, so running requests wait for the copy of one adapter at most.
+    The WorkAgent copies an adapter when a step names another adapter than the one in the slot (`StepInput.adapters`).
     """
 
     def __init__(self, num_slots: int) -> None:
         self._adapters = [0] * num_slots
-        """Number of the adapter in each slot; 0: none."""
+        """Slot -> number of its adapter; 0: none."""
         self._free = list(range(num_slots))
-        """Slots without running requests, the least recently used first."""
+        """Slots without running requests, least recently used first."""
         self._users: dict[int, int] = {}
-        """Adapter -> number of running requests."""
         self._filled_step = -1
 
     @property
@@ -30,7 +29,6 @@ class AdapterSlots:
 
     @property
     def resident(self) -> list[int]:
-        """Numbers of the adapters that are in slots."""
         return [adapter for adapter in self._adapters if adapter]
 
     def slot_of(self, adapter: int) -> int:
@@ -38,13 +36,11 @@ class AdapterSlots:
         return self._adapters.index(adapter)
 
     def waits_for_a_step(self, request: Request, step: int) -> bool:
-        """Return whether the request must wait for the next step, because step `step` has already filled a slot."""
+        """Return whether the request must wait for the next step, because step `step` already fills another slot."""
         return self._filled_step == step and request.adapter not in self._adapters
 
     def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:
-        """Return whether the request's adapter is in a slot, or a slot is free after a preemption of the requests
-        `without`.
-        """
+        """Return whether the request's adapter has or could get a slot, if the requests `without` are preempted."""
         if request.adapter in self._adapters or self._free:
             return True
         freed = [each.adapter for each in without]
@@ -69,7 +65,7 @@ class AdapterSlots:
             self._free.append(self.slot_of(request.adapter))
 
     def release_all(self) -> None:
-        """Release the adapters of all running requests, because all of them wait again."""
+        """Release all adapters, because no request runs any more."""
         for adapter in self._users:
             self._free.append(self.slot_of(adapter))
         self._users.clear()

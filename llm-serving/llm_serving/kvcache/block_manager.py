@@ -21,25 +21,23 @@ class BlockManager(RequestBlocks):
     """Allocates and frees the blocks for the tokens of each request.
 
     In a group of layers with a sliding window, a request frees the blocks that the window has passed, so it holds at
-    most the window and a step. Only full blocks are shared: with earlier requests of the same namespace and prefix
-    (found by hash), and with the parent of a fork. A shared block is never written again; a fork that starts inside a
-    block gets a copy of it. Before a step computes, it executes its block moves in the order in which they were
-    decided.
+    most the blocks of the window and of a step. Only full blocks are shared: with earlier requests of the same
+    namespace and prefix (found by hash), and with the parent of a fork. A shared block is never written; a fork that
+    starts inside a block gets a copy of it. Before a step computes, it executes its block moves in order.
 
-    In a model with states of fixed size, a request with blocks also has a slot of `states`. A shared prefix then ends
-    at a checkpoint, and a fork computes the tokens after it again.
+    If the model has recurrent states, a request with blocks also has a slot of `states`. A shared prefix then ends at a
+    checkpoint, and a fork recomputes the tokens after it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, **options: Any) -> None:
-        """`options`: those of `RequestBlocks`."""
         super().__init__(num_blocks, block_size, **options)
         self.prefix_caching = prefix_caching
         self._released_imports: list[TransferBlock] = []
-        """Blocks of other replicas' transfer pools that can be reclaimed after the steps formed so far."""
+        """Blocks of other replicas' transfer pools that they can reclaim after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
-        """Request id -> hashes of its first full blocks, computed on demand."""
+        """Request id -> hashes of its first full blocks. They are computed when needed."""
         self._kept_ends: dict[str, tuple[int, ...]] = {}
-        """Request id -> numbers of blocks after which later prompts probably differ; only with several groups."""
+        """Request id -> numbers of blocks after which later prompts probably differ. Used only with several groups."""
         self._block_moves: list[BlockMove] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -59,9 +57,7 @@ class BlockManager(RequestBlocks):
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return the number of free blocks that `admit` needs if the tables of the requests `without` are freed
-        before.
-        """
+        """Return how many free blocks `admit` needs, if the tables of the requests `without` are freed first."""
         uses: Counter[int] = Counter()
         num_free = 0
         for other in without:
@@ -83,12 +79,15 @@ class BlockManager(RequestBlocks):
     def admit(
         self, request: Request, num_tokens: int, parent: Request | None = None, *, guaranteed: bool = False
     ) -> int:
-        """Allocate the tables of a request that has none. The caller must have checked `num_blocks_to_admit`.
+        """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
-        Return the number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`. `parent`: a
-        running request whose computed prefix is shared. A `guaranteed` request never lacks a block up to `num_tokens`
-        tokens. With a sliding window, a guaranteed request reuses the blocks that its window passes. So it shares no
-        blocks, because a shared block would not become free.
+        Return the number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`. With a
+        sliding window, a guaranteed request shares no blocks: it reuses the blocks that its window passes, and a shared
+        block would not become free.
+
+        Args:
+            parent: A running request whose computed prefix is shared.
+            guaranteed: Whether the request must never lack a block up to `num_tokens` tokens.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -123,13 +122,11 @@ class BlockManager(RequestBlocks):
         return max(num_shared, common)
 
     def num_prefix_hit_tokens(self, request: Request) -> int:
-        """Return the number of tokens that `admit` would find in the prefix cache."""
+        """Return how many tokens `admit` would find in the prefix cache."""
         return self._shared_blocks(request, None, unshared=False)[0].end * self.block_size
 
     def num_common_tokens(self, request: Request, other: Request) -> int:
-        """Return the number of prefix tokens that `request` will find in the cache after `other` has computed its
-        prompt.
-        """
+        """Return how many prefix tokens `request` will find in the cache once `other` has computed its prompt."""
         if not self.prefix_caching:
             return 0
         ours, theirs = (
@@ -141,7 +138,7 @@ class BlockManager(RequestBlocks):
 
     def free_outside_window(self, request_id: str, num_computed: int) -> int:
         """Free the blocks that no token after the first `num_computed` attends to, and return their number. The steps
-        that compute these tokens must have been submitted.
+        that compute these first tokens must have been submitted.
         """
         count = 0
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
@@ -163,9 +160,7 @@ class BlockManager(RequestBlocks):
         return self._num_missing_blocks(self.tables[request_id], num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> int:
-        """Extend the request's tables to `num_tokens`, and return the number of new blocks. The caller must have
-        checked `can_grow`.
-        """
+        """Extend the request's tables to `num_tokens`. Return the number of new blocks. Call `can_grow` before."""
         tables = self.tables[request_id]
         missing = self._num_missing_blocks(tables, num_tokens)
         if missing:
@@ -173,8 +168,8 @@ class BlockManager(RequestBlocks):
         return missing
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let other requests share the full blocks of the first `num_tokens` tokens, which are computed and known to
-        the master.
+        """Let other requests share the full blocks of the first `num_tokens` tokens. These must be computed, and the
+        master must know them.
         """
         if not self.prefix_caching or request.request_id in self._unshared:
             return
@@ -189,9 +184,7 @@ class BlockManager(RequestBlocks):
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, if any. The last block is freed first, because it is the least likely to be
-        reused.
-        """
+        """Free all blocks of a request, if any: the last one first, because it is the least likely to be reused."""
         if request_id in self.tables:
             for table in reversed(self.tables.pop(request_id)):
                 self.pool.free(reversed(table.ids[table.start :]))
@@ -219,7 +212,7 @@ class BlockManager(RequestBlocks):
         return has_slot and 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
 
     def swap_out(self, request: Request) -> None:
-        """Move the computed blocks that later tokens attend to into the host pool, and free the request's tables."""
+        """Free the tables of a request, and move those blocks into the host pool to which later tokens attend."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
         end, starts = self.num_blocks_for(num_tokens), self._starts(request_id, num_tokens)
         tables = self.tables.pop(request_id)
@@ -250,10 +243,10 @@ class BlockManager(RequestBlocks):
             )
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export the blocks of the first `num_tokens` tokens to which later tokens attend into the transfer pool.
+        """Export the blocks of the first `num_tokens` tokens into the transfer pool, if later tokens attend to them.
 
-        Return the moves for the step that computes the last of these tokens; None if the transfer pool is full. If the
-        model has recurrent states, moves of the request's state follow those of the blocks.
+        Return the moves for the step that computes the last of these tokens; None: the transfer pool is full. With
+        recurrent states, the moves of the request's state follow those of the blocks.
         """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
@@ -268,12 +261,12 @@ class BlockManager(RequestBlocks):
         return moves
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the full blocks of a request's prompt."""
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Import the blocks read from disk for a request that has just been admitted with `num_shared` computed tokens.
-        Return the number of computed tokens that it has now.
+        """Import blocks that were read from disk. Return how many tokens of the request are computed then.
+
+        The request has just been admitted with `num_shared` computed tokens.
         """
         assert self.disk is not None
         table, hashes = self.table(request.request_id), self.prompt_hashes(request)
@@ -282,8 +275,8 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the blocks imported since the last call. Their owner can reclaim them after the steps formed so
-        far.
+        """Return the blocks imported since the last call. After the steps formed so far, their
+        owner may reclaim them.
         """
         if not self._released_imports:
             return []
@@ -291,7 +284,7 @@ class BlockManager(RequestBlocks):
         return released
 
     def reset(self) -> None:
-        """Drop all tables, hashes and pending moves after a loss of the cache and the host pool.
+        """Drop all tables, hashes and pending moves, because the cache and the host pool are lost.
 
         Blocks handed over to other replicas stay valid. Imports are dropped, because reading them may have caused the
         loss.
@@ -314,13 +307,11 @@ class BlockManager(RequestBlocks):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _recycles_blocks(self, num_tokens: int) -> bool:
-        """Return whether a request with guaranteed blocks frees one block for each that it allocates in some group."""
+        """Return whether a guaranteed request frees one block for each that it allocates in some group."""
         return self.num_blocks_for(num_tokens) > min(self.max_blocks)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> Tables:
-        """Return the full blocks of the longest computed prefix that the request can share, from its parent or found by
-        hash.
-        """
+        """Return the full blocks of the longest prefix that the request can share: its parent's, or found by hash."""
         sources: Tables = ()
         num_common, hashes = 0, list[bytes]()
         if not unshared and parent is not None and parent.request_id not in self._unshared:
@@ -334,7 +325,7 @@ class BlockManager(RequestBlocks):
         return search.tables(None if self.states is None else self.states.is_checkpoint)
 
     def _num_tokens_shared_with(self, request: Request, parent: Request) -> int:
-        """Return the number of tokens of the common prefix that the parent has computed and the request may share."""
+        """Return how many tokens of the common prefix the parent has computed and the request may share."""
         most = min(request.max_prefix_hit_tokens, parent.num_confirmed_tokens)
         if request.known_token_ids(0, most) == parent.known_token_ids(0, most):
             return most
@@ -381,14 +372,14 @@ class BlockManager(RequestBlocks):
         self._block_moves += block_moves(kind, sources, targets, start, num_tokens, self.block_size)
 
     def _starts(self, request_id: str, num_tokens: int) -> list[int]:
-        """Return the first entry of each table to which a token after `num_tokens` others attends."""
+        """Return for each table its first entry to which a token after the first `num_tokens` attends."""
         return [
             max(table.start, window.first_block(num_tokens, self.block_size))
             for window, table in zip(self.groups.windows, self.tables[request_id], strict=True)
         ]
 
     def _num_missing_blocks(self, tables: Tables, num_tokens: int) -> int:
-        """Return the number of blocks that `_allocate` would add."""
+        """Return how many blocks `_allocate` would add."""
         num_entries, most, table = -(-num_tokens // self.block_size), self.max_blocks, tables[0]
         missing = max(0, min(num_entries, table.start + most[0]) - len(table.ids))
         for group in range(1, self.num_groups):

@@ -12,18 +12,18 @@ MAX_EPOCH: Final = 2**31 - 1
 class BlockPool:
     """Allocates and frees the block ids 0 .. num_blocks - 1.
 
-    A block is free or has a reference count of at least one; free + used == all at any time. A free block can be found
-    by its hash until it is allocated again. Blocks without a hash are allocated first, starting with the latest freed.
-    Blocks with a hash follow, first those freed `early`, each kind starting with the least recently used.
+    A block is free, or it has at least one reference. A free block can be found by its hash until it is allocated
+    again. Blocks are allocated in this order: blocks without a hash, latest freed first; blocks freed `early`; all
+    others. The last two kinds go by least recent use.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
         """`last_epoch`: the first allocation has the next epoch."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """Free block ids, in order of allocation, without those freed early."""
+        """Free blocks in order of allocation, except those freed early."""
         self._early: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with a hash that were freed early."""
+        """Free blocks with a hash that were freed early, in order of allocation."""
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
         self._num_allocations = last_epoch % MAX_EPOCH
@@ -40,25 +40,25 @@ class BlockPool:
 
     @property
     def num_touched_blocks(self) -> int:
-        """Number of blocks that were allocated at least once. Each call counts them anew."""
+        """Number of blocks that were allocated at least once. Each call counts all blocks."""
         return self.num_blocks - self._epochs.count(0)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of blocks, free or used, that can be found by hash."""
+        """Number of blocks, free or used, that have a hash."""
         return len(self._blocks_by_hash)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
     def epoch(self, block_id: int) -> int:
-        """Return the epoch of the block: the number of its latest allocation. Epochs repeat only after `MAX_EPOCH`
-        allocations.
+        """Return the sequence number of the block's latest allocation. It repeats only after
+        `MAX_EPOCH` allocations.
         """
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one reference each. The caller must have checked `num_free_blocks`."""
+        """Allocate blocks with one reference each. The caller must have checked `num_free_blocks`."""
         assert count <= self.num_free_blocks, f"cannot allocate {count} blocks: {self.num_free_blocks} are free"
         block_ids = []
         for _ in range(count):
@@ -77,15 +77,15 @@ class BlockPool:
         return block_ids
 
     def add_references(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block. Free blocks become used."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del (self._early if block_id in self._early else self._free)[block_id]
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int], *, early: bool = False) -> None:
-        """Drop one reference of each block. A block without references becomes free. `early`: it is less likely to be
-        found by its hash than other free blocks.
+        """Drop one reference of each block. A block without references becomes free.
+
+        `early`: these blocks are less likely to be found by their hash than other free blocks.
         """
         for block_id in block_ids:
             count = self._ref_counts[block_id]
@@ -100,9 +100,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register_hash(self, block_id: int, epoch: int, block_hash: bytes) -> None:
-        """Let later requests find a block by its hash. If two blocks have the same content, the first one keeps the
-        hash.
-        """
+        """Let later requests find a block by its hash, unless another block already has this hash."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be cached"
         assert self._epochs[block_id] == epoch, f"block {block_id} was allocated again"
         if self._hashes[block_id] is None and block_hash not in self._blocks_by_hash:
@@ -110,7 +108,7 @@ class BlockPool:
             self._blocks_by_hash[block_hash] = block_id
 
     def forget_hash(self, block_id: int) -> None:
-        """Drop the hash of a block, if it has one. A free block is then the next to be allocated."""
+        """Drop the hash of a block, if any. A free block is then the next to be allocated."""
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._blocks_by_hash[block_hash]
@@ -125,18 +123,18 @@ class BlockPool:
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """Function that returns whether a block hash is cached. It may be kept as long as the pool exists."""
+        """Function that returns whether a block has this hash. It is valid as long as the pool exists."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:
-        """Drop all hashes after a loss of the content of the blocks."""
         for block_id in self._blocks_by_hash.values():
             self._hashes[block_id] = None
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError unless free + used == all and `references` (a block id for each use) match the reference
-        counts.
+        """Raise AssertionError if a block is neither free nor used, or if its reference count is wrong.
+
+        `references`: the block id of each reference.
         """
         expected = [0] * self.num_blocks
         for block_id in references:

@@ -14,14 +14,14 @@ class BlockTable:
     """Block ids in token order, each with the epoch of its allocation, as two arrays of 32-bit integers.
 
     The first `start` entries have no block, because the sliding window has passed them. A WorkAgent tags each block
-    that it writes with the epoch of the step's table. So it detects two writers of a block, and reads of a block that
+    that it writes with the epoch in the step's table. So it detects two writers of a block, and reads of a block that
     was allocated again.
     """
 
     __slots__ = ("epochs", "ids", "start")
 
     def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
-        """`ids`, `epochs`: entries from index `start` on; the entries before have no blocks."""
+        """`ids`, `epochs`: entries from index `start` on. The entries before it have no blocks."""
         self.start = start
         self.ids = array("i", [NO_BLOCK]) * start
         self.epochs = array("i", [0]) * start
@@ -38,7 +38,7 @@ class BlockTable:
         self.epochs.extend(map(pool.epoch, block_ids))
 
     def drop_before(self, start: int) -> list[int]:
-        """Remove the blocks of the entries before `start`, and return their ids."""
+        """Remove the blocks of the entries before `start`. Return their ids."""
         first, count = self.start, start - self.start
         if count <= 0:
             return []
@@ -49,13 +49,14 @@ class BlockTable:
         return block_ids
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
-        """Return (block id, epoch) of the entries from `start` on, which must have blocks."""
+        """Return (block id, epoch) of the entries from `start` on. All of them must have blocks."""
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
-        """Split this table, which has the blocks of several groups one after another, into one table for each group.
+        """Split this table, in which the blocks of several groups follow one another, into one table for each group.
+
         `starts`: index of the first entry with a block in each table. Each table ends with the block of token
-        `num_tokens` - 1. With one group, all blocks are kept.
+        `num_tokens` - 1. If there is only one group, it gets all blocks.
         """
         if len(starts) == 1:
             return (self,)
@@ -85,8 +86,9 @@ Tables = tuple[BlockTable, ...]
 def block_moves(
     kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
 ) -> list[BlockMove]:
-    """Return the moves of the first `num_tokens` tokens between the same entries of two requests' tables, from entry
-    `start`, or from the first one that a target has.
+    """Return the moves of the first `num_tokens` tokens between the same entries of two requests' tables.
+
+    The moves begin at entry `start`, or at the first entry with a block in the target, if that is later.
     """
     moves = []
     for source, target in zip(sources, targets, strict=True):
@@ -100,12 +102,12 @@ DIGEST_BYTES = 16
 
 
 def namespace_hash(namespace: str) -> bytes:
-    """Return the first hash of the chain of a namespace. Blocks of different namespaces never have equal hashes."""
+    """Return the hash before the first block of a namespace. Blocks of different namespaces have different hashes."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest()
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a block that holds `token_ids`. `previous`: hash of the block before.
+    """Return the hash of a block that holds `token_ids`. `previous`: hash of the block before it.
 
     Hashes form a chain, because keys and values depend on all earlier tokens. They are cryptographic, because clients
     choose the tokens and must not find two texts with the same block hash.

@@ -1,6 +1,4 @@
-"""The scheduler's part of the disk cache: blocks read from disk for waiting requests, and blocks to be written to
-disk.
-"""
+"""The scheduler's part of the disk cache: blocks that were read from disk, and blocks that will be written to it."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 
 MAX_EXPORTS: Final = 128
-"""Maximum number of blocks that one row of a step exports. It is limited because the step waits for the copies."""
+"""Maximum number of blocks that one row of a step exports. The step waits for these copies."""
 
 
 class StoredBlocks(NamedTuple):
-    """Full blocks of a prompt in the transfer pool, from which the WorkAgent writes them to disk."""
+    """Full blocks of a prompt in the transfer pool, which the WorkAgent writes to disk."""
 
     key: str
-    """Identifies the export in `DiskPrefixes.exports`."""
+    """Key of the export in `DiskPrefixes.exports`."""
     hashes: list[bytes]
     blocks: list[TransferBlock]
 
@@ -29,23 +27,22 @@ class StoredBlocks(NamedTuple):
 class DiskPrefixes:
     """Blocks in the transfer pool that were read from disk or will be written to it.
 
-    The scheduler does not read the disk: the engine looks for a prefix before it adds a request
-    (`Request.disk_prefix`). When a request is admitted, it imports the blocks that it does not find in the KV cache. A
-    step that computes full blocks of a prompt exports those that are not on disk. If the transfer pool is full, the
-    rest of the prompt is not stored: later blocks would be useless, because a prefix is found only from its start.
+    The engine reads a prefix from disk before it adds a request (`Request.disk_prefix`). At its admission, the request
+    imports those blocks that are not in the KV cache. A step that completes full blocks of a prompt exports those that
+    are not on disk. If the transfer pool is full, the rest of the prompt is not stored, because a prefix is found only
+    from its start.
     """
 
     def __init__(self, block_size: int, exports: TransferPool) -> None:
         self.exports = exports
         self._block_size = block_size
         self._found: dict[str, BlockTable] = {}
-        """Request id -> blocks that were read from disk for the request. Kept until its admission."""
+        """Request id -> blocks that were read from disk for the request, until its admission."""
         self._num_stored: dict[str, int] = {}
-        """Request id -> number of blocks from the start of the prompt that are on disk or have been exported."""
+        """Request id -> number of blocks from the start of the prompt that are on disk or were exported."""
         self._released: list[TransferBlock] = []
 
     def add(self, request_id: str, prefix: DiskPrefix) -> None:
-        """Keep the blocks that were found on disk for a request until the request imports them or is freed."""
         self._num_stored[request_id] = prefix.num_stored
         if prefix.blocks:
             ids, epochs = zip(*prefix.blocks, strict=True)
@@ -57,7 +54,7 @@ class DiskPrefixes:
             self._released += found.blocks(found.start)
 
     def reset(self) -> None:
-        """Drop all blocks after a loss of the steps that wrote them or would have read them."""
+        """Drop all blocks, because the steps that wrote or would have read them are lost."""
         for request_id in list(self._num_stored):
             self.free(request_id)
         self.exports.cancel_all()
@@ -65,11 +62,10 @@ class DiskPrefixes:
     def imports(
         self, request_id: str, table: BlockTable, num_shared: int, hashes: list[bytes], pool: BlockPool
     ) -> list[BlockMove]:
-        """Return the moves that import a request's blocks into its new table, after its first `num_shared` shared
-        blocks.
+        """Return the moves that import a request's blocks into its new table, after its `num_shared` shared blocks.
 
-        Other requests can share these blocks at once, because a step executes its moves before it computes tokens. All
-        blocks that were read from disk for the request are then released.
+        Afterwards the blocks that were read from disk are released. Other requests can share the imported blocks at
+        once, because a step executes its moves before it computes tokens.
         """
         found = self._found.pop(request_id, None)
         if found is None:
@@ -85,16 +81,19 @@ class DiskPrefixes:
         return moves
 
     def stores(self, request_id: str) -> bool:
-        """Return whether blocks of the request's prompt may still be written to disk."""
+        """Return whether further blocks of the request's prompt may be written to disk."""
         return request_id in self._num_stored
 
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Export the full blocks of a prompt that a step completes and that are not on disk. `num_computed`: computed
-        tokens after this step. `hashes`: hashes of the full blocks of the prompt.
+        """Export the full blocks of a prompt that a step completes and that are not on disk.
 
-        Return the blocks with the moves for the step; None if there are none.
+        Return the blocks and the moves for the step; None: there are none.
+
+        Args:
+            num_computed: Computed tokens after this step.
+            hashes: Hashes of the full blocks of the prompt.
         """
         start = self._num_stored[request.request_id]
         wanted = min(num_computed // self._block_size - start, len(hashes) - start, MAX_EXPORTS)

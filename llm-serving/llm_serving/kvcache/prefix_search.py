@@ -1,4 +1,4 @@
-"""Search for the computed prefix that a request can share with earlier ones."""
+"""Search for the longest computed prefix that a request can share."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from llm_serving.kvcache.block_table import BlockTable, Tables
 
 
 def group_hash(block_hash: bytes, group: int) -> bytes:
-    """Return the hash by which the block of a group of layers is found. The first group has `block_hash` itself."""
+    """Return the hash of a block of the layer group `group`. For the first group, it is `block_hash` itself."""
     return block_hash + bytes((group,)) if group else block_hash
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of blocks after which later prompts probably differ from a request's: the blocks that it
-    shares, those that the first group has although other groups lack theirs, and those of its prompt. `hashes`: hashes
-    of its first full blocks.
+    """Return the numbers of blocks after which later prompts probably differ from this one.
+
+    These are: the number of blocks that the request shares, the number that only the first group has in the cache, and
+    `num_prompt_blocks`. `hashes`: hashes of the request's first full blocks.
     """
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 
 
 class PrefixSearch:
-    """The blocks of one request's prefix that are in the cache.
+    """The cached blocks of one request's prefix.
 
-    A prefix of n blocks can be shared if each group of layers has the blocks that the next token sees: all n without a
-    window, otherwise those of the window.
+    A prefix of n blocks can be shared if each group of layers has those blocks to which the next token attends: all n,
+    or, with a window, those of the window.
     """
 
     def __init__(
@@ -40,15 +41,17 @@ class PrefixSearch:
         num_common: int,
         hashes: Sequence[bytes],
     ) -> None:
-        """`sources`: tables of a running request, whose first `num_common` blocks can be shared; empty: there is none.
-        `hashes`: hashes of the request's first full blocks.
+        """Args:
+        sources: Tables of a running request whose first `num_common` blocks can be shared; empty: no such request.
+        hashes: Hashes of the request's first full blocks.
         """
         self._windows, self._block_size, self._pool = windows, block_size, pool
         self._sources, self._num_common, self._hashes = sources, num_common, hashes
 
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
-        """Return tables of the longest prefix, one for each group. `is_checkpoint`: whether a prefix may end with the
-        block of a hash; None: with any.
+        """Return the tables of the longest prefix, one for each group.
+
+        `is_checkpoint`: returns whether a prefix may end with the block of a hash. None: it may end with any block.
         """
         found: list[list[int]] = []
         limit = max(self._num_common, len(self._hashes))
@@ -74,8 +77,8 @@ class PrefixSearch:
         return window.first_block(end * self._block_size, self._block_size)
 
     def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
-        """Return the ids of a group's first `limit` blocks, `NO_BLOCK` where one is missing. `stops`: the list ends at
-        the first missing block.
+        """Return the ids of a group's first `limit` blocks, `NO_BLOCK` for a missing one. `stops`:
+        the list ends there.
         """
         blocks: list[int] = []
         find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
@@ -103,7 +106,7 @@ class PrefixSearch:
 
 
 def _runs(blocks: Sequence[int]) -> list[int]:
-    """Return for each block how many blocks up to it are there without a gap."""
+    """Return for each block the length of the gapless run of blocks that ends with it."""
     runs, run = [], 0
     for block in blocks:
         run = 0 if block == NO_BLOCK else run + 1

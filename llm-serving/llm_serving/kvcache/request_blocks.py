@@ -1,4 +1,4 @@
-"""The blocks that requests hold: in the cache, in the host pool, and in the transfer pools of other replicas."""
+"""The blocks of requests: in the cache, in the host pool, and in the transfer pools of other replicas."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from llm_serving.kvcache.transfer_pool import TransferPool
 
 
 class RequestBlocks:
-    """The pools of a replica, and the block tables of its requests. `BlockManager` changes them.
+    """The block pools of a replica, and the block tables of its requests. Only `BlockManager` changes them.
 
-    A request has a table for each group of layers (`network.caches.CacheLayout`). Token i is in block
-    `table[i // block_size]` at offset `i % block_size`.
+    A request has a table for each group of layers (`network.caches.CacheLayout`). Token i is in block `table[i //
+    block_size]` at offset `i % block_size`.
     """
 
     states: StateSlots | None = None
-    """State slots of the model. None: it has no states, or the scheduler was restored from a recording without them."""
+    """State slots; None: the model has no states, or a recording without them is replayed."""
     disk: DiskPrefixes | None = None
-    """None: there is no disk cache. With a disk cache there is one group."""
+    """None: there is no disk cache. With a disk cache, there is only one group."""
 
     adapters: AdapterSlots | None = None
-    """Slots of adapters. None: the model serves none."""
+    """Slots of adapters; None: the model serves none."""
 
     def __init__(
         self,
@@ -40,7 +40,6 @@ class RequestBlocks:
         states: StateSlots | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        """`groups`: groups of the model's layers."""
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_swap_blocks)
         self.transfer_pool = TransferPool() if exports is None else exports
@@ -50,25 +49,24 @@ class RequestBlocks:
         self.groups = groups
         self.num_groups = len(self.groups.windows)
         self.has_sliding_window = self.groups.is_sliding
-        """Whether requests free the blocks that a window has passed, which limits their blocks in a group."""
+        """Whether requests free blocks that a window has passed."""
         self.max_blocks = self.groups.max_blocks(block_size, num_blocks)
-        """Maximum number of blocks that a request holds in each group."""
+        """Maximum number of blocks that a request holds, for each group."""
         self.max_request_tokens = self.groups.max_request_tokens(block_size, num_blocks)
-        """Number of tokens of the longest request that fits into an empty cache."""
+        """Length of the longest request that fits into an empty cache, in tokens."""
         self._unshared: set[str] = set()
-        """Ids of requests that share no blocks, see `BlockManager.admit`."""
+        """Ids of requests that share no blocks (see `BlockManager.admit`)."""
         self.tables: dict[str, Tables] = {}
-        """Request id -> table of each group. Only `BlockManager` may change them."""
         self._host_tables: dict[str, Tables] = {}
         self._import_tables: dict[str, Tables] = {}
-        """Request id -> blocks in other replicas' transfer pools, for waiting requests."""
+        """Id of a waiting request -> its blocks in other replicas' transfer pools."""
 
     def max_blocks_of(self, num_tokens: int) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` holds at the same time."""
+        """Return the maximum number of blocks that a request of `num_tokens` holds at a time, over all groups."""
         return self.groups.max_blocks_of(num_tokens, self.block_size, self.pool.num_blocks)
 
     def num_blocks_shared(self, request_id: str) -> int:
-        """Return how many blocks at the start of the request's first table are shared with other requests."""
+        """Return how many blocks from the start of the request's first table other requests use too."""
         count, ref_count = 0, self.pool.ref_count
         for block_id in self.block_table(request_id):
             if ref_count(block_id) == 1:
@@ -77,7 +75,7 @@ class RequestBlocks:
         return count
 
     def num_tokens_with_blocks(self, request_id: str) -> int:
-        """Return the number of the request's first tokens that have, or had, a block in each of its tables."""
+        """Return how many tokens from the start have, or had, a block in each of the request's tables."""
         return min([len(table.ids) for table in self.tables[request_id]]) * self.block_size
 
     @property
@@ -85,11 +83,11 @@ class RequestBlocks:
         return len(self._host_tables)
 
     def table(self, request_id: str) -> BlockTable:
-        """Return the table of the first group. The caller must not change or keep it."""
+        """Return the table of the first group. The caller must neither change nor keep it."""
         return self.tables[request_id][0]
 
     def block_table(self, request_id: str) -> list[int]:
-        """Return the blocks of the first group; empty if the request has none."""
+        """Return the block ids of the first group; empty: the request has no table."""
         return list(self.tables[request_id][0]) if request_id in self.tables else []
 
     def check_integrity(self) -> None:
@@ -109,7 +107,7 @@ class RequestBlocks:
             self.disk.exports.check_integrity()
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
-        """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request only."""
+        """Raise AssertionError unless the blocks of the tokens [start, end) belong only to this request."""
         num_entries = -(-end // self.block_size)
         for table in self.tables[request_id]:
             blocks = table.ids[start // self.block_size : num_entries]
@@ -118,7 +116,7 @@ class RequestBlocks:
             assert not is_shared, f"{request_id} would write shared blocks"
 
     def check_readable(self, request_id: str, num_computed: int) -> None:
-        """Raise AssertionError unless the blocks are held that the token after `num_computed` others attends to."""
+        """Raise AssertionError if the token after `num_computed` others attends to a block that the request lacks."""
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
             first = window.first_block(num_computed, self.block_size)
             assert table.start <= first, f"a table of {request_id} begins at block {table.start}, it sees block {first}"

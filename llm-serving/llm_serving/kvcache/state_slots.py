@@ -1,4 +1,4 @@
-"""State slots, for models whose layers keep a recurrent state of fixed size in place of keys and values."""
+"""State slots, for models whose layers keep a recurrent state of fixed size instead of keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 
 
 class StateSlots:
-    """Allocates state slots. A slot holds the state, of all layers, after the computed tokens of a request.
+    """Allocates state slots. A slot holds the states of all layers after the computed tokens of a request.
 
     `max_running` slots are reserved, one for each running request. The spare slots hold checkpoints, states after draft
     tokens, and states of swapped requests. A checkpoint is the state after a full block. It is found by the block's
@@ -20,8 +20,8 @@ class StateSlots:
     its next state in its own slot. Each row of a step stores the state after its last known token, after each draft
     token, and at each checkpoint.
 
-    A WorkAgent runs steps in order, so the next step may allocate a freed slot. Rows of one step run concurrently, so a
-    slot that a row reads is freed only after the whole step is planned.
+    A WorkAgent runs steps in order, so the next step may use a freed slot. Rows of one step run concurrently, so a slot
+    that a row reads is freed only after the whole step is planned.
     """
 
     def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
@@ -35,20 +35,18 @@ class StateSlots:
         """Id of a running or swapped request -> its own slot."""
         self._swapped: set[str] = set()
         self._sources: dict[str, int] = {}
-        """Request id -> slot of the checkpoint from which the request's next row continues."""
+        """Request id -> slot of the checkpoint from which its next row continues."""
         self._drafts: dict[str, list[int]] = {}
-        """Request id -> slots of the states after each draft token of the step in flight."""
+        """Request id -> slots of the states after each draft token of its step in flight."""
         self._checkpoint_ends: dict[str, list[int]] = {}
-        """Request id -> prompt lengths, in tokens, after which checkpoints are stored. A request without an entry
-        stores none.
-        """
+        """Request id -> prompt lengths, in tokens, at which checkpoints are stored, if there are any."""
         self._latest: dict[str, tuple[int, int]] = {}
-        """Request id -> (slot, epoch) of the latest checkpoint in the request's output."""
+        """Request id -> (slot, epoch) of its latest checkpoint in the output."""
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}
         """Request id -> (number of tokens, slot) of checkpoints that a step in flight stores."""
         self._accesses: list[StateAccess] = []
         self._read: list[int] = []
-        """Slots of the checkpoints that rows of the planned step read. They are released when the step is planned."""
+        """Slots of the checkpoints that the planned step reads. They are freed once the step is planned."""
 
     @property
     def num_spare(self) -> int:
@@ -56,15 +54,15 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request may continue from the checkpoint of this block. A checkpoint that no request uses
-        takes a spare slot.
+        """Return whether a request may continue from the checkpoint of this block. If no request uses the checkpoint,
+        this needs a spare slot.
         """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
     def num_common_tokens(self, other: Request, num_tokens: int) -> int:
-        """Return how many of `num_tokens` common prefix tokens a request can reuse after `other` has computed its
-        prompt.
+        """Return how many of `num_tokens` common prefix tokens a request can reuse after `other`
+        computes its prompt.
         """
         checkpoint = self._prompt_checkpoint(other)
         return checkpoint if checkpoint <= num_tokens else 0
@@ -72,11 +70,12 @@ class StateSlots:
     def admit(
         self, request: Request, hashes: Sequence[bytes] | None, num_shared: int, is_cached: Callable[[bytes], bool]
     ) -> None:
-        """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
+        """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
 
         It stores checkpoints after the last full block of its prompt, and after its last block that is already cached:
-        since another request had the same prefix, later ones probably will too. `hashes`: hashes of all blocks that the
-        request may share; None: it neither uses nor stores checkpoints.
+        because another request had the same prefix, later ones probably will too.
+
+        `hashes`: hashes of all blocks that the request may share; None: it neither uses nor stores checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -91,9 +90,7 @@ class StateSlots:
             self._checkpoint_ends[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
 
     def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Give a request from another replica its own slot. Return the moves that import its state, the one after
-        `num_tokens` tokens.
-        """
+        """Give a migrated request its own slot. Return the moves that import its state after `num_tokens` tokens."""
         (slot,) = self.pool.allocate(1)
         self._own[request_id] = slot
         kind, epoch = int(BlockMoveKind.IMPORT_STATE), self.pool.epoch(slot)
@@ -112,8 +109,8 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether a request can be swapped out, which keeps its slot. One spare slot must stay free, because the
-        preempting request may need one to continue from a checkpoint.
+        """Whether another request can be swapped out, which keeps its slot. One spare slot must stay free: the request
+        that needs the room may have to continue from a checkpoint.
         """
         return self.num_spare > 1
 
@@ -136,7 +133,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def reset(self) -> None:
-        """Drop all checkpoints and the planned step after a loss of the states. No request may have a slot."""
+        """Drop all checkpoints and the planned step, because the states are lost. No request may have a slot."""
         assert not self._own, "a request without blocks has a state"
         self._accesses.clear()
         self.pool.free(self._read)
@@ -146,14 +143,12 @@ class StateSlots:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def add_drafts(self, request_id: str, num_drafts: int) -> None:
-        """Allocate `num_drafts` slots, at most `num_spare`, for the states after draft tokens. Call this before
-        `add_row`.
-        """
+        """Allocate slots for states after draft tokens, at most `num_spare`. Call this before `add_row`."""
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan row number `row` of a step, which computes `query_len` tokens after `start` computed tokens. The last of
-        them are the draft tokens of `add_drafts`.
+        """Plan row `row` of a step, which computes `query_len` tokens after the first `start`. The draft tokens of
+        `add_drafts` are the last of them.
         """
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
@@ -171,16 +166,14 @@ class StateSlots:
             self._access(row, last, own)
 
     def pop_accesses(self) -> list[StateAccess]:
-        """Return the reads and writes of states since the last call, and release the checkpoints that are read."""
+        """Return the reads and writes of states since the last call, and free the checkpoints that are read."""
         accesses, self._accesses = self._accesses, []
         self.pool.free(self._read)
         self._read.clear()
         return accesses
 
     def accept_drafts(self, request_id: str, num_accepted: int) -> None:
-        """Continue from the state after the first `num_accepted` draft tokens of the request's latest step. Free the
-        other slots.
-        """
+        """Continue from the state after the first `num_accepted` draft tokens. Free the slots of the others."""
         slots = self._drafts.pop(request_id, None)
         if slots is None:
             return
@@ -190,9 +183,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the checkpoints that the request has stored. `hashes`: hashes of its first computed
-        blocks.
-        """
+        """Let other requests find the request's stored checkpoints. `hashes`: hashes of its first computed blocks."""
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -201,8 +192,8 @@ class StateSlots:
                 self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
 
     def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
-        """Raise AssertionError unless exactly the running and swapped requests have slots, and each slot is free or in
-        use.
+        """Raise AssertionError unless just the running and swapped requests have slots, and each
+        slot is free or used.
         """
         assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
         assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
@@ -214,8 +205,8 @@ class StateSlots:
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
         """Plan the checkpoints that a row stores.
 
-        Rows of the prompt store those of `_checkpoint_ends`. In the output, a row of one token that completes a block
-        stores one, which replaces the previous checkpoint of the output.
+        In the prompt, these are the checkpoints of `_checkpoint_ends`. In the output, a row of one token that completes
+        a block stores one, which replaces the previous checkpoint of the output.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends

@@ -1,4 +1,4 @@
-"""The blocks of the transfer pool, through which replicas pass KV cache to each other."""
+"""The transfer pool, through which replicas pass KV blocks to each other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
 
 TransferBlock = tuple[int, int]
-"""(block id, epoch). The ids are unique in the transfer pool that all replicas share."""
+"""(block id, epoch). The ids are unique in the pool that all replicas share."""
 
 
 class TransferPool:
     """Allocates the blocks of one replica's part of the transfer pool.
 
-    A block is free, pending (no reply yet to its exporting step) or handed over to another replica. Only this replica's
-    WorkAgent writes the block, in the order of steps, so the block can be allocated again once its reader has returned
-    it (`reclaim`). `num_blocks`: 0 disables migration. `first`: id of the first block. `last_epoch`: the first
-    allocation has the next epoch, so that successive engines that use the same part never repeat an epoch.
+    A block is free, pending (its exporting step has no reply yet) or handed over to another replica. Only this
+    replica's WorkAgent writes the block, in the order of steps. So the block can be allocated again once its reader has
+    returned it (`reclaim`).
+
+    Args:
+        num_blocks: 0: requests do not migrate.
+        first: Id of the first block.
+        last_epoch: The first allocation has the next epoch. Engines that use the same part one after another must not
+            repeat epochs.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
@@ -31,7 +36,7 @@ class TransferPool:
         """Id of a block that another replica may read -> its epoch."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Allocate blocks for the entries [start, end) of a table that will hold `num_tokens` tokens. Return None if
+        """Allocate blocks for the entries [start, end) of a table with `num_tokens` tokens; None if
         too few are free.
         """
         count = end - start
@@ -43,30 +48,29 @@ class TransferPool:
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """Hand over the blocks of a request to another replica. The reply to the exporting step must have arrived."""
+        """Hand a request's blocks over to another replica. The reply to the exporting step must have arrived."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
         return Transfer(ids, epochs, table.start, num_tokens)
 
     def cancel(self, request_id: str) -> None:
-        """Free the pending blocks of a request that will not migrate."""
+        """Free the pending blocks of a request that does not migrate."""
         table, _ = self._pending.pop(request_id)
         self.pool.free(each - self._first for each in table)
 
     def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
-        """Free blocks that other replicas have imported. Blocks that an earlier engine handed over are ignored."""
+        """Free blocks that other replicas have imported. Blocks of an earlier engine are ignored."""
         for block_id, epoch in blocks:
             if self._handed_over.get(block_id) == epoch:
                 del self._handed_over[block_id]
                 self.pool.free([block_id - self._first])
 
     def cancel_all(self) -> None:
-        """Free all pending blocks after a loss of the steps that export them."""
+        """Free all pending blocks, because the steps that export them are lost."""
         for request_id in list(self._pending):
             self.cancel(request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is free, pending or handed over."""
         pending = chain.from_iterable(table for table, _ in self._pending.values())
         self.pool.check_integrity(each - self._first for each in chain(pending, self._handed_over))

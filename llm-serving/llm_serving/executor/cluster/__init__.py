@@ -1,1 +1,1 @@
-"""WorkAgents that Ray starts on other machines: placement, connections, model files, and transfer of KV blocks."""
+"""WorkAgents on other machines, which Ray starts: placement, connections, model files, and transfer of KV blocks."""

@@ -36,8 +36,8 @@ class BlockLink:
     """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
     Replies arrive in the order of the requests, each within `timeout_s`. After a late or unexpected reply, later
-    replies could be matched to wrong requests. So it closes this connection and the step channel `steps`, and the
-    WorkAgent is restarted.
+    replies could be matched to wrong requests. So the link then closes itself and `steps`, the connection for steps,
+    and the WorkAgent is restarted.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BlockLink:
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
-        """Reserve the link for the calling thread. Raise WorkerError if other threads use it for `timeout_s`
+        """Return a context that reserves the link for the calling thread. Raise WorkerError after waiting `timeout_s`
         seconds.
         """
         if not self._lock.acquire(timeout=timeout_s):
@@ -69,7 +69,7 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, one frame for each piece. Raise WorkerError if they cannot be read."""
+        """Yield the contents of blocks, one frame for each of `pieces`. Raise WorkerError if they cannot be read."""
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:
             for request, reply in replies:
@@ -88,8 +88,8 @@ class BlockLink:
     ) -> AgentMessage:
         """Send a request for the disk cache, and return the reply. Raise WorkerError if no reply will come.
 
-        Wait for the reply however long it takes, because the WorkAgent may write the blocks until then. `on_late` is
-        called once after `late_after_s` seconds.
+        The wait has no limit, because until the reply the WorkAgent may write the blocks. `on_late` is called once,
+        after `late_after_s` seconds.
         """
         self._send(request)
         try:
@@ -106,7 +106,7 @@ class BlockLink:
         return reply
 
     def close(self) -> None:
-        """Close the connection, and wake the thread that waits for a reply, if any. A second call has no effect."""
+        """Close the connection, and wake a thread that waits for a reply. A second call has no effect."""
         self.is_closed = True
         for channel in (self._channel, self._steps):
             with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ class BlockLink:
         self._release()
 
     def _replies(self, requests: Iterable[Request]) -> Generator[tuple[Request, AgentMessage], None, None]:
-        """Send requests and yield each with its reply. When the generator ends, no request is in flight."""
+        """Send requests, and yield each with its reply. When the generator ends, no request is in flight."""
         in_flight: deque[Request] = deque()
         try:
             for request in requests:
@@ -171,7 +171,7 @@ class BlockLink:
         return WorkerDiedError(f"the WorkAgent sent an invalid reply about blocks: {str(reply)[:100]}")
 
     def _release(self) -> None:
-        """Close the channel, unless a thread uses the link; that thread then closes it."""
+        """Close the connection, unless a thread uses the link; then that thread closes it."""
         if self._lock.acquire(blocking=False):
             self._channel.close()
             self._lock.release()

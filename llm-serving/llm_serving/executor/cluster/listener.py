@@ -1,6 +1,4 @@
-"""The master's port for WorkAgents on other machines. Each connection presents a secret that identifies the
-WorkAgent process that the master has started.
-"""
+"""The master's port for WorkAgents on other machines. A connection presents a token that identifies the WorkAgent."""
 
 from __future__ import annotations
 
@@ -41,19 +39,20 @@ class _PendingConnection:
 class PendingHandshakes:
     """Connections that have not presented a token yet, at most `limit`. Thread-safe.
 
-    At the limit, a new connection replaces another unauthenticated one: the oldest of the address with the most such
-    connections. So silent connections cannot keep other clients out.
+    At the limit, a new connection replaces the oldest one of the address with the most connections. So silent
+    connections cannot keep other clients out.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
-        """Unauthenticated connections, oldest first."""
+        """Connections without a token, oldest first."""
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection unless the limit is reached, and return whether it was added. The caller then starts
-        `thread`, which must call `remove` before it closes the connection.
+        """Add a connection. Return False if the limit does not allow it.
+
+        Then start `thread`, which must call `remove` before it closes the connection.
         """
         with self._lock:
             dropped = None if len(self._connections) < self._limit else self._next_to_drop()
@@ -69,7 +68,7 @@ class PendingHandshakes:
         return True
 
     def mark_authenticated(self, connection: ssl.SSLSocket) -> bool:
-        """Protect a connection from being dropped; return False if it was dropped already."""
+        """Protect a connection from being replaced. Return False if it was replaced already."""
         with self._lock:
             if (pending := self._connections.get(connection)) is None:
                 return False
@@ -77,7 +76,7 @@ class PendingHandshakes:
             return True
 
     def remove(self, connection: ssl.SSLSocket) -> bool:
-        """Remove a connection; return False if it was dropped before."""
+        """Remove a connection. Return False if it was replaced before."""
         with self._lock:
             return self._connections.pop(connection, None) is not None
 
@@ -88,9 +87,7 @@ class PendingHandshakes:
 
 
 class PendingStarts:
-    """Starts that wait for their WorkAgent to connect, by token. Each token is valid for one connection.
-    Thread-safe.
-    """
+    """Starts that wait for their WorkAgent to connect, by token. A token is valid for one connection. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,7 +107,7 @@ class PendingStarts:
                 queue.get_nowait().close()
 
     def deliver(self, token: str, channel: AgentChannel) -> bool:
-        """Pass a connection to the start with this token. Return False if no such start waits."""
+        """Pass a connection to the start that waits for this token. Return False if none does."""
         with self._lock:
             queue = self._expected.pop(token, None)
             if queue is not None:
@@ -123,7 +120,7 @@ class ExpectedConnection:
         self._queue = queue
 
     def wait(self, timeout_s: float) -> AgentChannel | None:
-        """Return the channel, or None if no WorkAgent has connected within `timeout_s` seconds."""
+        """Return the connection; None: no WorkAgent has connected within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except Empty:
@@ -131,7 +128,8 @@ class ExpectedConnection:
 
 
 class Listener:
-    """Accepts connections from WorkAgents that know the cluster's secret, and passes each to the start with its token.
+    """Accepts connections of WorkAgents that know the cluster's secret, and passes each to the start with its token.
+
     Each connection has its own thread, and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
     """
 
@@ -202,7 +200,7 @@ class Listener:
             logger.warning("refused a connection from %s to the cluster's port: %s", peer, error)
 
     def _attach(self, connection: ssl.SSLSocket, peer: str) -> bool:
-        """Read the token, and return whether a waiting start accepted the connection."""
+        """Read the token. Return whether a waiting start accepted the connection."""
         enable_keepalive(connection)
         channel: AgentChannel = Channel(connection, AgentMessage)  # type: ignore[arg-type]
         channel.max_frame_bytes = MAX_ATTACH_BYTES

@@ -1,4 +1,4 @@
-"""Placement of WorkAgents on the machines of a cluster, from which they connect to the master."""
+"""Starts WorkAgents on the machines of a cluster, from which they connect to the master."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
 
 CONNECT_TIMEOUT_S: Final = 300.0
-"""Seconds within which a started WorkAgent must connect. It loads the model after it has connected."""
+"""Seconds within which a new WorkAgent must connect. It loads the model after that."""
 WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
-"""Like `CONNECT_TIMEOUT_S`, for a WorkAgent to whose machine the weights are sent first."""
+"""`CONNECT_TIMEOUT_S` of a WorkAgent whose machine first receives the weights."""
 POLL_INTERVAL_S: Final = 0.2
-"""Seconds between two checks whether the process is alive and the start is cancelled."""
+"""Seconds between two checks whether the process runs and whether the start is cancelled."""
 
 
 class AgentStarter(Protocol):
-    """Runs WorkAgent processes in the cluster and monitors them."""
+    """Runs WorkAgent processes in the cluster, and detects their exit."""
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
         """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, all on one machine.
@@ -44,9 +44,12 @@ class AgentStarter(Protocol):
 class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
-    Each rank has one connection for steps; each replica has one more for KV blocks if blocks are transferred. Each
-    connection presents its own random token. `host`: address of this machine for the other machines. `own_devices`:
-    whether a WorkAgent sees only the devices that are assigned to it, one for each rank, numbered from 0.
+    Each rank has one connection for steps. If blocks are transferred, each replica has one more, for KV blocks. Each
+    connection presents its own random token.
+
+    Args:
+        host: Address of this machine, for the other machines.
+        own_devices: Whether a WorkAgent sees only its own devices, one for each rank, numbered from 0.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class ClusterPlacement:
 
 
 def _peer_of(index: int, channel: AgentChannel) -> str:
-    """Return the address of the WorkAgent's machine. Raise WorkerDiedError if the connection is closed already."""
+    """Return the address of the WorkAgent's machine. Raise WorkerDiedError if the connection is closed."""
     try:
         return channel.peer
     except OSError as error:

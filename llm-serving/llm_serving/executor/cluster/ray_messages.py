@@ -19,7 +19,7 @@ class RayRequirements(msgspec.Struct, frozen=True):
     address: str | None
     num_replicas: int
     cpus: int
-    """Number of cores of a replica with all its ranks, which run on one machine."""
+    """Number of cores of a replica with all its ranks. They run on one machine."""
     strategy: str
     num_devices: int
     weights: RayWeights | None = None
@@ -37,7 +37,7 @@ class KillAgent(msgspec.Struct, tag="kill", frozen=True):
 
 
 class RayConnected(msgspec.Struct, tag="connected", frozen=True):
-    """Report that the cluster has reserved resources for all WorkAgents."""
+    """Reports that the cluster has reserved resources for all WorkAgents."""
 
     host: str
     resources: str

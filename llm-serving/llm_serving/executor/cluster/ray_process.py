@@ -45,32 +45,31 @@ PLACEMENT_TIMEOUT_S: Final = 120.0
 """Seconds within which the cluster must have room for all WorkAgents."""
 DEVICE: Final = "NPU"
 ATTEMPTS: Final = "2"
-"""Number of attempts to reach a head node. Each takes at least 41 s. Ray's default is 20 attempts."""
+"""Number of attempts to reach a head node. Each takes at least 41 s. Ray's default is 20."""
 EXIT_GRACE_S: Final = 10.0
 """Seconds after the master's exit within which this process exits, even while it waits for Ray."""
 _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs all ranks of one WorkAgent. It holds pipes to the ranks' standard inputs, by which the ranks
-    detect that the actor has exited.
+    """Ray actor that runs all ranks of one WorkAgent. It is the other end of their standard inputs, so they detect its
+    exit.
     """
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
-        """Return the folder of the model's files on this machine; None if they are missing. `files`: `WeightFiles` as
+        """Return the folder of the model's files on this machine; None: they are missing. `files`: `WeightFiles` as
         JSON.
         """
         found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
         return None if found is None else str(found)
 
     def store_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
-        """Store the files of a model, and return their folder. `pieces`: Ray references; each is resolved when it is
-        stored.
-        """
+        """Store the files of a model. Return their folder. `pieces`: Ray references, resolved one by one."""
         return str(store_in_cache(cache, msgspec.json.decode(files, type=WeightFiles), _fetch_pieces(pieces)))
 
     def run(self, ranks: Sequence[Sequence[str]]) -> str:
         """Run a WorkAgent, each rank with its arguments, until it exits. Return how it exited, for example "code 3".
+
         When the first rank exits, the others are terminated.
         """
         # Ray sets OMP_NUM_THREADS to the CPUs of the actor, or to 1; the kernels are configured otherwise.
@@ -90,7 +89,7 @@ def _fetch_pieces(pieces: Sequence[Any]) -> Iterator[memoryview]:
 
 
 class NotStartedError(ConfigError):
-    """Ray did not start on this machine, for example because its processes need more than Ray's limit of 15 s."""
+    """Ray did not start on this machine: for example, its processes took longer than Ray's limit of 15 s."""
 
 
 def main(requirements_json: str, socket_fd: str) -> None:
@@ -116,7 +115,7 @@ def main(requirements_json: str, socket_fd: str) -> None:
 
 
 def _exit_with_the_master(connection: socket.socket) -> None:
-    """Exit after the master has exited, even if the main thread waits for a head node that does not answer."""
+    """Exit after the master has exited, even while the main thread waits for a head node that does not answer."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -125,7 +124,7 @@ def _exit_with_the_master(connection: socket.socket) -> None:
 
 
 class RayAgents:
-    """The WorkAgents of a server. Each runs in its own actor."""
+    """The WorkAgents of a server, each in its own Ray actor."""
 
     def __init__(self, ray: Any, requirements: RayRequirements, channel: Channel[RayCommand]) -> None:
         """Raise ConfigError if the cluster has no room for all WorkAgents."""
@@ -134,7 +133,7 @@ class RayAgents:
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
-        """Ray's reference to the result of the actor's `run` -> number of the start."""
+        """Ray's reference to the result of an actor's `run` -> number of the start."""
         self._devices = {DEVICE: requirements.num_devices} if requirements.num_devices else {}
         bundle = {"CPU": requirements.cpus, **self._devices}  # on one machine, because ranks share memory
         strategy = "SPREAD" if requirements.strategy == SpreadName.SPREAD else "PACK"
@@ -149,8 +148,9 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent: the connection
-        may then belong to a former cluster, which another one has replaced at the same address.
+        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent.
+
+        The connection may then belong to an earlier cluster, which another one has replaced at the same address.
         """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
@@ -193,7 +193,7 @@ class RayAgents:
             self._report(AgentEnded(command.number, _first_line(error)))
 
     def kill(self, command: KillAgent) -> None:
-        """Kill an actor and its WorkAgent. If Ray cannot reach the WorkAgent, it exits when it loses the master."""
+        """Kill an actor and its WorkAgent. A WorkAgent that Ray cannot reach exits when it loses the master."""
         with self._lock:
             actor = self._actors.pop(command.number, None)
         if actor is not None:
@@ -227,8 +227,8 @@ class RayAgents:
 def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
     """Connect to Ray and yield its package. Without an address, run a cluster on this machine until the context ends.
 
-    The calling thread must live as long as the connection, because Ray ties the processes it starts to that thread.
-    Raise ConfigError if Ray is not installed or there is no cluster at the address. Raise NotStartedError if the local
+    The calling thread must live as long as the connection, because Ray ties the processes that it starts to that
+    thread. Raise ConfigError if Ray is not installed or the address has no cluster, NotStartedError if the local
     cluster fails.
     """
     if address is not None:
@@ -273,8 +273,9 @@ def _resources(ray: Any) -> str:
 
 
 def status_lines(address: str) -> Iterator[str]:
-    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents. Raise
-    ConfigError if Ray is not installed, or there is no cluster at the address.
+    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents.
+
+    Raise ConfigError if Ray is not installed or the address has no cluster.
     """
     with connect_to_ray(address) as ray:
         free = importlib.import_module("ray._private.state").available_resources_per_node()

@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors. Whether they are alive is detected by their own connections, not by Ray."""
+"""Starts WorkAgents as Ray actors. Their own connections, not Ray, show whether they are alive."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from llm_serving.transport.channel import Channel
 logger = get_logger(__name__)
 
 KILL_TIMEOUT_S: Final = 2.0
-"""Seconds to wait until a killed actor has exited. If its machine is lost, Ray reports the exit only after it detects
-that.
-"""
+"""Seconds to wait until a killed actor has exited. Ray may report the exit of a lost machine only later."""
 SHUTDOWN_S: Final = 10.0
 """Seconds to wait until the Ray process has exited. It hangs if the head node is lost."""
 ATTEMPTS: Final = 3
@@ -40,8 +38,9 @@ COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
 class RayStarter:
-    """Starts WorkAgents through a separate Ray process (see `ray_process`). If that process has exited, the next start
-    creates another one, which may connect to a new cluster at the same address.
+    """Starts WorkAgents through a separate Ray process (see `ray_process`).
+
+    If that process has exited, the next start creates another one, which may connect to a new cluster at the address.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
@@ -93,7 +92,7 @@ class RayConnection:
         self._connected: RayConnected | None = None
         self._gone_reason: str | None = None
         self.is_retryable = False
-        """Whether another Ray process may succeed after this one exits."""
+        """Whether another Ray process may succeed after this one has exited."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()
@@ -163,8 +162,6 @@ class RayConnection:
 
 
 class RayAgent:
-    """A WorkAgent in a Ray actor, with all its ranks."""
-
     def __init__(self, connection: RayConnection, number: int) -> None:
         self._connection, self._number = connection, number
         self._exited = threading.Event()

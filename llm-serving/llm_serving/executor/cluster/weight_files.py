@@ -22,7 +22,7 @@ from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.cluster.ray_messages import RayWeights
 
 PIECE_BYTES: Final = 2**25
-"""Maximum bytes of a file read into memory and sent at a time."""
+"""Maximum bytes of a file that are read and sent at a time."""
 DEFAULT_CACHE: Final = "~/.cache/llm_serving/weights"
 _DIGEST_BYTES: Final = 20
 
@@ -64,9 +64,7 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files in pieces. No piece spans two files. Raise ModelError if the files have
-    changed.
-    """
+    """Yield the contents of the files in pieces, each of one file. Raise ModelError if the files have changed."""
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
         digest.add(names[piece.file], piece.content)
@@ -76,7 +74,7 @@ def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
 
 
 def find_cached(cache: str, files: WeightFiles) -> Path | None:
-    """Return this machine's cached folder of the files; None if it is missing or its contents differ."""
+    """Return this machine's cached folder with these files; None: it is missing or has other contents."""
     folder = _folder(cache, files)
     try:
         return folder if folder.is_dir() and describe_folder(folder) == files else None
@@ -85,7 +83,7 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to this machine's cache folder and verify them. Raise ConfigError if that fails."""
+    """Write the files to this machine's cache folder, and verify them. Raise ConfigError if that fails."""
     folder = _folder(cache, files)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +135,7 @@ class _Digest:
         self._all.update(content)
 
     def finish(self, files: tuple[WeightFile, ...]) -> str:
-        """Return the digest. It includes the file sizes, so that it depends on where each file ends."""
+        """Return the digest. It includes the sizes of the files, so it depends on where each file ends."""
         self._all.update(msgspec.json.encode(files))
         return self._all.hexdigest()
 
@@ -177,8 +175,9 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Copy the folder to an actor's machine unless it is there, and return its path. Raise ConfigError if the
-        object store or the machine has no room for it, or Ray's own error if the machine is lost.
+        """Copy the folder to an actor's machine unless it is there. Return its path.
+
+        Raise ConfigError if the object store or the machine has no room for it, Ray's own error if the machine is lost.
         """
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
