@@ -72,12 +72,13 @@ def test_endless():
 def test_distributed_tests_report_every_outcome(tmp_path: Path) -> None:
     for name, text in {"conftest.py": CONFTEST, **FILES}.items():
         (tmp_path / name).write_text(text)
-    settings = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rfEs")
+    settings = "-c /dev/null --rootdir . -p no:cacheprovider -p no:hypothesispytest -rfEs -W error".split()
     path = f"pythonpath={Path(__file__).parent}"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *settings, "-o", path, "."], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 1, done.stdout + done.stderr
+    assert not done.stderr, done.stderr  # such as a file that is not closed
     assert "4 failed, 4 passed, 1 skipped, 3 errors" in done.stdout, done.stdout
     assert "FAILED test_first.py::test_bad - assert" in done.stdout
     assert "what it printed" in done.stdout

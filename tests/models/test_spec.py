@@ -344,11 +344,8 @@ def test_spec_from_mindformers_derives_intermediate_size():
     config = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "vocab_size": 32000, "multiple_of": 256}
     config |= {"seq_length": 4096, "rms_norm_eps": "1e-5", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     spec = ModelSpec.from_mindformers(config)
-    assert (spec.config_value("intermediate_size"), spec.config_value("num_key_value_heads"), spec.config_value("rms_norm_eps")) == (
-        11008,
-        32,
-        1e-5,
-    )
+    keys = ("intermediate_size", "num_key_value_heads", "rms_norm_eps")
+    assert [spec.config_value(key) for key in keys] == [11008, 32, 1e-5]
     assert (spec.max_position_embeddings, spec.eos_token_ids, spec.pad_token_id) == (4096, (2,), 0)
     grouped = {"hidden_size": 8192, "num_heads": 64, "n_kv_heads": 8, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}
     spec = ModelSpec.from_mindformers(config | grouped)

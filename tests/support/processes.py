@@ -84,6 +84,7 @@ class _Process:
         """Wait for the process; if it still runs, its next report meets a broken pipe."""
         os.close(self.reports_fd)
         self._wait()
+        self.stacks.close()
 
     def failure(self, items: Sequence[pytest.Item]) -> pytest.TestReport | None:
         """Wait for the process, which sends no more reports; return a failure if a test has ended it."""
