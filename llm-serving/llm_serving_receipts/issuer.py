@@ -13,7 +13,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelError, RequestError, UnavailableError
-from llm_serving.executor.model_files import ContentHashes, ModelFiles, content_hashes
+from llm_serving.executor.model_files import ContentHashes, ModelFiles, hash_in_thread
 from llm_serving.server.generation.choices import Choices
 
 from llm_serving_receipts.digest import ResponseDigest
@@ -34,7 +34,7 @@ class ReceiptIssuer:
     def start_hashing(self) -> None:
         """Start to hash the files. Later calls have no effect."""
         if self._hashing is None:
-            self._hashing = asyncio.create_task(asyncio.to_thread(content_hashes, self._files))
+            self._hashing = asyncio.create_task(hash_in_thread(self._files))
             # `start_receipt` raises the failure; without this, asyncio logs it too.
             self._hashing.add_done_callback(lambda task: task.cancelled() or task.exception())
 

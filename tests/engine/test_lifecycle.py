@@ -132,6 +132,10 @@ def test_a_drained_replica_stays_drained() -> None:
     asyncio.run(run())
 
 
+async def hash_of(folder: Path) -> str:
+    return f"hash of {folder}"
+
+
 def test_failed_weights_are_replaced_by_the_former_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         setup = Setup()
@@ -145,7 +149,7 @@ def test_failed_weights_are_replaced_by_the_former_ones(monkeypatch: pytest.Monk
             lifecycle = Lifecycle(engine.config, engine._dispatcher, use)
             engine.lifecycle = lifecycle
             lifecycle.weights = Path("first")
-            monkeypatch.setattr(lifecycle, "_hash", lambda folder: f"hash of {folder}")
+            monkeypatch.setattr(lifecycle, "_hash", hash_of)
             assert await lifecycle.replace_weights(Path("good"), "finish", "wait") == "hash of good"
             assert await token_ids(generate(engine)) == expected_output(PROMPT, 30)
             with pytest.raises(UnavailableError, match="the weights were not loaded: no such tensor"):
@@ -200,6 +204,49 @@ def test_a_shutdown_ends_frozen_and_waiting_requests() -> None:
             assert (last.finish_reason, last.error) == (FinishReason.UNAVAILABLE, "the server is shutting down")
             with pytest.raises(UnavailableError, match="the server is shutting down; new requests are refused"):
                 await waiting
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("change", ["wake_up", "replace", "hash", "pause"])
+def test_a_shutdown_ends_a_change_in_progress(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hash_forever(folder: Path) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run() -> None:
+        setup, used = Setup(), []
+        async with setup.running() as engine:
+            lifecycle = Lifecycle(engine.config, engine._dispatcher, used.append)
+            engine.lifecycle, lifecycle.weights = lifecycle, Path("first")
+            monkeypatch.setattr(lifecycle, "_hash", hash_forever if change == "hash" else hash_of)
+            if change == "wake_up":
+                await lifecycle.sleep(2, "finish", "wait")
+                assert engine.replicas.all_left
+                setup.may_load.clear()
+                changing = lifecycle.wake_up()
+            elif change == "pause":
+                setup.runners[0].gate.clear()
+                stream = generate(engine)
+                changing = lifecycle.pause("finish", "wait")
+            else:
+                setup.may_load.clear()
+                changing = lifecycle.replace_weights(Path("good"), "finish", "wait")
+            task = asyncio.create_task(changing)
+            while change == "replace" and (not used or engine.replicas.drained):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            lifecycle.begin_shutdown()
+            with pytest.raises(UnavailableError, match="the server is shutting down"):
+                async with asyncio.timeout(30):
+                    await task
+            assert used == [Path("good")] * (change == "replace")
+            with pytest.raises(UnavailableError, match="the server is shutting down"):
+                await lifecycle.wake_up()
+            if change == "pause":
+                setup.runners[0].gate.set()
+                assert await token_ids(stream) == expected_output(PROMPT, 30), "accepted requests finish"
+            setup.may_load.set()
 
     asyncio.run(run())
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import llm_serving.demo_model
 import pytest
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ModelError
+from llm_serving.executor import model_files
 from llm_serving.executor.model_files import ModelFiles, SameFiles, content_hashes
 from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.messages import Loaded
@@ -93,6 +96,22 @@ def test_content_hashes_report_progress_in_bytes(folder):
     files, num_read = ModelFiles.of(folder, None), []
     content_hashes(files, num_read.append)
     assert sum(num_read) == files.num_bytes
+
+
+def test_hashing_in_a_thread_does_not_delay_the_end_of_the_process(folder, monkeypatch):
+    files, threads = ModelFiles.of(folder, None), []
+
+    def content_hashes(files):
+        threads.append(threading.current_thread().daemon)
+        return original(files)
+
+    original = model_files.content_hashes
+    monkeypatch.setattr(model_files, "content_hashes", content_hashes)
+    assert asyncio.run(model_files.hash_in_thread(files)) == original(files)
+    assert threads == [True]
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="has changed"):
+        asyncio.run(model_files.hash_in_thread(files))
 
 
 def test_content_hashes_refuse_a_file_changed_since_loading(folder):

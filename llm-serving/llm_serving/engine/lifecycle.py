@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import FinishReason
@@ -15,13 +15,14 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.replicas import EngineHealth
 from llm_serving.engine.request_dispatcher import RequestDispatcher
 from llm_serving.errors import CapacityError, RequestError, UnavailableError, WorkerDiedError
-from llm_serving.executor.model_files import ModelFiles, content_hashes
+from llm_serving.executor.model_files import ModelFiles, hash_in_thread
 from llm_serving.log import get_logger
 from llm_serving.models.gguf import is_gguf
 
 logger = get_logger(__name__)
 
 POLL_S: Final = 0.02
+SHUTTING_DOWN: Final = "the server is shutting down"
 Running = Literal["finish", "abort", "freeze"]
 """What happens to accepted requests: they finish, they end with finish reason `abort`, or they keep their state."""
 NewRequests = Literal["wait", "refuse"]
@@ -89,6 +90,9 @@ class Lifecycle:
         self._replicas = dispatcher.replicas
         self._set_weights = set_weights
         self._is_frozen = self._is_suspended = self._is_changing = False
+        self._ending = asyncio.Event()
+        self._change: asyncio.Task[Any] | None = None
+        """Task that pauses, sleeps, wakes the model up or replaces its weights; None: there is none."""
 
     @property
     def can_replace_weights(self) -> bool:
@@ -106,7 +110,7 @@ class Lifecycle:
         """Hold or refuse new requests, then wait until all accepted requests have finished, are aborted or are frozen.
         Raise RequestError if the model sleeps.
         """
-        with self.exclusive():
+        with self._ended_by_shutdown():
             self._check_awake()
             self._check_running(running)
             self._close("the model is paused", new_requests)
@@ -114,8 +118,8 @@ class Lifecycle:
             await self._note("paused")
 
     async def resume(self) -> None:
-        """Serve again after `pause`. Raise RequestError if the model sleeps."""
-        with self.exclusive():
+        """Continue after `pause`. Raise RequestError if the model sleeps."""
+        with self._ended_by_shutdown():
             self._check_awake()
             await self._open("resumed")
 
@@ -128,7 +132,7 @@ class Lifecycle:
         if running == "freeze" and drops_weights:
             rule = "must be finish or abort at level 2, and on an NPU also at level 1, because WorkAgents exit"
             raise RequestError("running", rule, running)
-        with self.exclusive():
+        with self._ended_by_shutdown():
             self._check_running(running)
             level = max(level, self.level)
             self._close(f"the model sleeps at level {level}", new_requests)
@@ -143,7 +147,7 @@ class Lifecycle:
 
     async def wake_up(self) -> None:
         """Serve again after `sleep`. Raise UnavailableError if the weights cannot be loaded."""
-        with self.exclusive():
+        with self._ended_by_shutdown():
             if self.level:
                 await self._wake()
                 if self._unrecorded:
@@ -159,8 +163,8 @@ class Lifecycle:
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None
-        with self.exclusive():
-            new = await asyncio.to_thread(self._hash, folder)
+        with self._ended_by_shutdown():
+            new = await self._hash(folder)
             self._check_running(running)
             reason = "" if self.gate is None else self.gate.reason
             self._close("the weights are being replaced", new_requests)
@@ -187,13 +191,18 @@ class Lifecycle:
             return new
 
     def begin_shutdown(self) -> None:
-        """Refuse the requests that wait at the gate, and end frozen ones, because a shutdown would wait for them."""
+        """End what a shutdown would wait for: a change in progress, and requests that are frozen or wait for the
+        model.
+        """
+        self._ending.set()
+        if self._change is not None:
+            self._change.cancel()
         if self.gate is not None:
-            self.gate.change("the server is shutting down", "refuse")
+            self.gate.change(SHUTTING_DOWN, "refuse")
         if self._is_frozen:
             for engine in self._replicas.living().values():
                 with contextlib.suppress(WorkerDiedError):  # the engine has ended its requests
-                    engine.ask(partial(engine.end_all, "the server is shutting down", FinishReason.UNAVAILABLE))
+                    engine.ask(partial(engine.end_all, SHUTTING_DOWN, FinishReason.UNAVAILABLE))
 
     # --- steps of a change ------------------------------------------------------------------------------------------
 
@@ -208,6 +217,24 @@ class Lifecycle:
         finally:
             self._is_changing = False
 
+    @contextlib.contextmanager
+    def _ended_by_shutdown(self) -> Iterator[None]:
+        """As `exclusive`. A shutdown cancels the task that has entered the context; raise UnavailableError then."""
+        if self._ending.is_set():
+            raise UnavailableError(SHUTTING_DOWN)
+        with self.exclusive():
+            self._change = task = asyncio.current_task()
+            assert task is not None
+            try:
+                yield
+            except asyncio.CancelledError:
+                if not self._ending.is_set():
+                    raise
+                task.uncancel()
+                raise UnavailableError(SHUTTING_DOWN) from None
+            finally:
+                self._change = None
+
     def _check_awake(self) -> None:
         if self.level:
             raise RequestError("level", "must be 0 (awake): send POST /v1/wake_up first", self.level)
@@ -216,10 +243,10 @@ class Lifecycle:
         if self._is_frozen and self._dispatcher.requests.by_id and running == "finish":
             raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
 
-    def _hash(self, folder: Path) -> str:
-        """Read all weight files of the folder. Return their hash, which receipts contain."""
+    async def _hash(self, folder: Path) -> str:
+        """Return the weight hash that receipts contain. This reads all weight files of the folder."""
         model = self._config.model
-        return content_hashes(ModelFiles.of(folder, model.tokenizer_path or model.model_path)).weights
+        return (await hash_in_thread(ModelFiles.of(folder, model.tokenizer_path or model.model_path))).weights
 
     def _use(self, folder: Path) -> None:
         assert self._set_weights is not None
@@ -262,8 +289,9 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
 
     async def _freeze(self, is_frozen: bool) -> None:
-        self._is_frozen = is_frozen
+        self._is_frozen = True  # until all engines have resumed
         await self._until_true(partial(_freeze, is_frozen=is_frozen))
+        self._is_frozen = is_frozen
 
     async def _note(self, text: str) -> None:
         """Write a text into the recordings of all schedulers."""

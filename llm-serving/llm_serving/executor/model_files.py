@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -87,6 +89,23 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
     two spaces, its name. `on_progress`: called with the number of bytes that were read since its last call.
     """
     return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
+
+
+async def hash_in_thread(files: ModelFiles) -> ContentHashes:
+    """Call `content_hashes` in a thread that the end of the process does not wait for, because hashing may take
+    minutes.
+    """
+    hashes: Future[ContentHashes] = Future()
+    hashes.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            hashes.set_result(content_hashes(files))
+        except Exception as error:  # noqa: BLE001  raised to the caller
+            hashes.set_exception(error)
+
+    threading.Thread(target=run, name="hashing", daemon=True).start()
+    return await asyncio.wrap_future(hashes)
 
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
