@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -218,27 +219,26 @@ def test_two_replicas_share_a_folder(tmp_path: Path, expected: list[tuple[int, .
 def test_a_disk_that_hangs_delays_requests_only_for_a_bounded_time(
     filled: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A named pipe in place of a file: reading it waits until a writer opens it."""
+    """The folder stays locked, so a WorkAgent that stores a block waits as for a disk that hangs."""
     monkeypatch.setattr(disk_cache, "LATE_S", 0.1)
     with CachedReplica(filled) as replica:
-        hashes = replica.engine.scheduler.blocks.prompt_hashes(request())
-        pipe = next(filled.glob("*/")) / hashes[0].hex()
-        pipe.unlink()
-        os.mkfifo(pipe)
-        given = requests()
+        lock = os.open(filled / "lock", os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new, given = request(first=50), requests()
+        replica.engine.submit(new)
+        replica.run(lambda: not replica.cache._storing)
         for each in given:
             replica.engine.submit(each)
         replica.run(lambda: replica.engine.has_unfinished_requests)
         answers = [replica.take_answer(each.request_id) for each in given]
         assert [each.token_ids for each in answers] == expected
         assert caplog.text.count("did not reply within 0.1 s; prompts are computed until it does") == 1
-        late = request(first=50)
+        late = request(first=60)
         assert not replica.cache._lookups
         replica.engine.submit(late)
         replica.engine.step()
         assert replica.engine.scheduler.has_unfinished_requests, "requests do not wait for a disk that hangs"
-        with pipe.open("wb"):
-            pass
+        os.close(lock)
         replica.finish([late])
         assert not replica.cache._is_late
         assert replica.answer([request(80, first=5)])[0].token_ids == expected[2]

@@ -129,16 +129,38 @@ def test_what_other_programs_wrote_is_neither_deleted_nor_read(tmp_path: Path) -
         path.write_bytes(CONTENT)
     (tmp_path / MODEL.hex() / TEMPORARY).mkdir()
     store = DiskStore(tmp_path, 2 * FILE_BYTES, MODEL)
-    (tmp_path / MODEL.hex() / name(2).hex()).symlink_to("/dev/zero")
     with (tmp_path / MODEL.hex() / name(3).hex()).open("wb") as file:
         file.truncate(2**40)
-    for number in (2, 3):
-        assert store.read(name(number)) is None
-    assert store.num_damaged == 2
+    assert store.read(name(3)) is None
+    assert store.num_damaged == 1
     (tmp_path / MODEL.hex() / TEMPORARY).rmdir()
     for number in range(4, 8):
         assert store.write(name(number), CONTENT).is_new
     assert all(path.exists() for path in kept)
+
+
+def test_files_that_are_not_regular_are_skipped_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(tmp_path, 10**6, MODEL)
+    assert store.write(name(1), CONTENT).is_new
+    own = tmp_path / MODEL.hex()
+    os.mkfifo(own / name(2).hex())
+    (own / name(3).hex()).mkdir()
+    (own / name(4).hex()).symlink_to("/dev/zero")
+    os.mkfifo(own / TEMPORARY)
+    for number in (2, 3, 4, 2, 3, 4):
+        assert store.read(name(number)) is None
+        assert not store.write(name(number), CONTENT).is_new
+    assert caplog.text.count("which is not a regular file") == 3
+    assert store.write(name(5), CONTENT).is_new, "a pipe with the temporary name does not block"
+    assert [store.read(name(number)) for number in (1, 5)] == [CONTENT, CONTENT]
+    assert DiskStore(tmp_path, 10**6, MODEL).num_bytes == 2 * FILE_BYTES
+    assert len([*own.iterdir()]) == 5, "they are left alone"
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")
+    assert not store.write(name(6), CONTENT).is_new
+    assert caplog.text.count("Illegal seek. No blocks are stored") == 1
 
 
 WRITER = """

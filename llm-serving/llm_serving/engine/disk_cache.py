@@ -308,6 +308,7 @@ class DiskCache(StepObserver):
         self._add(lookup)
 
     def _written(self, piece: StoredBlocks) -> None:
+        self._is_late = False
         self._storing.difference_update(piece.hashes)
         self._scheduler.reclaim_exported_blocks(piece.blocks)
 

@@ -78,6 +78,8 @@ class DiskStore:
         self._fingerprint = fingerprint
         self._own = folder / fingerprint.hex()
         self._failed = False
+        self._skipped: set[Path] = set()
+        """Files that are not regular, which were logged."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked() as lock:
@@ -102,12 +104,16 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block; None if it is not stored. A damaged file is deleted."""
+        """Return the contents of a block; None if it is not stored. A damaged file is deleted; a named pipe, a link or
+        another file that is not regular is left alone.
+        """
         path = self._own / block_hash.hex()
         try:
             found = path.lstat()
-            may_be_block = not stat.S_ISLNK(found.st_mode) and found.st_size <= self._max_bytes
-            content = path.read_bytes() if may_be_block else b""
+            if not stat.S_ISREG(found.st_mode):
+                self._skip(path)
+                return None
+            content = path.read_bytes() if found.st_size <= self._max_bytes else b""
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -143,7 +149,8 @@ class DiskStore:
                 # The size comes first: if this process is killed before it has written the file, the size is too large.
                 self._write_total(lock, total + num_bytes)
                 try:
-                    with temporary.open("wb") as file:
+                    temporary.unlink(missing_ok=True)  # a killed process left it; opening a named pipe would block
+                    with temporary.open("xb") as file:
                         file.writelines((header, content, digest.digest()))
                     temporary.rename(path)
                 except OSError:
@@ -210,6 +217,11 @@ class DiskStore:
     def _write_total(self, lock: int, total: int) -> None:
         os.pwrite(lock, b"%020d" % total, 0)
         self.num_bytes = total
+
+    def _skip(self, path: Path) -> None:
+        if path not in self._skipped:
+            self._skipped.add(path)
+            logger.warning("disk cache: skipped %s, which is not a regular file; the model computes its block", path)
 
     def _record_failure(self, error: OSError) -> None:
         if not self._failed:
