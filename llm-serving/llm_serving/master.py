@@ -70,9 +70,9 @@ def open_model(config: ServingConfig) -> OpenedModel:
         return OpenedModel(engine, undo.pop_all().close)
 
 
-def open_checked(config: ServingConfig) -> OpenedModel:
-    """Check that a model fits into the memory that is free now, then call `open_model`."""
-    check_memory([config])
+def open_checked(config: ServingConfig, reserved_bytes: int) -> OpenedModel:
+    """Check that a model fits into the free memory that other models have not reserved, then call `open_model`."""
+    check_memory([config], reserved_bytes)
     return open_model(config)
 
 

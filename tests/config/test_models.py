@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from llm_serving.config import ServingConfig, load_config
-from llm_serving.config.model_size import check_memory, needed_bytes
+from llm_serving.config.model_size import check_memory, model_size, needed_bytes
 from llm_serving.config.reload import check_reload, read_again, read_all_again, row_of
 from llm_serving.errors import ConfigError
+from llm_serving.models.spec import ModelSpec
 from support.adapter_factories import write_adapter
 from support.fakes import DEMO_SPEC
 from support.model_folders import write_config
@@ -141,9 +144,24 @@ def test_a_row_is_read_again_by_its_name(tmp_path: Path) -> None:
         row_of(read_all_again(running), "other")
 
 
-def test_memory_error_names_the_need_of_each_model(tmp_path: Path) -> None:
+def test_memory_error_names_the_need_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = load(tmp_path, TWO.replace("path: two", "path: two, pa_config: {num_blocks: 134000000}")).models
     assert needed_bytes(models[0]) < needed_bytes(models[1])
     check_memory(models[:1])
     with pytest.raises(ConfigError, match=r"`models` must fit into the .* of free memory; .*: one [\d.]+ GB, two "):
         check_memory(models)
+    need = needed_bytes(models[0])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need + 10**9))
+    check_memory(models[:1], 10**9)
+    with pytest.raises(
+        ConfigError, match=r"of which loaded models have reserved 1\.00 GB for their KV caches; they need .*: one"
+    ):
+        check_memory(models[:1], 10**9 + 1)
+
+
+def test_needed_memory_counts_the_slots_of_adapters(tmp_path: Path) -> None:
+    one, two = load(tmp_path, TWO.replace("path: two", f"path: two, lora_config: {{lora_folder: {tmp_path}}}")).models
+    spec = ModelSpec.from_folder(tmp_path / "two")
+    assert needed_bytes(two) - needed_bytes(one) == spec.adapter_bytes(4, 16, 2) > 0
+    assert not any("adapters" in line for line in model_size(one).lines)
+    assert any("slots of adapters" in line for line in model_size(two).lines)

@@ -17,6 +17,7 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.lifecycle import Lifecycle
 from llm_serving.errors import ModelError, RequestError, RequestNotFoundError, UnavailableError
+from llm_serving.observability.metrics import WorkAgentMemory
 from llm_serving.server.app import build_site
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.served_models import OpenedModel, ServedModels
@@ -40,9 +41,13 @@ def engine(name: str, *aliases: str, api_keys: tuple[ApiKey, ...] = ()) -> Any:
     return made
 
 
+def opened(config: Any, reserved_bytes: int) -> OpenedModel:
+    raise AssertionError(f"{config.model.model_name} must not be loaded")
+
+
 def serve(use: Callable[[httpx.AsyncClient], Awaitable[None]], *engines: Any) -> None:
     async def run() -> None:
-        site = build_site(engines[0], others=[OpenedModel(each) for each in engines[1:]], open_model=OpenedModel)
+        site = build_site(engines[0], others=[OpenedModel(each) for each in engines[1:]], open_model=opened)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost") as client:
             await use(client)
 
@@ -142,7 +147,7 @@ def test_health_models_and_metrics_show_all_or_the_selected_model() -> None:
 
 def test_batches_wait_only_while_no_model_serves() -> None:
     engines = engine("one"), engine("two")
-    site = build_site(engines[0], others=[OpenedModel(engines[1])], open_model=OpenedModel)
+    site = build_site(engines[0], others=[OpenedModel(engines[1])], open_model=opened)
     engines[0].ready = False
     assert site.internal._ready()
     engines[1].ready = False
@@ -180,7 +185,7 @@ def config_of(name: str, *aliases: str, **lora: Any) -> Any:
 
 def models_of(*opened: Any) -> ServedModels:
     waiting = list(opened[1:])
-    return build_site(opened[0], open_model=lambda config: OpenedModel(waiting.pop(0))).models
+    return build_site(opened[0], open_model=lambda config, reserved: OpenedModel(waiting.pop(0))).models
 
 
 def test_a_model_that_cannot_be_loaded_is_stopped_and_can_be_loaded_later() -> None:
@@ -210,6 +215,24 @@ def test_a_shutdown_does_not_wait_for_a_model_that_is_loaded() -> None:
         with pytest.raises(UnavailableError, match="model two was not loaded: the server is shutting down"):
             await task
         assert loading.num_stops == 1
+
+    asyncio.run(run())
+
+
+def test_a_loaded_model_counts_with_the_part_of_its_cache_that_it_has_not_used_yet() -> None:
+    async def run() -> None:
+        first, second, asleep = (loadable(name) for name in ("one", "two", "three"))
+        for each, memory in ((first, (100, 30, 1)), (second, (50, 50, 1)), (asleep, (70, 0, 0))):
+            each.metrics.watch_memory(0, lambda memory=memory: WorkAgentMemory(*memory))
+        given: list[int] = []
+
+        def open_model(config: Any, reserved_bytes: int) -> OpenedModel:
+            given.append(reserved_bytes)
+            return OpenedModel(loadable(config.model.model_name))
+
+        models = build_site(first, others=[OpenedModel(second), OpenedModel(asleep)], open_model=open_model).models
+        await models.load(config_of("four"))
+        assert given == [70]
 
     asyncio.run(run())
 

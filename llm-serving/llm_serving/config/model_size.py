@@ -63,6 +63,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     if len(groups.windows) > 1:
         beyond = f" in {num_held:,} blocks of a group"
+    adapter_bytes = _adapter_bytes(config, spec, dtype_bytes)
     idle_bytes = weights + _draft_bytes(config, spec, dtype_bytes) + IDLE_BYTES
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
@@ -71,6 +72,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
         *_draft_model(config, spec, dtype_bytes),
         ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}{_in_groups(groups)}"),
         *_states(config, spec),
+        *([("slots of adapters", readable_size(adapter_bytes))] if adapter_bytes else []),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
         *_cache(config, num_tokens, len(groups.windows), per_token, idle_bytes),
         ("fits", verdict),
@@ -94,21 +96,25 @@ def _in_groups(groups: CacheGroups) -> str:
     return f" in each of {count} groups of layers; {sliding} of them keep only a window"
 
 
-def check_memory(configs: Sequence[ServingConfig]) -> None:
+def check_memory(configs: Sequence[ServingConfig], reserved_bytes: int = 0) -> None:
     """Raise ConfigError, with the need of each model, if the WorkAgents of several models on a CPU do not fit into the
-    memory that is free now. Only the config.json of each model is read.
+    memory that is free now. `reserved_bytes`: bytes of the free memory that loaded models have reserved. Only the
+    config.json of each model is read.
     """
     needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
     free, total = psutil.virtual_memory().available, sum(needs.values())
-    if total > free:
+    if total > free - reserved_bytes:
         each = ", ".join(f"{name} {readable_size(need)}" for name, need in needs.items())
-        rule = f"must fit into the {readable_size(free)} of free memory; they need {readable_size(total)}"
+        rule = f"must fit into the {readable_size(free)} of free memory"
+        if reserved_bytes:
+            rule += f", of which loaded models have reserved {readable_size(reserved_bytes)} for their KV caches"
+        rule += f"; they need {readable_size(total)}"
         raise ConfigError(f"`models` {rule}: {each}. Reduce pa_config.num_blocks, or quantize the weights")
 
 
 def needed_bytes(config: ServingConfig) -> int:
-    """Return the bytes that a model's WorkAgents need at least: weights, processes, largest step, states, draft model
-    and a KV cache of `pa_config.num_blocks`, or of one block if that key is null.
+    """Return the bytes that a model's WorkAgents need at least: weights, processes, largest step, states, draft model,
+    adapter slots and a KV cache of `pa_config.num_blocks`, or of one block if that key is null.
     """
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
@@ -119,7 +125,8 @@ def needed_bytes(config: ServingConfig) -> int:
     cache = num_slots * config.pa.block_size * spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
     states = config.num_state_slots(spec.state_bytes) * spec.state_bytes
     used = -kv_cache_bytes_left(0, spec, dtype_bytes, *step, config.quant.weights_on(config.device))
-    return (used + cache + states + _draft_bytes(config, spec, dtype_bytes)) * config.num_processes
+    others = _draft_bytes(config, spec, dtype_bytes) + _adapter_bytes(config, spec, dtype_bytes)
+    return (used + cache + states + others) * config.num_processes
 
 
 def _states(config: ServingConfig, spec: ModelSpec) -> list[tuple[str, str]]:
@@ -158,6 +165,11 @@ def _draft_bytes(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> in
     return 0 if path is None else draft_model_bytes(ModelSpec.from_folder(path), dtype_bytes, config.pa.block_size)
 
 
+def _adapter_bytes(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> int:
+    lora = config.lora
+    return spec.adapter_bytes(lora.max_loras, lora.max_lora_rank, dtype_bytes) if lora.is_enabled else 0
+
+
 class _Verdict(NamedTuple):
     fits: bool
     text: str
@@ -190,7 +202,8 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.num_processes > 1:
             source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
-    limit -= _draft_bytes(config, spec, dtype_bytes) + config.num_state_slots(spec.state_bytes) * spec.state_bytes
+    limit -= _draft_bytes(config, spec, dtype_bytes) + _adapter_bytes(config, spec, dtype_bytes)
+    limit -= config.num_state_slots(spec.state_bytes) * spec.state_bytes
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights_on(config.device)
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     size, left = config.pa.block_size, kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys)

@@ -95,7 +95,7 @@ class Metrics(Collector):
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
         self._machines: dict[int, Callable[[], str]] = {}
-        self._memory: dict[int, Callable[[], WorkAgentMemory]] = {}
+        self.memory: dict[int, Callable[[], WorkAgentMemory]] = {}
         self._state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
@@ -138,7 +138,7 @@ class Metrics(Collector):
         self._machines[replica] = machine
 
     def watch_memory(self, replica: int, memory: Callable[[], WorkAgentMemory]) -> None:
-        self._memory[replica] = memory
+        self.memory[replica] = memory
 
     def watch_state_slots(self, replica: int, usage: Callable[[], StateSlotUsage]) -> None:
         self._state_slots[replica] = usage
@@ -294,7 +294,7 @@ class Metrics(Collector):
             for replica, of_replica in sorted(self._loads.items()):
                 family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_replica, field))
             yield family
-        yield from self._watched(_MEMORY_GAUGES, self._memory)
+        yield from self._watched(_MEMORY_GAUGES, self.memory)
         yield from self._watched(_STATE_GAUGES, self._state_slots)
         for name, text in _COUNTERS.items():
             yield counter(name, text, labels, self._counts[name])

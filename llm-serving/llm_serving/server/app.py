@@ -242,10 +242,10 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
                 stack.enter_context(lock_recordings(folder))
                 locked.add(folder)
 
-        def open_locked(config: ServingConfig) -> OpenedModel:
+        def open_locked(config: ServingConfig, reserved_bytes: int) -> OpenedModel:
             assert open_model is not None
             lock(config)
-            return open_model(config)
+            return open_model(config, reserved_bytes)
 
         for each in engines:
             lock(each.config)

@@ -61,7 +61,8 @@ class OpenedModel(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-OpenModel = Callable[[ServingConfig], OpenedModel]
+OpenModel = Callable[[ServingConfig, int], OpenedModel]
+"""(configuration, bytes of free memory that other models will use) -> the opened model."""
 """Opens the model of a configuration. Raises LLMServingError if it cannot be used or does not fit into memory."""
 
 
@@ -307,7 +308,8 @@ class ServedModels:
         name = config.model.model_name
         async with self._turn:
             try:
-                opened = await asyncio.to_thread(self._open, config)
+                reserved = sum(map(_uncommitted_bytes, (*self, *self._drains.values())))
+                opened = await asyncio.to_thread(self._open, config, reserved)
             except ConfigError as error:
                 raise RequestError(QUERY, f"cannot be loaded: {error}", name) from None
             model = self._made(opened)
@@ -382,6 +384,12 @@ async def _carry_adapters(before: AsyncEngine, after: AsyncEngine) -> None:
     for name in carried - {*before.adapters.by_name}:  # unloaded meanwhile
         if (removed := after.adapters.remove(name)) is not None:
             after.control.drop_adapter(after.adapters, removed)
+
+
+def _uncommitted_bytes(model: ServedModel) -> int:
+    """Return the bytes that a model's WorkAgents have reserved for the KV cache and will get at its first use."""
+    read = [each() for each in model.engine.metrics.memory.values()]
+    return sum(each.reserved - each.committed for each in read if each.resident)  # 0: the WorkAgent has exited
 
 
 def _check_serves(model: ServedModel) -> None:
