@@ -28,13 +28,12 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.formats.writer import TensorSource, write_checkpoint, write_safetensors
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.gguf import is_gguf
+from llm_serving.models.mindformers import CONVERTED
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import optional_tensors
 
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")
-_MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-"""Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
 
 
 def convert(
@@ -63,8 +62,8 @@ def convert(
     if is_gguf(source) or len(stored) < len(found):
         raise ConfigError(f"{source} must be a model in safetensors or in checkpoints of MindSpore")
     tensors = list(_tensors(stored, order, config))
-    if form == "mindformers" and spec.architecture not in _MINDFORMERS:
-        known = ", ".join(_MINDFORMERS)
+    if form == "mindformers" and spec.architecture not in CONVERTED:
+        known = ", ".join(CONVERTED)
         raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     check_tensors(str(source), spec.tensors, shapes, optional_tensors(spec, shapes))

@@ -3,20 +3,17 @@ embeddings, and layers that share keys and values.
 """
 
 from dataclasses import replace
-from functools import partial
 from statistics import NormalDist
 
+from llm_serving.models.altup import Streams
 from llm_serving.models.attention import attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.gemma_parts import GELU, LayerInputs, attention, shared_layers, text_decoder, text_prefix
 from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
-from llm_serving.network.factors import Constant, Scaled
+from llm_serving.network.factors import Constant
 from llm_serving.network.operations import Value, Weight
-from llm_serving.network.streams import match_streams, mix_streams, sparsify
-
-LEAST_SQUARE = 1e-5
-"""Lower bound of the mean square of a residual stream that is scaled to the magnitude of another one."""
+from llm_serving.network.streams import mix_streams, sparsify
 
 
 def gemma3n(c: ConfigReader) -> Network:
@@ -30,9 +27,7 @@ def gemma3n(c: ConfigReader) -> Network:
     cap = c.number("final_logit_softcapping", 30.0)
     c.choice("hidden_activation", (GELU,), GELU)
     prefix, inputs = text_prefix(c), list[Value]()
-    width, rows = c.integer("hidden_size_per_layer_input", 256), c.integer("vocab_size_per_layer_input", 262144)
-    given = LayerInputs(prefix, width, len(kinds), rows, c.number("rms_norm_eps", 1e-6))
-    streams = _Streams(net, c, prefix)
+    given, streams, rank = LayerInputs.of(c, prefix, len(kinds)), Streams(net, c, prefix), c.integer("laurel_rank", 64)
     half = Weight((), (net.hidden,), generate=Constant(net.hidden, 0.5**0.5))
 
     def feed_forward(x: Value, index: int, at: str) -> Value:
@@ -49,7 +44,7 @@ def gemma3n(c: ConfigReader) -> Network:
         predicted = streams.predict(hidden, at)
         active = streams.active(predicted)
         x = net.rms_norm(active, at + "input_layernorm")
-        low = net.linear(net.linear(x, at + "laurel.linear_left", streams.rank), at + "laurel.linear_right", net.hidden)
+        low = net.linear(net.linear(x, at + "laurel.linear_left", rank), at + "laurel.linear_right", net.hidden)
         low = net.add(x, net.rms_norm(low, at + "laurel.post_laurel_norm"))
         kind, source = kinds[index], sources[index]
         attended, number = attention(
@@ -72,66 +67,6 @@ def gemma3n(c: ConfigReader) -> Network:
         return mix_streams(net, corrected, added, None, streams=streams.count, offset=1.0, first=1)
 
     return text_decoder(net, c, layer, cap=cap, normalize=streams.normalize)
-
-
-class _Streams:
-    """The parallel residual streams of AltUp. A row holds all streams of a token, one after another."""
-
-    def __init__(self, net: Network, c: ConfigReader, prefix: str) -> None:
-        self._net, self._prefix, self._eps = net, prefix, c.number("rms_norm_eps", 1e-6)
-        self.count, self._at = c.integer("altup_num_inputs", 4, least=2), c.integer("altup_active_idx", 0, least=0)
-        self.rank, self._scales = c.integer("laurel_rank", 64), c.boolean("altup_correct_scale", True)
-        if self.count > 64:
-            raise c.fail("altup_num_inputs", "must be at most 64")
-        if self._at >= self.count:
-            raise c.fail("altup_active_idx", f"must be less than `altup_num_inputs` {self.count}")
-        if net.hidden % 16:
-            raise c.fail("hidden_size", "must be a multiple of 16")
-        self._mix = partial(mix_streams, net, streams=self.count)
-
-    def active(self, streams: Value) -> Value:
-        return self._net.split(streams, *[self._net.hidden] * self.count)[self._at]
-
-    def expand(self, hidden: Value) -> Value:
-        """Return the initial streams of a token: its embedding, and projections of it scaled to its magnitude."""
-        others = self.count - 1
-        names = [f"{self._prefix}altup_projections.{index}" for index in range(others)]
-        projected = self._net.linear(hidden, names, (self._net.hidden,) * others)
-        return match_streams(self._net, hidden, projected, eps=LEAST_SQUARE)
-
-    def predict(self, streams: Value, at: str) -> Value:
-        coefficients = self._net.linear(
-            self._modalities(self.active(streams), at), at + "altup.prediction_coefs", self.count**2
-        )
-        return self._mix(streams, streams, coefficients)
-
-    def correct(self, predicted: Value, active: Value, computed: Value, at: str) -> Value:
-        """Correct the predicted streams by the difference between the computed stream and its prediction."""
-        coefficients = self._net.linear(self._modalities(computed, at), at + "altup.correction_coefs", self.count)
-        return self._mix(predicted, self._net.add(computed, active, -1.0), coefficients, offset=1.0)
-
-    def scaled_active(self, streams: Value, at: str) -> Value:
-        size, active = self._net.hidden, self.active(streams)
-        scale = Weight((at + "altup.correct_output_scale",), (size,), ((size,),))
-        if self._scales:
-            return self._net.scaled(active, scale)
-        self._net.allow_unused(scale.names[0])
-        return active
-
-    def normalize(self, streams: Value, name: str) -> Value:
-        """Return the normalised mean of all streams, each scaled to the magnitude of the first one."""
-        net, others = self._net, self.count - 1
-        first, rest = net.split(streams, net.hidden, net.hidden * others)
-        names = [f"{self._prefix}altup_unembed_projections.{index}" for index in range(others)]
-        rest = net.linear(rest, names, (net.hidden,) * others, heads=others)
-        total = match_streams(net, first, rest, eps=LEAST_SQUARE, sums=True)
-        return net.rms_norm(total, name, eps=self._eps * self.count**2)
-
-    def _modalities(self, x: Value, at: str) -> Value:
-        net = self._net
-        routed = net.rms_norm(x, at + "altup.router_norm")
-        small = Scaled(1 / net.hidden)
-        return net.activation(net.linear(routed, at + "altup.modality_router", self.count, transform=small), "tanh")
 
 
 def _sizes(c: ConfigReader, count: int) -> list[int]:

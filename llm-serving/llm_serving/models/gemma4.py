@@ -29,7 +29,10 @@ def gemma4(c: ConfigReader) -> Network:
     cap = c.number("final_logit_softcapping") if c.has("final_logit_softcapping") else None
     c.choice("hidden_activation", (GELU,), GELU)
     prefix, inputs = text_prefix(c), list[Value]()
-    given = _layer_inputs(c, prefix, len(kinds))
+    has_inputs = c.is_absent("hidden_size_per_layer_input") or c.integer("hidden_size_per_layer_input", least=0)
+    given = LayerInputs.of(c, prefix, len(kinds)) if has_inputs else None
+    if given and given.stored_rows < net.vocab:
+        raise c.fail("vocab_size_per_layer_input", f"must be at least `vocab_size` {net.vocab}")
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         if given and not index:
@@ -60,17 +63,6 @@ def gemma4(c: ConfigReader) -> Network:
         return net.scaled(hidden, Weight((at + "layer_scalar",), (net.hidden,), ((1,),), rows=whole))
 
     return text_decoder(net, c, layer, cap=cap)
-
-
-def _layer_inputs(c: ConfigReader, prefix: str, layers: int) -> LayerInputs | None:
-    key = "hidden_size_per_layer_input"
-    width = c.integer(key, 256 if c.is_absent(key) else 0, least=0)
-    if not width:
-        return None
-    rows, vocab = c.integer("vocab_size_per_layer_input", 262144), c.integer("vocab_size")
-    if rows < vocab:
-        raise c.fail("vocab_size_per_layer_input", f"must be at least `vocab_size` {vocab}")
-    return LayerInputs(prefix, width, layers, rows, c.number("rms_norm_eps", 1e-6))
 
 
 def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
@@ -123,20 +115,10 @@ def _experts(net: Network, c: ConfigReader, hidden: Value, at: str) -> Value:
     scale = Weight((at + "router.scale",), (net.hidden,), ((net.hidden,),), transform=Scaled(net.hidden**-0.5))
     routed = net.scaled(net.rms_norm(hidden, None), scale)
     x = net.rms_norm(hidden, at + "pre_feedforward_layernorm_2")
-    count, top_k = c.integer("num_experts"), c.integer("top_k_experts")
-    routing = ExpertRouting(top_k, function="gelu_tanh", factors="router.per_expert_scale")
-    stacks = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj")
+    count, key, inner = c.integer("num_experts"), "top_k_experts", "moe_intermediate_size"
+    routing = ExpertRouting(c.integer(key), function="gelu_tanh", factors="router.per_expert_scale")
+    stacks, router = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj"), "router.proj"
     y = mixture_of_experts(
-        net,
-        c,
-        x,
-        at,
-        count,
-        "moe_intermediate_size",
-        routing,
-        router="router.proj",
-        stacks=stacks,
-        top_k_key="top_k_experts",
-        routed=routed,
+        net, c, x, at, count, inner, routing, router=router, stacks=stacks, top_k_key=key, routed=routed
     )
     return net.rms_norm(y, at + "post_feedforward_layernorm_2")

@@ -30,6 +30,11 @@ class LayerInputs:
     stored_rows: int
     eps: float
 
+    @classmethod
+    def of(cls, c: ConfigReader, prefix: str, layers: int) -> LayerInputs:
+        width, rows = c.integer("hidden_size_per_layer_input", 256), c.integer("vocab_size_per_layer_input", 262144)
+        return cls(prefix, width, layers, rows, c.number("rms_norm_eps", 1e-6))
+
     def embed(self, net: Network, hidden: Value) -> list[Value]:
         """Return the per-layer input of each layer: [rows, width] each. `hidden`: the token embedding."""
         whole, at = self.width * self.layers, self.prefix

@@ -166,6 +166,9 @@ MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
+CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+"""Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
+
 _NOT_SERVED: Final[Mapping[str, str]] = {
     "Qwen3MoeForCausalLM": (
         "InferenceQwen3MoeForCausalLM is not served: it calls TopkExt and IndexSelect, which MindSpore lacks on a CPU, "
