@@ -52,3 +52,10 @@ def test_models_without_shared_blocks_exclude_a_disk_cache(tmp_path: Path) -> No
     models.write("lfm2", tmp_path / "model")
     with pytest.raises(ConfigError, match="must be null for a model with fixed-size states: they are not in KV blocks"):
         load(tmp_path, model=tmp_path / "model")
+
+
+def test_notice_says_that_layers_with_a_window_keep_their_blocks(tmp_path: Path) -> None:
+    for name in ("gemma3", "qwen3"):
+        models.write(name, tmp_path / name)
+    notices = [load(tmp_path, model=tmp_path / name).notices for name in ("gemma3", "qwen3")]
+    assert ["layers with a sliding window keep all their blocks" in "".join(each) for each in notices] == [True, False]

@@ -57,7 +57,7 @@ class Reference:
     Args:
         folder: As `models.write` leaves it.
         served_length: Length whose rotary factors stand, see above.
-        dtype: float32 or float64, of all but the angles of the rotary embedding, which are float32 in any case.
+        dtype: float32, float64 or bfloat16, of all but the angles of the rotary embedding, which are float32 in any case.
     """
 
     def __init__(self, folder: Path, served_length: int | None = None, dtype: str = "float32") -> None:
@@ -78,11 +78,12 @@ class Reference:
             self._forward = lambda ids: network(ids[None], use_cache=False).logits[0]
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """[num_tokens, vocab_size]."""
+        """[num_tokens, vocab_size], float32 or float64."""
         self.expert_lead = math.inf
         missing = max((self.served_length or 0) - len(token_ids), 0)
         with torch.no_grad():
-            return self._forward(torch.tensor([*token_ids, *[FILLING] * missing]))[: len(token_ids)].numpy()
+            found = self._forward(torch.tensor([*token_ids, *[FILLING] * missing]))[: len(token_ids)]
+            return found.to(torch.promote_types(self.dtype, torch.float32)).numpy()
 
     def vectors(self) -> dict[str, torch.Tensor]:
         """Gains and biases by name, as views: what is written into them counts in the next call."""
