@@ -72,11 +72,11 @@ from llm_serving.worker.started_step import StartedStep
 logger = get_logger(__name__)
 
 MINDSPORE_FRAMES: Final = "\n\n----"
-"""Start of MindSpore's own stack frames in an error text."""
+"""Begins MindSpore's own stack frames in an error text."""
 CONNECT_TIMEOUT_S: Final = 30.0
-"""Seconds to connect to a master on another machine."""
+"""Seconds for a connection to a master on another machine."""
 POLL_S: Final = 0.0005
-"""Seconds to poll for the next message before sleeping. The master needs about this time to build the next step."""
+"""Seconds to poll for the next message before sleeping. The master needs about this time to form the next step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,9 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine. `token`: identifies the start of this WorkAgent. Raise ConfigError if
-    the secret is not the master's. Raise ChannelClosedError if the master cannot be reached or does not expect the
-    token.
+    """Connect to the master on another machine. `token`: identifies the start of this WorkAgent.
+
+    Raise ConfigError if the secret is not the master's, ChannelClosedError if the master cannot be reached or does not
+    expect the token.
     """
     identity = ClusterIdentity(read_secret(secret_file))
     host, _, port = address.rpartition(":")
@@ -155,11 +156,11 @@ def serve(
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
         ranks_fd, transfer_fd, group_port: See `worker.loading.load_runner`.
-        blocks: Channel to the master that transfers KV blocks or uses the disk cache; None: neither.
+        blocks: Connection that transfers KV blocks or uses the disk cache; None: neither.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
 
     Raises:
-        TransportError: The channel failed, or the master has exited.
+        TransportError: The connection failed, or the master has exited.
         RankLostError: Another rank has exited, or computes another step.
     """
     hello = channel.receive()
@@ -231,7 +232,7 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Serve requests for KV blocks. When this connection ends, also close `steps`, so that the master replaces the
+    """Serve requests for KV blocks. If their connection ends, close `steps` too, so that the master replaces this
     WorkAgent.
     """
     try:
@@ -250,7 +251,7 @@ def run_steps(
     buffers: SharedBuffers | InlineArrays,
     throttle: BackgroundThrottle | None = None,
 ) -> None:
-    """Run steps and proposals until the master sends Shutdown. Raise the same errors as `serve`."""
+    """Run steps and proposals until the master sends Shutdown. Raise the errors of `serve`."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
     replies = _Replies(channel, runner)
@@ -330,8 +331,8 @@ class _Replies:
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding`, if the master requested it, shortly before the step ends. If the backend cannot announce the
-    end, send it at once.
+    """Send `StepEnding`, if the master requested it, shortly before the step ends; at once if the backend cannot
+    announce the end.
     """
 
     def announce() -> None:
@@ -355,7 +356,7 @@ def _requests(
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:
-    """Return draft tokens. If the draft model fails, return the error, because the WorkAgent continues without it."""
+    """Return draft tokens or, if the draft model fails, the error. The WorkAgent continues without it."""
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
@@ -381,9 +382,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input ends. It is a pipe from the parent, so this works even if the parent exited before
-    `die_with_parent`.
-    """
+    """Exit when standard input ends. It is a pipe from the parent, which may have exited before `die_with_parent`."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

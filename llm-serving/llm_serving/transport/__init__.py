@@ -1,1 +1,1 @@
-"""Communication between master and WorkAgents: message frames on a socket, arrays in shared memory, no pickle."""
+"""Communication between master and WorkAgents: message frames on a socket, and arrays in shared memory; no pickle."""

@@ -16,8 +16,8 @@ from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Maximum size of a frame. It holds 2,048 vectors of 8,192 numbers, or 20 log-probabilities for each of 400,000
-tokens.
+"""Maximum size of a frame. It holds 2,048 vectors of 8,192 numbers, or 20 log-probabilities for
+each of 400,000 tokens.
 """
 KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
@@ -31,7 +31,7 @@ Incoming = TypeVar("Incoming")
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connection. It sends messages of any type and receives messages of the union `incoming`.
+    """One end of a connection. It sends messages of any type, and receives messages of the union `incoming`.
 
     A frame is a little-endian uint32 length and that many bytes of msgpack. If a deadline passes in the middle of a
     frame, the bytes already read are kept for the next call. The channel owns the socket.
@@ -44,8 +44,8 @@ class Channel(Generic[Incoming]):
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
-        """Seconds for which `receive` polls a peer on this machine before it sleeps. Polling avoids the delay of waking
-        up.
+        """Seconds for which `receive` polls a peer on this machine before it sleeps, to avoid the
+        delay of waking up.
         """
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
@@ -64,9 +64,11 @@ class Channel(Generic[Incoming]):
     def send(self, message: msgspec.Struct) -> None:
         """Send one frame. Return when the kernel has accepted it. Only one thread may send at a time.
 
-        Characters that UTF-8 cannot encode (from file names) are escaped. Raise ProtocolError if the message exceeds
-        `max_frame_bytes`. Raise ChannelClosedError if the peer has exited, or has accepted nothing for
-        `send_timeout_s`.
+        Characters that UTF-8 cannot encode (in file names) are escaped.
+
+        Raises:
+            ProtocolError: The message exceeds `max_frame_bytes`.
+            ChannelClosedError: The peer has exited, or has accepted nothing for `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
         try:
@@ -121,7 +123,7 @@ class Channel(Generic[Incoming]):
         return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
 
     def shutdown(self) -> None:
-        """Shut the connection down, which wakes a thread that is receiving. Raise OSError if it is already closed."""
+        """Shut the connection down, which wakes a thread that is receiving. Raise OSError if it is closed."""
         socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the keys under a reader
 
     def close(self) -> None:
@@ -146,7 +148,7 @@ class Channel(Generic[Incoming]):
             self._received += chunk
 
     def _polled(self, remaining: float | None) -> bytes | None:
-        """Return bytes that arrive within `poll_s` and `remaining` seconds; None if there are none."""
+        """Return bytes that arrive within `poll_s` and `remaining` seconds; None: there are none."""
         now = time.monotonic()
         until = now + (self.poll_s if remaining is None else min(self.poll_s, remaining))
         self._socket.settimeout(None)
@@ -167,7 +169,7 @@ def _escaped(message: msgspec.Struct) -> msgspec.Struct:
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """Let the kernel close a TCP connection if the peer's machine no longer answers, so that `recv` and `send` fail."""
+    """Let the kernel close a TCP connection if the peer's machine no longer answers. `recv` and `send` then fail."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)

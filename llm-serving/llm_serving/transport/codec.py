@@ -1,4 +1,4 @@
-"""Conversion of a step to a list of arrays, and of a step's output to a message."""
+"""Converts a step to a list of arrays, and a step's output to a message."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _MOVE_BYTES = len(BlockMove._fields) * 4
 _STATE_BYTES: Final = len(StateAccess._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
-"""Bytes of the parameters of one sample (one of them has 8 bytes), plus the length of its shared history prefix."""
+"""Bytes of one sample's parameters (one of them has 8 bytes), and of the length of its shared history prefix."""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
 
-    The sampling history of a draft token is that of its row plus the draft tokens before it. If the history of a sample
+    A draft token's sampling history is that of its row plus the draft tokens before it. If the history of a sample
     starts with the whole history of the previous sample, this prefix is sent only once.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
@@ -67,8 +67,9 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """Return the step that `step_arrays` converted. Nothing is copied except shared prefixes. Raise ProtocolError if
-    the arrays belong to another step.
+    """Return the step that `step_arrays` converted. Only shared prefixes are copied.
+
+    Raise ProtocolError if the arrays belong to another step.
     """
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
@@ -86,7 +87,7 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool
 
 
 def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
-    """Return the number of a step, as an array, and the arrays of its allowed tokens."""
+    """Return the arrays of a step's allowed tokens, after an array with the step's number."""
     return [np.array([step], np.uint64), *allowed]
 
 
@@ -96,8 +97,8 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Return all histories and the lengths of the dropped prefixes. A prefix is dropped if it equals the whole previous
-    history.
+    """Drop the start of each history that equals the whole previous history. Return all histories, and the lengths
+    dropped.
     """
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
@@ -127,9 +128,7 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
 
 
 def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """Return the arrays after the step number. Raise ProtocolError if the step number or the number of arrays is
-    wrong.
-    """
+    """Return the arrays after the step number. Raise ProtocolError if this number or the number of arrays is wrong."""
     if len(arrays) != count:
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
@@ -141,12 +140,12 @@ def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> lis
 def max_step_bytes(
     max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_draft_tokens: int = 0, num_groups: int = 1
 ) -> int:
-    """Return the size of a buffer that holds the arrays of any step of a model with `num_groups` groups of layers.
+    """Return the size of a buffer for the arrays of any step of a model with `num_groups` groups of layers.
 
     The size covers these maxima: for each row, its whole history and a full bias table; for each token, a result and a
-    bitmap of allowed tokens; for each draft token, a bias table of its own and one more history token than the previous
-    draft token. A block table entry needs at most four block moves; there is space for five. The kernel allocates pages
-    when they are first written.
+    bit mask of allowed tokens; for each draft token, a bias table of its own and one more history token than the
+    previous draft token. A block table entry needs at most four block moves; there is space for five. The kernel
+    allocates pages when they are first written.
     """
     max_row_blocks = -(-max_model_len // block_size) * num_groups
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
@@ -185,7 +184,7 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """Return the output that `encode_output` converted, without a copy. Raise ProtocolError if the lengths are
+    """Return the output that `encode_output` converted, without a copy. Raise ProtocolError if lengths are
     inconsistent.
     """
     try:

@@ -44,7 +44,7 @@ PROTOCOL_VERSION = 25
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Type and shape of one array in a buffer. The sizes of the arrays before it determine its offset."""
+    """Type and shape of one array in a buffer. It follows the array before it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,11 +62,11 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     version: int
     pid: int
     code_fingerprint: str
-    """Hash of the package's files, from `core.fingerprint.code_fingerprint`."""
+    """Result of `core.fingerprint.code_fingerprint`."""
 
 
 class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
-    """Settings that a WorkAgent needs to load its model, all from the operator's configuration."""
+    """Settings that a WorkAgent needs to load its model, from the operator's configuration."""
 
     model_path: str
     mindir_path: str | None
@@ -99,7 +99,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     step_timeout_s: float
     draft_model_path: str | None = None
     num_transfer_blocks: int = 0
-    """Number of blocks in the transfer pool, all replicas together."""
+    """Number of blocks in the transfer pool of all replicas."""
     num_state_slots: int | None = None
     """Number of slots for recurrent states; None: see `models.memory.num_state_slots`."""
     num_ranks: int = 1
@@ -109,19 +109,19 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     memory_share: float = 1.0
     """Share of the machine's memory that the WorkAgents of this model may use together."""
     log_name: str = ""
-    """Name of the model, with which its log lines begin; empty if the server has only one model."""
+    """Name of the model at the start of its log lines; empty: the server has only one model."""
     max_loras: int = 0
     """Number of adapter slots; 0: the network has none."""
     max_lora_rank: int = 0
-    """Maximum rank of an adapter."""
     rank_table: str | None = None
-    """Path of a rank table of HCCL."""
     uses_mtp: bool = False
     """Whether the model's layer for multi-token prediction proposes draft tokens."""
     groups_layers: bool = False
-    """Whether layers with different windows may form groups with block tables of their own."""
+    """Whether layers with different windows may form groups, each with its own block tables."""
     has_group_blocks: bool = False
-    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers, as in `Loaded`, not of all."""
+    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers, as in `Loaded`,
+    or of all layers.
+    """
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -132,12 +132,14 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_blocks: int
     num_swap_blocks: int
     notice: str
-    """Warning for the operator about this WorkAgent; usually empty."""
+    """Warning about this WorkAgent for the operator, or empty."""
     compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
     """Bytes of a block over all layers of a group; 0: unknown."""
     model: str = ""
-    """Weight fingerprint of the files read on another machine; empty if the WorkAgent read the master's files."""
+    """Weight fingerprint of the files that a WorkAgent on another machine has read; empty: it has read the master's
+    files.
+    """
     windows: tuple[LayerWindow, ...] = (LayerWindow(),)
     """Window of each group of layers."""
 
@@ -155,11 +157,11 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     announce_ending: bool = False
     allowed_follow: bool = False
     content: bytes = b""
-    """The arrays of the step, if there is no shared buffer."""
+    """The arrays of the step; empty: they are in the shared buffer."""
 
 
 class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
-    """The allowed tokens of a step's samples. They are stored after the step's arrays in its buffer."""
+    """The allowed tokens of a step's samples. They follow the step's arrays in its buffer."""
 
     step: int
     layout: tuple[ArrayLayout, ...]
@@ -167,8 +169,8 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end, so the master should schedule the next one. If the backend cannot report this, the
-    message is sent when the step begins.
+    """The step is about to end, so the master should form the next one. If the backend cannot report this, the message
+    is sent when the step begins.
     """
 
     step: int
@@ -198,7 +200,7 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     logprobs: bytes
     row_errors: dict[int, str]
     num_compilations: int = 0
-    """Number of graphs compiled so far. It must not grow after the warm-up, because the graphs serve every step."""
+    """Number of graphs compiled so far. It must not grow after the warm-up."""
     top: TopTokensDone | None = None
     scores: ScoresDone | None = None
     vectors: bytes = b""
@@ -215,8 +217,10 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
-    """Request to read an adapter into host memory while steps run. The master has checked the adapter. The first step
-    that needs it waits for it. If `folder` is empty, the adapter is dropped.
+    """Request to read an adapter, which the master has checked, into host memory while steps run. If `folder` is empty,
+    drop it.
+
+    The first step that needs the adapter waits for it.
     """
 
     number: int
@@ -236,7 +240,7 @@ class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
 
 
 class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
-    """Contents of transfer pool blocks. They are written to the same block ids of another pool."""
+    """Contents of transfer pool blocks, for the same block ids of another pool."""
 
     block_ids: list[int]
     epochs: list[int]
@@ -252,10 +256,11 @@ class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
-    """Request to read a part of a prompt from the disk cache into transfer pool blocks."""
+    """Request to read a part of a prompt from the disk cache into transfer pool blocks. `hashes`:
+    of the whole prompt.
+    """
 
     hashes: list[bytes]
-    """Hashes of the full blocks of the prompt."""
     start: int
     """Index in `hashes` of the first block to read."""
     block_ids: list[int]
@@ -270,7 +275,6 @@ class BlocksLoaded(msgspec.Struct, tag="blocks_loaded", frozen=True):
     num_damaged: int
     """Number of files that were deleted because their contents did not match their checksum."""
     num_bytes: int
-    """See `BlocksStored.num_bytes`."""
 
 
 class StoreBlocks(msgspec.Struct, tag="store_blocks", frozen=True):

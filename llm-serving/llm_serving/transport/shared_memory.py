@@ -1,4 +1,4 @@
-"""Memory shared by processes of one machine: arrays of steps, all-reduce buffers of ranks, and the KV transfer pool."""
+"""Memory that processes of one machine share: arrays of steps, all-reduce buffers of ranks, and the transfer pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AnyArray = NDArray[Any]
 
 
 class StoredArrays(NamedTuple):
-    """Location of a step's arrays: their layout in a buffer, or the arrays themselves as `content`."""
+    """Where a step's arrays are: their layout in a buffer, or the arrays themselves as `content`."""
 
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
@@ -53,11 +53,10 @@ def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
 
 
 class SharedBuffers:
-    """A ring of buffers of equal size in one anonymous memory file.
+    """Buffers of equal size in one anonymous memory file.
 
     The master creates the file, and the WorkAgent inherits its descriptor. The file has no name, so the kernel removes
-    it when both processes have exited, for any reason. Pages are allocated when first written, so a generous size costs
-    nothing.
+    it when both processes have exited. Pages are allocated when first written, so a generous size costs nothing.
 
         | buffer 0: array, array, ... | buffer 1: ... |        each array starts at a multiple of 64 bytes
     """
@@ -83,8 +82,8 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after the arrays that `behind` describes. Raise ProtocolError if they do not
-        fit.
+        """Copy arrays into a buffer, after the arrays that `behind` describes. Raise ProtocolError
+        if they do not fit.
         """
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
@@ -102,8 +101,8 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays in a buffer. They are valid until the buffer is written again. Raise ProtocolError
-        if the layout exceeds the buffer.
+        """Return views of the arrays in a buffer, valid until it is written again. Raise ProtocolError if the layout is
+        too large.
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
@@ -200,7 +199,7 @@ def rank_memory(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def transfer_memory() -> Iterator[int]:
-    """Yield the descriptor of a new, empty anonymous file for the KV transfer pool. The first process that maps it sets
+    """Yield the descriptor of a new, empty anonymous file for the transfer pool. The first process that maps it sets
     its size.
     """
     fd = os.memfd_create("llm_serving_transfer", os.MFD_CLOEXEC)
@@ -211,10 +210,9 @@ def transfer_memory() -> Iterator[int]:
 
 
 def blocks_per_frame(block_bytes: int) -> int:
-    """Return how many blocks of `block_bytes` fit into a frame of about `PIECE_BYTES`; at least one."""
+    """Return how many blocks fit into a frame of about `PIECE_BYTES`; at least one."""
     return min(max(1, PIECE_BYTES // max(block_bytes, 1)), MAX_BLOCKS_PER_FRAME)
 
 
 def max_frame_bytes(block_bytes: int) -> int:
-    """Return the maximum size in bytes of a frame with KV blocks."""
     return blocks_per_frame(block_bytes) * block_bytes + _NAMES_BYTES

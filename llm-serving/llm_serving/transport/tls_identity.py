@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""Minimum length of the secret. It must be long, because any peer sees the certificate and can test secrets offline."""
+"""Minimum length of the secret. Any peer sees the certificate, so it can test guesses of a short secret offline."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
 """OpenSSL's flag `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"
@@ -30,8 +30,8 @@ _VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
-    """Key and certificate of a cluster, derived from a secret. Raise ConfigError if the secret is too short or a
-    package is missing.
+    """Key and certificate of a cluster, derived from a secret. Raise ConfigError if the secret is short or a package is
+    missing.
     """
 
     def __init__(self, secret: str) -> None:
@@ -99,8 +99,8 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
 
 
 def read_secret(path: Path) -> str:
-    """Return the secret in a file. Raise ConfigError if the file is not one word, or if other users can read or write
-    it.
+    """Return the secret in a file. Raise ConfigError if it is not one word, or if other users can read or write the
+    file.
     """
     try:
         mode = path.stat().st_mode

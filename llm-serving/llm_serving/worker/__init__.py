@@ -1,1 +1,1 @@
-"""Code that runs in the WorkAgent process, which owns a device. Most modules import MindSpore."""
+"""Code of the WorkAgent process, which owns a device. Most modules import MindSpore."""

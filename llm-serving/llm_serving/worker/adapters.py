@@ -22,13 +22,11 @@ from llm_serving.network.operations import Weight
 
 
 class _Stored(NamedTuple):
-    """An adapter\'s matrices for one linear operation, in the layout of a slot and the model dtype."""
+    """An adapter's matrices for one linear operation, in the layout of a slot and the model dtype."""
 
     a: Sequence[Array]
-    """Matrix A of each part."""
     b: Array
     ranks: Sequence[int]
-    """Rank of each part."""
 
 
 class AdapterMemory:
@@ -36,7 +34,7 @@ class AdapterMemory:
 
     Args:
         parameters: Weight -> the Parameters of the slots.
-        as_program: Whether a program reads the slots; otherwise, Cells read them.
+        as_program: Whether a program reads the slots; otherwise Cells read them.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class AdapterMemory:
         self._host: dict[int, Future[list[_Stored]]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._slots: dict[int, int] = {}
-        """Slot -> number of the adapter that it holds."""
+        """Slot -> number of the adapter in it."""
 
     def set(self, number: int, folder: str) -> None:
-        """Read an adapter into host memory in another thread. If `folder` is empty, drop the adapter from host memory;
+        """Start to read an adapter into host memory, in another thread. If `folder` is empty, drop the adapter instead;
         a slot may still hold it.
         """
         if folder:
@@ -68,12 +66,12 @@ class AdapterMemory:
             self._host.pop(number, None)
 
     def read(self, number: int, folder: Path) -> None:
-        """Read an adapter into host memory under the number `number`. Raise ModelError if it cannot be served."""
+        """Read an adapter into host memory. Raise ModelError if it cannot be served."""
         self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
 
     def _read_same(self, number: int, folder: Path) -> list[_Stored]:
-        """Read the adapter whose files have a number, which the server gave them when it loaded the adapter."""
+        """Read the adapter whose files have this number, which the server gave them when it loaded the adapter."""
         adapter = read_adapter(folder)
         if number_of(adapter.fingerprint) != number:
             raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")
@@ -89,9 +87,11 @@ class AdapterMemory:
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
         """Return the slot of each token, [T]; -1: the token uses no adapter.
 
-        `adapters` [B, 2]: number and slot of the adapter of each row; number 0: no adapter; an empty array: no row has
-        one. Adapters that are not in their slot are first copied there. Raise WorkerError if one is not in host memory,
-        or if rows name different adapters for a slot.
+        Adapters that are not in their slot are first copied there. Raise WorkerError if one is not in host memory, or
+        if rows name different adapters for a slot.
+
+        Args:
+            adapters: [B, 2], number and slot of the adapter of each row; number 0: none. Empty: no row has an adapter.
         """
         if not len(adapters):
             return np.full(int(query_lens.sum()), -1, np.int32)
@@ -151,9 +151,7 @@ def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter],
 
 
 def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
-    """Write an adapter into the slot of a graph of Cells: the slot's rows of A and columns of B. Fill them with zeros
-    beyond the adapter's rank.
-    """
+    """Write an adapter into a slot of Cells, which are rows of A and columns of B. Zeros follow beyond its rank."""
     a, b = parameters
     width = a.shape[0] // slots
     (of_a,), of_b = stored.a, stored.b

@@ -1,4 +1,4 @@
-"""Checks of each step: block moves must stay inside their memories, and rows must read only blocks written for them."""
+"""Checks of each step: block moves stay inside their memories, and rows read only blocks written for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError unless every move stays inside its memories and, only with `exports`, is an export."""
+    """Raise WorkerError if a move leaves its memories. With `exports`, all moves must be exports, otherwise none."""
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
     if not len(block_moves):
@@ -94,8 +94,8 @@ class BlockGuard:
 
     A row may read only blocks with the epoch in its block table, up to the tokens written. Two rows may not write one
     block. A move names the epoch and the number of tokens that its source must have; its target gets the same tag. So a
-    bug in the master (a block assigned twice, an outdated block table, a skipped position) is detected before it
-    produces wrong text.
+    bug in the master (a block allocated twice, an outdated block table, a skipped position) is detected before it
+    causes wrong text.
     """
 
     def __init__(
@@ -107,8 +107,10 @@ class BlockGuard:
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """`groups`: the groups of layers. `transfer`: tags of the transfer pool, shared with other WorkAgents.
-        `states`: tags of the state slots.
+        """Args:
+        groups: The groups of layers.
+        transfer: Tags of the transfer pool, which other WorkAgents share.
+        states: Tags of the state slots.
         """
         self._block_size = block_size
         self._groups = groups
@@ -122,8 +124,8 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check the sources of moves before they are executed, and tag their targets. Raise WorkerError if a source is
-        wrong.
+        """Before moves are executed, check their sources and tag their targets. Raise WorkerError
+        if a source is wrong.
         """
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
@@ -132,30 +134,30 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check moves into the transfer pool before they are executed. Their targets stay unreadable until
-        `finish_exports`.
-        """
+        """Before exports are executed, check their sources. Their targets are unreadable until `finish_exports`."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
             num_written[move.target] = 0
 
     def finish_exports(self, exports: Int32Array) -> None:
-        """Tag the exported blocks in the transfer pool, so that other WorkAgents can read them."""
+        """Tag the exported blocks in the transfer pool. Other WorkAgents can read them from now on."""
         tags = self._memories[BlockLocation.TRANSFER]
         for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
             tags.num_written[move.target] = min(move.num_tokens, MAX_TOKENS_PER_BLOCK)
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if blocks were overwritten while they were read from the transfer pool."""
+        """Raise WorkerError if blocks of the transfer pool were overwritten while they were read."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind in (BlockMoveKind.IMPORT, BlockMoveKind.IMPORT_STATE):
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those that they write. The indices of the step must be
-        valid. Raise WorkerError if a row reads a block that was not written for it, or if two rows write one block.
+        """Check the blocks that the rows of a step read, and tag those that they write.
+
+        The indices of the step must be valid. Raise WorkerError if a row reads a block that was not written for it, or
+        if two rows write one block.
         """
         block_size, num_computed = self._block_size, step.num_computed
         num_tokens = num_computed + step.query_lens
@@ -191,8 +193,8 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Check that each block has the epoch that its row expects. `owners`: expected epochs in the order of `reads`
-        [G * B, W].
+        """Raise WorkerError if a block has another epoch than its row expects. `owners`: expected epochs, in the order
+        of `reads`.
         """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):

@@ -30,22 +30,23 @@ except ImportError:  # another release
 
 LITE_PACKAGE: Final = "mindspore_lite"
 MAX_STARTED: Final = 2
-"""Maximum number of steps that were started and not waited for."""
+"""Maximum number of started steps that were not waited for."""
 _DECODE_PHASE: Final = "increment"
-"""Name by which MindSpore recognizes the graph of decode steps."""
+"""The name that marks a graph of decode steps for MindSpore."""
 
 
 class CompiledNetwork:
     """One graph for batches of every shape.
 
-    It is called without the checks of `Cell.__call__`, which take 140 of 160 µs and are unnecessary, because the
-    arguments always have the same types and ranks. The faster call uses private names of MindSpore. If a release lacks
-    them, the ordinary call is used.
+    `Cell.__call__` checks its arguments, which takes 140 of 160 µs. The checks are unnecessary, because the arguments
+    always have the same types and ranks. So this class calls the graph directly, by private names of MindSpore; if a
+    release lacks them, it uses the ordinary call.
 
     Args:
         inputs: The arguments, as for `Cell.set_inputs`, if they are not those of a step.
         is_decode: Whether the graph computes decode steps. On Ascend, MindSpore then keeps the shapes, kernel arguments
-            and memory of a step for the next one of the same shapes.
+            and
+            memory of a step for the next one of the same shapes.
     """
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None, *, is_decode: bool = False) -> None:
@@ -65,8 +66,9 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph; the first call compiles it. Arguments are not copied, so they must not change before this
-        method returns. The result of a program is valid only until the next call.
+        """Run the graph. The first call compiles it. The result of a program is valid only until the next call.
+
+        Arguments are not copied, so they must not change before this method returns.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -84,8 +86,8 @@ class CompiledNetwork:
         return self._run(tensors)
 
     def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return a tensor with the elements of an array. On an NPU it is in pinned memory, so that the host need not
-        wait for the copy to the device.
+        """Return an array as a tensor. On an NPU it is in pinned memory, so that the host need not
+        wait for the copy.
         """
         tensor = ms.Tensor.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self._pins else tensor
@@ -110,8 +112,11 @@ def load_lite() -> Any:
 class LiteNetwork:
     """A MINDIR file that mindspore_lite computes on an NPU. It is called like a `CompiledNetwork`.
 
-    `ini`: options of the graph engine, in the format of older servers. `inputs`: examples of the expected arguments.
     Raise ConfigError if the arguments in the file have other types or numbers of dimensions.
+
+    Args:
+        ini: Options of the graph engine, in the format of older servers.
+        inputs: Examples of the expected arguments.
     """
 
     num_compilations = 1
@@ -154,14 +159,12 @@ class LiteNetwork:
 
 
 def _describe_argument(lite: Any, tensor: Any) -> str:
-    """Return the name, type and number of dimensions of an argument. The name is without the prefix of the graph."""
+    """Return the name, without the graph's prefix, the type and the number of dimensions of an argument."""
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 
 
 class StepNetwork(Protocol):
-    """One graph for batches of every shape."""
-
     @property
     def num_compilations(self) -> int: ...
 
@@ -173,7 +176,7 @@ class StepNetwork(Protocol):
 
 
 class StepNetworks(NamedTuple):
-    """The networks of a model that `Lowered` describes, in callable form."""
+    """The networks of a model, in callable form. `Lowered` describes them."""
 
     logits: StepNetwork | None
     states: StepNetwork
@@ -185,8 +188,11 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of requests in a step of
-    whole prompts. `has_adapters`: whether the network has adapter slots.
+    """Return networks that are compiled at their first call.
+
+    Args:
+        num_prompt_rows: Maximum number of requests in a step of whole prompts.
+        has_adapters: Whether the network has adapter slots.
     """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
@@ -200,8 +206,9 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return networks that `lowering.mindir.export` wrote and mindspore_lite computes. Raise ConfigError if a file has
-    other arguments than a step. Raise KernelError if mindspore_lite is not installed.
+    """Return networks that `lowering.mindir.export` wrote and mindspore_lite computes.
+
+    Raise ConfigError if a file has other arguments than a step, KernelError if mindspore_lite is not installed.
     """
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]

@@ -1,4 +1,4 @@
-"""Device settings of this process, and selection of the backend."""
+"""Device settings of this process, and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Number of threads with which MindSpore dispatches kernels to an NPU. It is MindSpore's documented default, but
-without this setting MindSpore uses fewer on a machine with up to 16 cores, and then rejects PagedAttention ("Invalid
-shape").
+"""Number of threads with which MindSpore dispatches kernels to an NPU. It is MindSpore's documented default. But
+without this setting, MindSpore uses fewer threads on a machine with up to 16 cores, and then rejects PagedAttention
+("Invalid shape").
 """
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Set the device and graph mode of this process. Call it before the first operator. Raise ConfigError for an
-    unknown NPU.
+    """Set the device and graph mode of this process, before its first operator. Raise ConfigError
+    for an unknown NPU.
     """
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
@@ -49,20 +49,22 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
 
 
 def free_npu_memory() -> int:
-    """Return the free bytes on the NPU that `configure_device` selected, as reported by CANN."""
+    """Return the free bytes of the NPU that `configure_device` selected, as CANN reports them."""
     return int(ms.hal.get_device_properties(0, "Ascend").free_memory)  # the id is ignored
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or all memory of the device if that is
-    less, as YAMLs for older servers expect. `free`: free bytes; 0 if the device does not report them.
+    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or all memory if the device has less,
+    as YAMLs for older servers expect. `free`: free bytes; 0: unknown.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return settings of the graph compiler. On Ascend they are those of vllm-mindspore and MindFormers: infer boost,
-    whose library has the kernel of PagedAttention, and level O0, which infer boost requires.
+    """Return settings of the graph compiler.
+
+    On Ascend they are those of vllm-mindspore and MindFormers: infer boost, whose library has the kernel of
+    PagedAttention, and level O0, which infer boost requires.
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
@@ -72,7 +74,7 @@ def _jit_config(device: DeviceConfig) -> dict[str, str]:
 
 
 def _soc_version() -> str:
-    """Return the name of the NPU's chip, such as "ascend910b"; empty if MindSpore does not report it."""
+    """Return the name of the NPU's chip, such as "ascend910b"; empty: MindSpore does not report it."""
     try:
         from mindspore._c_expression import MSContext
 
@@ -90,11 +92,13 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice for the operator. The notice says that the
-    operator library is missing, or that the device cannot guarantee `exactness: exact`; usually it is empty.
+    """Return the backend for `device_target` and `kernels`, and a notice for the operator, which is usually empty.
 
-    Raise KernelError if `kernels` requires the operator library and it cannot be built or loaded. `is_native`: the
-    network is this project's own, not MindFormers', which has its own matrix products.
+    The notice says that the kernel library is missing, or that the device cannot guarantee `exactness: exact`. Raise
+    KernelError if `kernels` requires the library and it cannot be built or loaded.
+
+    Args:
+        is_native: Whether the network is this project's own. MindFormers' networks have their own matrix products.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)

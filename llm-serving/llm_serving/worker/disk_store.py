@@ -44,9 +44,7 @@ TEMPORARY: Final = "temporary"
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
 """A fingerprint or a block hash as the name of a folder or file."""
 KEPT_FRACTION: Final = 0.9
-"""Fraction of `max_bytes` that remains after an eviction. It is below 1, so that not every write has to read the
-folder.
-"""
+"""Fraction of `max_bytes` that remains after an eviction. It is below 1, so that not every write reads the folder."""
 
 
 class Written(NamedTuple):
@@ -64,7 +62,7 @@ class _File(NamedTuple):
 class DiskStore:
     """Reads and writes the blocks of one model in a folder that other processes and models may use too.
 
-    All files together have at most `max_bytes`; the least recently used ones are deleted. Errors of the disk are not
+    All files together have at most `max_bytes`; the least recently used ones are deleted. No error of the disk is
     raised: a block that cannot be read counts as missing, and a block that cannot be written is not stored. The first
     error after a success is logged.
     """
@@ -91,7 +89,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Return how many consecutive blocks are stored, starting with the first. Mark them as used now."""
+        """Return how many blocks from the first on are stored without a gap. Mark them as used now."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())
@@ -131,7 +129,7 @@ class DiskStore:
         return None
 
     def write(self, block_hash: bytes, content: bytes) -> Written:
-        """Store a block, unless it is already stored. To make room, the least recently used blocks are deleted."""
+        """Store a block, unless it is stored. To make room, delete the least recently used blocks."""
         path = self._own / block_hash.hex()
         num_bytes = len(content) + OVERHEAD_BYTES
         if num_bytes > self._max_bytes or os.access(path, os.F_OK):
@@ -167,8 +165,10 @@ class DiskStore:
         return Written(is_new=True, num_evicted=num_evicted)
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
-        """Delete abandoned temporary files and, until `num_bytes` more bytes fit, the least recently used blocks.
-        Return the bytes of the remaining files and the number of deleted blocks. `lock`: descriptor of the locked file.
+        """Delete temporary files of killed processes and, until `num_bytes` more bytes fit, the least recently used
+        blocks.
+
+        Return the bytes of the remaining files, and the number of deleted blocks. `lock`: descriptor of the lock file.
         """
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
@@ -186,9 +186,7 @@ class DiskStore:
         return total, num_evicted
 
     def _files(self) -> Iterator[_File]:
-        """Yield the blocks of all models. Delete temporary files that killed processes have left. Skip files that other
-        programs wrote.
-        """
+        """Yield the blocks of all models. Delete temporary files of killed processes. Skip files of other programs."""
         for model in os.scandir(self.folder):
             if not model.is_dir(follow_symlinks=False) or not _HEX.fullmatch(model.name):
                 continue
@@ -204,9 +202,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the lock, and yield the descriptor of the lock file. The kernel releases the lock when a process
-        ends.
-        """
+        """Yield the descriptor of the lock file while it is locked. The kernel unlocks it when a process ends."""
         lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
 """Draft tokens from a small model (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
 2023).
 
-The draft model samples with the random number that the request uses at the same position. So it proposes the large
-model's token wherever both distributions agree. The large model verifies each token, so answers do not depend on
+The draft model samples with the random number that the request uses at the same position. So it proposes the served
+model's token wherever both distributions agree. The served model verifies each token, so answers do not depend on
 drafts.
 """
 
@@ -29,7 +29,7 @@ from llm_serving.worker.model_runner import ModelRunner
 
 
 class DraftSlot:
-    """Cache blocks of the draft model, and the tokens of the request that they are assigned to."""
+    """Cache blocks of the draft model, and the tokens that they hold."""
 
     def __init__(self, blocks: range) -> None:
         self.blocks = np.array(blocks, np.int32)
@@ -49,8 +49,9 @@ class DraftSlot:
 
 
 class DraftRow(NamedTuple):
-    """A request in a step. `number`: its index among all requests. `num_cached`: number of its first tokens that are
-    cached.
+    """A request in a step.
+
+    `number`: its index among all requests. `num_cached`: number of its first tokens that are cached.
     """
 
     number: int
@@ -62,18 +63,18 @@ class DraftModel:
     """Runs the draft model. Only the thread of its runner may call it."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        """`vocab_size`: vocabulary size of the large model. Tokens beyond it are not proposed."""
+        """`vocab_size`: vocabulary size of the served model. Tokens beyond it are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
         self.blocks_per_request = count = blocks_per_draft_request(runner.kv_tensors.block_size)
         self._free = [DraftSlot(range(index * count, (index + 1) * count)) for index in range(MAX_DRAFT_REQUESTS)]
         self._slots: OrderedDict[int, DraftSlot] = OrderedDict()
-        """Request key -> slot, the least recently used first."""
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return up to `num_draft_tokens` draft tokens for each request, and none for a request that exceeds a limit.
-        Raise WorkerError if the model failed; all cached tokens are then dropped.
+
+        If the model fails, drop all cached tokens and raise WorkerError.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:
@@ -89,7 +90,6 @@ class DraftModel:
         return proposed
 
     def _rows(self, requests: Sequence[DraftRequest]) -> list[DraftRow]:
-        """Return a row for each request that exceeds no limit."""
         rows, left = [], MAX_PROPOSED_TOKENS
         for index, request in enumerate(requests[:MAX_DRAFT_REQUESTS]):
             token_ids = request.token_ids
@@ -114,7 +114,7 @@ class DraftModel:
     def _extend(
         self, requests: Sequence[DraftRequest], rows: list[DraftRow], proposed: list[list[int]]
     ) -> list[DraftRow]:
-        """Add one draft token to each row. Return the rows that need further tokens."""
+        """Add one draft token to each row. Return the rows that need more tokens."""
         extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)
@@ -145,7 +145,7 @@ class DraftModel:
         return unfinished
 
     def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute the tokens of a step that are not cached. Return the next token of each row; -1: no token."""
+        """Compute the tokens that are not cached. Return the next token of each row; -1: none."""
         token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
         return token_ids
 

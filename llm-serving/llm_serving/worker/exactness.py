@@ -1,4 +1,4 @@
-"""Guarantees about the bits of an answer, by `device_config.exactness` and backend. The log shows them at the start."""
+"""What is guaranteed about the bits of an answer, by `device_config.exactness` and backend. The log states it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ OF_EXPERTS: Final = (
     "bit-identical answers are not guaranteed on Ascend: GroupedMatmulV4 multiplies experts, and may order its sums by "
     "how many rows an expert has"
 )
-"""Text of the guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
+"""The guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return the text of what answers are guaranteed to depend on. `has_experts`: the model has experts that are not
-    quantized to 8 bits.
+    """Return a text that says what answers depend on. `has_experts`: whether the model has experts that are not in 8
+    bits.
     """
     if has_experts and backend_name == "ascend_invariant":
         return OF_EXPERTS
@@ -58,10 +58,9 @@ any context of the step has 256 tokens, and 128 otherwise.
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if, with this block size, PagedAttention's order of sums for a row depends on other rows.
+    """Raise ConfigError if PagedAttention's order of sums for a row depends on other rows with this block size.
 
-    Args:
-        attention_rows: See `Backend.attention_rows`.
+    `attention_rows`: see `Backend.attention_rows`.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

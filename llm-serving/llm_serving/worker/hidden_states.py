@@ -1,4 +1,4 @@
-"""Last hidden states of the newest tokens, which the layer for multi-token prediction reads (`worker.mtp`)."""
+"""Hidden states of the newest tokens, which the layer for multi-token prediction reads (`worker.mtp`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_ENTRY: Final = -1
 
 
 def newest_tokens(query_lens: Int32Array) -> Int32Array:
-    """Return the indices, ascending, of the last `DRAFT_WINDOW` tokens of each row of a step."""
+    """Return the ascending indices of the last `DRAFT_WINDOW` tokens of each row of a step."""
     if int(query_lens.max()) <= DRAFT_WINDOW:
         return np.arange(query_lens.sum(), dtype=np.int32)
     ends = np.cumsum(query_lens, dtype=np.int32)
@@ -27,12 +27,12 @@ def newest_tokens(query_lens: Int32Array) -> Int32Array:
 
 
 class HiddenStates:
-    """Hidden states by KV block and offset. They are kept for `num_entries` of `num_blocks` blocks; a block without
-    an entry takes that of the least recently used one.
+    """Hidden states of the last layer, by KV block and offset.
+
+    They are kept for `num_entries` of `num_blocks` blocks. A further block replaces the least recently used one.
     """
 
     def __init__(self, num_entries: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:
-        """`dtype`: model dtype, in which the states are kept."""
         self._block_size, self._dtype = block_size, dtype
         self._states: Array = to_model_dtype(np.zeros((num_entries, block_size, hidden), np.float32), dtype)
         self._is_kept = np.zeros((num_entries, block_size), np.bool_)
@@ -42,7 +42,7 @@ class HiddenStates:
         self._num_uses = 0
 
     def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
-        """Drop the states of blocks that a step moves other content to, and of slots that it computes."""
+        """Drop the states of blocks that a step overwrites by moves, and of slots that it computes."""
         if len(block_moves):
             entries = self._entry_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
             self._is_kept[entries[entries != _NO_ENTRY]] = False
@@ -65,8 +65,9 @@ class HiddenStates:
         self._is_kept[entries[found], offsets[found]] = True
 
     def read(self, block_ids: Sequence[int], first: int, count: int) -> Float32Array:
-        """Return the states [n, H] of the last n of `count` tokens, as many as are kept without a gap. `block_ids`:
-        their KV blocks; `first`: offset of the first token in the first block.
+        """Return the states [n, H] of the last n of `count` tokens: as many as are kept without a gap.
+
+        `block_ids`: KV blocks of the tokens. `first`: offset of the first token in the first block.
         """
         columns, offsets = np.divmod(np.arange(first, first + count), self._block_size)
         entries = self._entry_of[np.array(block_ids, np.int32)[columns]]

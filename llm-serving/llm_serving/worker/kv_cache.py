@@ -1,6 +1,4 @@
-"""The KV cache of a WorkAgent: block tensors for each layer, host pool, transfer pool, and moves of blocks between
-them.
-"""
+"""The KV cache of a WorkAgent: tensors of each layer, host pool, transfer pool, and moves of blocks between them."""
 
 from __future__ import annotations
 
@@ -42,12 +40,12 @@ class TransferMemory:
     """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
     All WorkAgents of one machine inherit the same file. A WorkAgent on another machine has its own; the master copies
-    blocks between pools by `read` and `write`. All replicas have the same model and settings, so their layout is the
-    same. The first WorkAgent that maps the file sets its size; the kernel allocates pages when they are first written.
+    blocks between pools by `read` and `write`. All replicas have the same model and settings, so their layouts are
+    equal. The first WorkAgent that maps the file sets its size. The kernel allocates pages when they are first written.
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
-    The master decides which WorkAgent writes a block, and when; readers check the epoch.
+    The master decides which WorkAgent writes a block, and when. Readers check the epoch.
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
@@ -74,8 +72,9 @@ class TransferMemory:
         return sum(array[0].nbytes for array in self.arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """Return the number of tokens written in each block, and the contents in the order of
-        `transport.messages.BlockContents`. Raise WorkerError if a block does not exist or has another epoch.
+        """Return the number of tokens in each block, and the contents in the order of `BlockContents`.
+
+        Raise WorkerError if a block does not exist or has another epoch.
         """
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
@@ -87,8 +86,9 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents that `read` returned. The blocks are unreadable until the write is complete. Raise WorkerError
-        if a block does not exist, or the contents or numbers are invalid.
+        """Write contents that `read` returned. Until the write is complete, the blocks are unreadable.
+
+        Raise WorkerError if a block does not exist, or if contents or numbers are invalid.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
@@ -134,7 +134,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """KV tensors of all layers. They must exist as long as the network that uses the same Parameters.
+    """KV tensors of all layers. They must exist as long as a network uses their Parameters.
 
     Block i of the block manager is row i of every tensor, so whole blocks can be copied. The host pool holds blocks in
     the same layout, but attention does not read it.
@@ -169,8 +169,10 @@ class KVTensors:
         num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors; `int8`: in 8 bits. Raise ConfigError if there are more KV slots than an int32 number
-        can represent. Raise ModelError if the backend has no attention over 8-bit keys and values.
+        """Allocate zeroed tensors; `int8`: with elements of 8 bits.
+
+        Raise ConfigError if an int32 number cannot count the KV slots, ModelError if the backend has no attention over
+        8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(
@@ -196,9 +198,7 @@ class KVTensors:
             release_pages(blocks.ctypes.data, blocks.nbytes)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Execute moves of whole blocks, in all layers and in the given order. They must have passed
-        `check_block_moves`.
-        """
+        """Execute moves of whole blocks, in all layers and in the given order. Call `check_block_moves` before."""
         for kind, pairs in group_by_kind(block_moves):
             if kind in (BlockMoveKind.EXPORT_STATE, BlockMoveKind.IMPORT_STATE):
                 self._move_states(kind, pairs)
@@ -208,9 +208,7 @@ class KVTensors:
                 self.backend.copy_blocks(source, target, pairs)
 
     def _move_states(self, kind: BlockMoveKind, pairs: Int32Array) -> None:
-        """Copy states into blocks of the transfer pool or back. A state is divided into pieces of the size of a
-        block.
-        """
+        """Copy states to or from blocks of the transfer pool, in pieces of the size of a block."""
         assert self.transfer is not None
         exports = kind is BlockMoveKind.EXPORT_STATE
         slots, blocks = (pairs[:, 0], pairs[:, 1]) if exports else (pairs[:, 1], pairs[:, 0])
@@ -242,7 +240,7 @@ class GraphOwnedCache(KVTensors):
         return cls(backend, (), (), num_blocks, 0, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if there are moves, because they cannot be executed."""
+        """Raise WorkerError if there are any moves."""
         if len(block_moves):
             raise WorkerError(
                 "with model_config.backend: ge the KV cache is inside a graph, which cannot copy blocks: "
@@ -256,7 +254,7 @@ def _bytes_of(array: Array) -> Array:
 
 
 def _copy_bytes(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Copy the bytes of `sources`, one after another, into `targets`, until either is exhausted."""
+    """Copy the bytes of all `sources` in order into `targets`, until either ends."""
     content = np.concatenate(sources)
     offset = 0
     for target in targets:
@@ -276,7 +274,7 @@ def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: boo
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """Return how many blocks fit into `num_bytes`. `one`: bytes of a block. Raise ConfigError if not even one fits."""
+    """Return how many blocks fit into `num_bytes`. `one`: bytes of a block. Raise ConfigError if none fits."""
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

@@ -1,5 +1,6 @@
-"""The thread that serves the KV transfer pool to the master. This module does not import MindSpore, so that a WorkAgent
-with another model runner starts without it.
+"""The thread that serves the transfer pool to the master.
+
+It does not import MindSpore, so that a WorkAgent with another model runner starts without it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from llm_serving.transport.messages import (
 from llm_serving.worker.disk_store import Written
 
 SHARE: Final = 0.1
-"""Maximum fraction of a core that background work may use while steps run."""
+"""Maximum fraction of a core for background work while steps run."""
 
 
 class BlockStore(Protocol):
-    """Interface of `worker.kv_cache.TransferMemory`."""
+    """The methods of `worker.kv_cache.TransferMemory`."""
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]: ...
 
@@ -40,7 +41,7 @@ class BlockStore(Protocol):
 
 
 class Disk(Protocol):
-    """The part of `worker.disk_store.DiskStore` that the master's requests use."""
+    """The methods of `worker.disk_store.DiskStore` that requests of the master need."""
 
     num_bytes: int
     num_damaged: int
@@ -60,10 +61,11 @@ def serve_blocks(
     disk: Disk | None = None,
     block_size: int = 0,
 ) -> None:
-    """Serve the master's requests for blocks in a separate thread, until the connection ends with a TransportError.
+    """Start a thread that answers the master's requests for blocks until the connection fails.
 
-    `pause_after`: called after each frame, except reads from disk, with the CPU seconds that it took, measured by
-    `clock`. `disk`: disk cache with blocks of `block_size` tokens; None: there is none.
+    Args:
+        pause_after: Called after each frame with its CPU seconds, measured by `clock`; not after reads from disk.
+        disk: Disk cache with blocks of `block_size` tokens; None: there is none.
     """
     began = clock()
     while True:
@@ -131,7 +133,7 @@ def _store(message: StoreBlocks, pool: BlockStore, disk: Disk, block_size: int) 
 
 
 class BackgroundThrottle:
-    """Slows down a background thread, which works in small pieces, while steps run."""
+    """Slows a background thread down while steps run. The thread works in small pieces."""
 
     def __init__(self, pause: Callable[[float], object] = time.sleep) -> None:
         self._pause = pause
@@ -140,7 +142,6 @@ class BackgroundThrottle:
 
     @contextlib.contextmanager
     def step_running(self) -> Iterator[None]:
-        """Mark that a step runs within the context."""
         self._num_started += 1
         self._is_running = True
         try:
@@ -149,8 +150,8 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """Sleep after a piece of work of `took_s` CPU seconds, if a step ran during it. With the sleep, the work takes
-        at most `SHARE` of the elapsed time.
+        """If a step ran during a piece of work of `took_s` CPU seconds, sleep, so that the work takes at most `SHARE`
+        of the time.
         """
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:

@@ -1,4 +1,4 @@
-"""Creation of a model runner from the master's settings."""
+"""Creates a model runner from the master's settings."""
 
 from __future__ import annotations
 
@@ -64,16 +64,19 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
-    """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
-    for the operator, which is usually empty.
+    """Select the device, prepare the kernels, read the weights and compile the network.
 
-    Raise ConfigError if the model cannot be read or its cache does not fit, KernelError if the requested kernels are
-    not available, RankLostError if a rank is missing.
+    Return the runner, and a notice for the operator, which is usually empty.
 
     Args:
-        ranks_fd: Memory shared by the ranks of the replica; None: the replica has only this process.
-        transfer_fd: Memory of the KV transfer pool; None: there is none.
-        group_port: Port of this machine that ranks use for their collectives, if they compute graphs.
+        ranks_fd: Memory that the ranks of the replica share; None: there is only this process.
+        transfer_fd: Memory of the transfer pool; None: there is none.
+        group_port: Port of this machine for the collectives of ranks that compute graphs.
+
+    Raises:
+        ConfigError: The model cannot be read, or its cache does not fit.
+        KernelError: The requested kernels are not available.
+        RankLostError: A rank is missing.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -195,7 +198,8 @@ def _draft_model(
 def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Return a function that reports the number of bytes read to `on_progress`, at most every `PROGRESS_INTERVAL_S`.
+    """Return a function that reports the bytes read to `on_progress`, at most once in `PROGRESS_INTERVAL_S`.
+
     The reports show the master that loading proceeds.
     """
     reported_at = clock()
@@ -210,7 +214,7 @@ def limit_progress_reports(
 
 
 def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
-    """Return a runner for exported graphs, which mindspore_lite computes. The graphs contain weights and caches."""
+    """Return a runner for exported graphs, which contain weights and caches. mindspore_lite computes them."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
@@ -227,9 +231,7 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
 
 
 def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
-    """Wait for the other ranks of the replica, and return the group. The ranks add their partial sums in shared
-    memory.
-    """
+    """Wait for the other ranks of the replica. Return the group, which adds partial sums in shared memory."""
     if backend.name != "cpu":
         raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
@@ -287,7 +289,7 @@ def _num_state_slots(settings: LoadModel, spec: ModelSpec) -> int:
 
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
-    """Return the number of blocks that fit into memory, limited to what all running requests can fill."""
+    """Return how many blocks fit into memory, but no more than all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size, int8=_has_int8_cache(settings))
     groups = CacheGroups.of(spec.layout.windows, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * groups.max_blocks_of(settings.max_model_len, settings.block_size)

@@ -38,20 +38,24 @@ _MANTISSA_BITS = 23
 
 
 def weight_scale(temperature: np.float32) -> np.float32:
-    """Return the factor from a difference of logits to the exponent of a weight. It is finite for every temperature."""
+    """Return the factor that converts a difference of logits into the exponent of a weight. It is always finite."""
     with np.errstate(over="ignore"):
         return min(np.float32(_LOG2_E / temperature), _LARGEST)
 
 
 def weight_scales(temperatures: Float32Array) -> Float32Array:
-    """Return `weight_scale` of each temperature, and the largest for 0."""
+    """Return `weight_scale` of each temperature; for 0, the largest scale."""
     with np.errstate(over="ignore", divide="ignore"):
         return np.minimum(_LOG2_E / temperatures, _LARGEST)
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each token: multiples of 2^-33, 1 for the most likely token. `values`: logits [V] without
-    NaN. `largest`: the largest of them, finite. `scale`: from `weight_scale`.
+    """Return the weight of each token: multiples of 2^-33, 1 for the most likely token.
+
+    Args:
+        values: Logits [V] without NaN.
+        largest: The largest logit, finite.
+        scale: From `weight_scale`.
     """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
@@ -78,6 +82,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
     """Set all `weights` [V] to 0 except the `count` >= 1 largest. Among equal weights, the lowest ids are kept.
+
     `descending`: the weights in descending order, if known.
     """
     if count >= len(weights):
@@ -93,8 +98,9 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights of the tokens that a filter removes to 0. The largest weight is always kept. `top_p` applies
-    after `min_p` and `top_k`.
+    """Set the weights of the tokens that a filter removes to 0. The largest weight is always kept.
+
+    `top_p` applies after `min_p` and `top_k`.
     """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
@@ -112,8 +118,8 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
     """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first.
 
     The most typical tokens are those whose exponent is closest to the mean exponent (Meister et al. 2022, section 4;
-    exponents differ from log-probabilities by a constant). Of equally typical tokens the lowest ids come first.
-    `exponents`: [V], the logarithm to base 2 of each weight before it was rounded.
+    exponents differ from log-probabilities by a constant). Of equally typical tokens, the lowest ids come first.
+    `exponents`: [V], logarithm to base 2 of each weight before it was rounded.
     """
     (ids,) = np.nonzero(weights > 0)
     kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
@@ -128,8 +134,9 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """Return the first token whose cumulative weight exceeds `number` (in [0, 1)) times the total. Such a token exists:
-    `number` is at most 1 - 2^-53, so the product rounds to less than the total.
+    """Return the first token whose cumulative weight exceeds `number` times the total, with `number` in [0, 1).
+
+    Such a token exists: `number` is at most 1 - 2^-53, so the product rounds to less than the total.
     """
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
@@ -139,15 +146,17 @@ _SCALE = weight_scale(np.float32(1))
 
 
 def total_weight(logits: Float32Array) -> float:
-    """Return sum(exp(logits - max(logits))) of one row, computed from its token weights. `logits`: [V], the largest
+    """Return sum(exp(logits - max(logits))) of one row [V], computed from its token weights. The maximum must be
     finite.
     """
     return float(token_weights(logits, logits.max(), _SCALE).sum(dtype=np.float64))
 
 
 def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
-    """Return log(sum(exp(logits))) of each row, computed from the largest logit and the `total_weight`; all arrays are
-    [rows]. Each logarithm is computed separately, because NumPy's vectorized logarithms may differ in the last bit.
+    """Return log(sum(exp(logits))) of each row. `largest`: largest logits [rows]. `totals`: their `total_weight`
+    [rows].
+
+    Each logarithm is computed separately, because NumPy's vectorized logarithms may differ in the last bit.
     """
     logarithms = np.array([math.log(total) for total in totals.tolist()])
     normalizers: Float64Array = largest.astype(np.float64) + logarithms
@@ -155,7 +164,7 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest of `values` ([V], no NaN), in descending order; of equal values, the
+    """Return the indices of the `count` largest of `values` ([V], no NaN), in descending order. Of equal values, the
     lowest index is first.
     """
     size = len(values)
@@ -175,12 +184,14 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
-    """Return log-probabilities of sampled tokens ([S], 0 if there is none) and of the most likely ones, as in
-    `StepOutput`.
+    """Return log-probabilities of sampled tokens ([S], 0 for no token) and of the most likely ones, as in `StepOutput`.
 
-    `logits` [S, V]; `chosen` [S]: sampled tokens; `top` [S, K]: most likely tokens, -1 in unused entries; `totals` [S]:
-    `total_weight`, 0 for samples without a token or without requested log-probabilities; `largest` [S]: largest logit,
-    only read where `totals` is not 0.
+    Args:
+        logits: [S, V]
+        chosen: [S], sampled tokens.
+        top: [S, K], most likely tokens; -1 in unused entries.
+        largest: [S], largest logits; read only where `totals` is not 0.
+        totals: [S], `total_weight`; 0 for samples without a token or without requested log-probabilities.
     """
     logprobs = np.zeros(len(chosen), np.float32)
     if all_zero(totals):

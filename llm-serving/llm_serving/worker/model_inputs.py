@@ -1,7 +1,7 @@
-"""Conversion of a step into the arguments of a network: NumPy index arithmetic and all index checks.
+"""Converts a step into the arguments of a network, and checks all indices.
 
 Token ids are checked against the vocabulary, positions against the rotary tables, block ids against the cache, so
-kernels need no checks. Each check is a single pass over an array, because the arrays are short and the cost of calls
+kernels need no checks. Each check is one pass over an array, because the arrays are short and the cost of calls
 dominates.
 """
 
@@ -20,9 +20,7 @@ from llm_serving.errors import WorkerError
 
 
 def all_true(mask: NDArray[np.bool_]) -> bool:
-    """Return whether a mask is true everywhere. It searches the bytes of the mask, which is faster than a NumPy
-    reduction.
-    """
+    """Return whether a mask is true everywhere. A search in its bytes is faster than a NumPy reduction."""
     return b"\0" not in mask.tobytes()
 
 
@@ -35,8 +33,8 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values are from 0 to `end` - 1. One comparison suffices, because negative values are very
-    large as unsigned numbers.
+    """Return whether all values are from 0 to `end` - 1, by one comparison: as unsigned numbers, negative values are
+    large.
     """
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
@@ -70,12 +68,13 @@ class ModelLimits:
     num_blocks: int
     block_size: int
     groups: CacheGroups = ONE_GROUP
-    """The groups of layers, each of which has block tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """The arguments of a network, in the order of `lowering.step_inputs.STEP_INPUTS`; all int32 and C-contiguous."""
+    """The arguments of a network, in the order of `lowering.step_inputs.STEP_INPUTS`. All are int32
+    and C-contiguous.
+    """
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
@@ -85,9 +84,9 @@ class ModelInputs:
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
     states: tuple[Int32Array, ...] = ()
-    """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty for a model without recurrent states."""
+    """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty: the model has no recurrent states."""
     adapter_slots: tuple[Int32Array, ...] = ()
-    """Array of `lowering.step_inputs.ADAPTER_INPUT`; empty for a network without adapter slots."""
+    """Array of `lowering.step_inputs.ADAPTER_INPUT`; empty: the network has no adapter slots."""
 
     @property
     def num_rows(self) -> int:
@@ -95,14 +94,14 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Indices of the tokens whose hidden states a network returns: those with results, or the first token if there
-        are none, because some kernels need a row.
+        """Indices of the tokens whose hidden states a network returns: those with results. If there are none, it is the
+        first token, because some kernels need a row.
         """
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
     def are_whole_prompts(self) -> bool:
-        """Whether no row has computed tokens from earlier steps."""
+        """Whether no row has tokens that earlier steps computed."""
         return bool((self.context_lens == self.query_lens).all())
 
     def padded_to(self, num_rows: int) -> ModelInputs:
@@ -141,11 +140,10 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references in `token_ids` by tokens of the previous step. The value -1 - j refers to sample j of that
-    step.
+    """Replace references to the previous step by its tokens: the id -1 - j stands for its sample j.
 
-    `previous`: tokens of the samples of the previous step, -1 for a failed sample. The array is copied only if there
-    are references. Raise WorkerError if a reference names a sample that the previous step did not have.
+    `previous`: tokens of its samples, -1 for a failed one. The array is copied only if there are references. Raise
+    WorkerError if a reference names a sample that the previous step did not have.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -161,8 +159,9 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError,
-    before any computation, if the step is inconsistent or exceeds vocabulary, positions or cache.
+    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled.
+
+    Raise WorkerError if the step is inconsistent or exceeds vocabulary, positions or cache.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
@@ -208,7 +207,7 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
 
 
 def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) -> Int32Array:
-    """Return [G * B], the first column of `block_tables` to which the first token of a row attends."""
+    """Return [G * B]: the first column of each row of `block_tables` to which the row's first token attends."""
     firsts = []
     for window in groups.windows:
         first = np.zeros(step.num_rows, np.int32)
@@ -221,8 +220,8 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with block 0 in entries before the sliding window. Raise WorkerError for any other
-    invalid entry.
+    """Return the block tables with block 0 in entries before the sliding window. Raise WorkerError for other invalid
+    entries.
     """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]

@@ -1,4 +1,4 @@
-"""Runs steps on the network: arrays in, sampled tokens out."""
+"""Runs steps on the network: from a step's arrays to sampled tokens."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ from llm_serving.worker.state_guard import NO_SLOT, StateGuard
 from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
-"""Ranks tag their shared work with a number. The first step has this tag, work before it 0."""
+"""Tag of the first step. Ranks tag their shared work with a number; work before the first step has the tag 0."""
 
 
 class ModelRunner:
-    """Owns the network and the KV cache. Construct and use it in one thread. Between steps, it keeps only the cache,
-    the number of the next step and the tokens of the latest step.
+    """Owns the network and the KV cache. Create and use it in one thread.
+
+    Between steps, it keeps only the cache, the number of the next step and the tokens of the latest step.
     """
 
     def __init__(
@@ -77,17 +78,20 @@ class ModelRunner:
         num_transfer_blocks: int = 0,
         adapters: AdapterLimits | None = None,
     ) -> None:
-        """Read the weights and allocate the cache; `warm_up` compiles the network. Raise ModelError if the folder does
-        not hold the weights of `spec`. Raise ConfigError if the cache cannot be allocated.
+        """Read the weights and allocate the cache. `warm_up` compiles the network.
 
         Args:
             as_program: Whether one operator runs the whole network, if the backend supports it; only for `native`.
-            num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts. 0: no such graph.
+            num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts; 0: no such graph.
             networks: Networks that contain weights and caches; None: build them from the folder.
             ranks: The ranks that compute the replica together with this process; None: it computes alone.
-            on_weights: Called with the number of bytes of weights read so far, and the total.
-            transfer_fd: Memory of the KV transfer pool; None: there is none.
+            on_weights: Called with the bytes of weights read so far, and the total.
+            transfer_fd: Memory of the transfer pool; None: there is none.
             adapters: Limits of the adapter slots; None: the network has none.
+
+        Raises:
+            ModelError: The folder does not hold the weights of `spec`.
+            ConfigError: The cache cannot be allocated.
         """
         self.adapters: AdapterMemory | None = None
         self.runs_program = as_program = as_program and backend.program() is not None
@@ -98,9 +102,9 @@ class ModelRunner:
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         self.draft_model: DraftModelClient | None = None
         self.hidden_states: HiddenStates | None = None
-        """Last hidden states of the newest tokens, for a draft model that reads them; None: they are not kept."""
+        """Hidden states of the newest tokens, for a draft model; None: they are not kept."""
         self.parameters: Parameters = {}
-        """Parameters of the weights; empty if a graph contains them."""
+        """Parameters of the weights; empty: a graph contains them."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
@@ -158,15 +162,13 @@ class ModelRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Number of graphs compiled so far. After `warm_up` it is one for each part of the network, and it does not
-        grow.
-        """
+        """Number of graphs compiled so far. After `warm_up` it must not grow."""
         parts = self._network, self._states, self._head, self._prompts, self._tokens
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network and initialize what the first steps need. Call it before any step, because it overwrites
-        blocks.
+        """Compile the network and initialize what the first steps need. This overwrites blocks, so call it before any
+        step.
         """
         num_groups = len(self._limits.groups.windows)
         for query_lens in ((1,), (2, 1)):
@@ -195,22 +197,26 @@ class ModelRunner:
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
-        """Run a step and return its results. Its parameters and errors are those of `start`."""
+        """Run a step and return its results. Parameters and errors are those of `start`."""
         started = self.start(step, await_allowed)
         return started.output() if isinstance(started, StartedStep) else started
 
     def start(
         self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None
     ) -> StepOutput | StartedStep:
-        """Move the blocks of a step and run it. Return its results, or a `StartedStep` if a device computes the step
-        while the master prepares the next one. `await_allowed`: waits for the allowed tokens of the step's samples, if
-        the master sends them later.
+        """Move the blocks of a step and run it. Return its results, or, if a device still computes them, a
+        `StartedStep`.
+
+        Args:
+            await_allowed: Waits for the allowed tokens of the step's samples, if the master sends them later.
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
             WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that were not
-                written for it. Nothing was computed, but the step counts as done; results of the next step that refer
-                to its tokens must be discarded.
+                written
+                for it. Nothing was computed, but the step counts as done. Discard results of the next step that refer
+                    to its
+                tokens.
             RankLostError: Another rank has exited or computes another step. No further step can be computed.
         """
         if self._ranks is None:
@@ -286,7 +292,9 @@ class ModelRunner:
         latest: Int32Array | StartedStep,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StartedStep:
-        """Start a step whose results are only sampled tokens. The host samples after the step if the device cannot."""
+        """Start a step whose results are only sampled tokens. If the device cannot sample them, the host does, after
+        the step.
+        """
         on_device = self._tokens is not None and self._tokens.computes(inputs)
         given_ids = None
         if isinstance(latest, StartedStep) and int(step.token_ids.min()) < 0:
@@ -362,9 +370,7 @@ class ModelRunner:
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
-        """Return one hidden state for each result. For a result of kind MEAN, it is the mean of its row's hidden
-        states.
-        """
+        """Return one hidden state for each result. For kind MEAN, it is the mean of its row's hidden states."""
         counts = num_states_per_result(result_tokens)
         if counts is None:
             return self._states_of(inputs)
@@ -401,15 +407,14 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the step before `step`. Return `inputs` with tokens in place of references, and these
-    tokens.
+    """Wait for `latest`, the previous step. Return `inputs` with its tokens in place of references,
+    and these tokens.
     """
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 
 
 def _first_error_per_row(errors: dict[int, str], result_tokens: Int32Array) -> dict[int, str]:
-    """Return the first error of each row and kind."""
     first: dict[tuple[int, int], int] = {}
     for index in sorted(errors):
         row, _, kind = result_tokens[index].tolist()

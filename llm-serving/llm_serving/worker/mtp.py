@@ -1,4 +1,4 @@
-"""Draft tokens from the model's own layer for multi-token prediction (`models.mtp`).
+"""Draft tokens from the model's own layer for multi-token prediction, MTP (`models.mtp`).
 
 The layer reads the hidden states that the model computed for the newest tokens of a request. It shares embedding and LM
 head with the model, and samples as a draft model does.
@@ -38,7 +38,6 @@ from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.sampler import ChooseTokens, choose_tokens_for, sample
 
 MAX_TOKENS: Final = DRAFT_WINDOW + MAX_DRAFT_TOKENS
-"""Maximum number of tokens of a request in the layer's KV cache."""
 
 
 def load_mtp(
@@ -48,8 +47,10 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the model of `runner`, which then keeps hidden states. The arguments are those of the
-    runner. Raise ModelError if the model runs as Cells, or the folder lacks the layer.
+    """Load the MTP layer of the model of `runner`, which then keeps hidden states.
+
+    The arguments are those of the runner. Raise ModelError if the model runs as Cells, or if the folder lacks the
+    layer.
     """
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
@@ -71,8 +72,8 @@ def load_mtp(
 class MtpModel(DraftModel):
     """Runs the MTP layer of the model of `runner`, in its thread.
 
-    A row is a token and the hidden state of the token before it. After a draft token, the hidden state is that of the
-    layer.
+    A row is a token and the hidden state of the token before it. After a draft token, this is the layer's own hidden
+    state.
     """
 
     def __init__(
@@ -90,7 +91,6 @@ class MtpModel(DraftModel):
         """Index of a request -> hidden states of the tokens before its last tokens."""
 
     def warm_up(self) -> None:
-        """Compile the layer."""
         slots = np.arange(1, dtype=np.int32)
         self._states.keep(slots, np.zeros((1, self._runner.spec.network.hidden), np.float32))
         self.propose([DraftRequest(0, 0, [0, 0], 1, 0.0, 0, 1.0, 0.0, 0, [0])])
@@ -108,7 +108,7 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request without the tokens whose preceding hidden state is not kept."""
+        """Return the request without those tokens for which the hidden state before is not kept."""
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:
             return request._replace(token_ids=[])

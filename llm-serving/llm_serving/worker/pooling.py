@@ -1,4 +1,4 @@
-"""Pooling of hidden states: which hidden states of a step the network returns, and their means."""
+"""Pooling of hidden states: which of them the network returns, and their means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.worker.model_inputs import ModelInputs
 
 
 def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
-    """Return the number of hidden states that each result of a step needs; None: every result needs one."""
+    """Return how many hidden states each result of a step needs; None: each needs one."""
     of_means = result_tokens[:, 2] == ResultKind.MEAN
     return np.where(of_means, result_tokens[:, 1] + 1, 1).astype(np.int32) if of_means.any() else None
 
@@ -26,17 +26,17 @@ def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
 
 
 def means(states: Float32Array, counts: Int32Array) -> Float32Array:
-    """Return the mean of each result's hidden states, [len(counts), H]. They are added in float64 in the order of
-    tokens.
-    """
+    """Return the mean of each result's hidden states, [len(counts), H]. Float64 sums are in the order of tokens."""
     ends = np.cumsum(counts)
     pooled = [states[end - count : end].mean(axis=0, dtype=np.float64) for end, count in zip(ends, counts, strict=True)]
     return np.array(pooled, np.float32)
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Return inputs for a model with token types. An id includes the type as id // `vocab`; the result has plain ids,
-    and positions that index a table by type and position.
+    """Return inputs for a model with token types.
+
+    An id includes the type as id // `vocab`. The result has plain ids, and positions that index a table by type and
+    position.
     """
     if embedding is None or embedding.num_types == 1:
         return inputs

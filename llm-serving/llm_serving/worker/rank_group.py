@@ -28,9 +28,9 @@ logger = get_logger(__name__)
 HOST: Final = "127.0.0.1"
 """Address of the scheduler process and the ranks. Other machines cannot reach it."""
 JOIN_TIMEOUT_S: Final = 600
-"""Seconds within which all ranks must join. The master terminates a group that stays incomplete."""
+"""Seconds within which all ranks must join."""
 POLL_INTERVAL_S: Final = 1
-"""Polling interval of the scheduler process in seconds. MindSpore's default of 3 to 5 s is for large clusters."""
+"""Seconds between two polls of the scheduler process. MindSpore's default of 3 to 5 s is for large clusters."""
 RECEIVE_TIMEOUT_S: Final = 24 * 3600
 """Seconds that MCCL waits for another rank. The shorter `serving_config.step_timeout_s` takes effect first."""
 
@@ -45,8 +45,9 @@ class RankGroup(Protocol):
         """Raise RankLostError if another rank has exited or computes another step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send `numbers` to all ranks, and return the numbers of all ranks, by rank. All ranks must pass the same count
-        of numbers, each below 2^31.
+        """Send `numbers` to all ranks. Return the numbers of all ranks, by rank.
+
+        All ranks must pass equally many numbers, each below 2^31.
         """
 
 
@@ -86,7 +87,9 @@ class CollectiveGroup:
         """Do nothing, because all ranks get all steps in the same order."""
 
     def check(self) -> None:
-        """Do nothing: if another rank were lost, this rank would not get here, because its collective would not end."""
+        """Do nothing: if another rank is lost, the collective of this rank does not end, and the
+        master terminates it.
+        """
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()
@@ -105,8 +108,8 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start the scheduler process in rank 0. If it exits, this process exits too, because the ranks would wait
-    forever.
+    """Start the scheduler process in rank 0. If it exits, this process exits too, because the ranks
+    would wait forever.
     """
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))

@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens, each row independent of the others.
 
 The same logits and sampling parameters give the same token in any batch and with either implementation: the NumPy
-reference `sampling_reference`, or the operator library, which is bit-identical and many times faster. Both use single
+reference `sampling_reference`, or the kernel library, which is bit-identical and many times faster. Both use single
 IEEE 754 operations and exact sums (`logprobs.token_weights`).
 """
 
@@ -42,7 +42,7 @@ _RESULT_FIELDS = ("token_ids", "failures", "largest", "total_weights", "top_toke
 
 
 class SampleArgs(ctypes.Structure):
-    """`SampleArgs` of csrc/sample_args.h: the same fields in the same order."""
+    """`SampleArgs` of csrc/sample_args.h, with the same fields in the same order."""
 
     _fields_ = (
         ("num_samples", ctypes.c_int64),
@@ -57,8 +57,9 @@ class SampleArgs(ctypes.Structure):
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row with the operator library, bit-identical to `sampling_reference.choose_tokens`.
-    `sampling` must have passed `check_sampling`, because the library does not check it again.
+    """Sample one token for each row with the kernel library, bit-identical to `sampling_reference.choose_tokens`.
+
+    Call `check_sampling` before, because the library does not check `sampling`.
     """
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
@@ -82,7 +83,7 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the sampling function of the operator library. Return the NumPy function if the library is missing, or for
+    """Return the sampling function of the kernel library. Return the NumPy function if the library is missing, and for
     the backend `plain`, which does not use it.
     """
     if backend_name == "plain":
@@ -107,8 +108,10 @@ _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check sampling parameters before the step is computed. Raise WorkerError if offsets do not partition their lists,
-    a token id is outside the vocabulary, arrays have different numbers of samples, or a parameter is out of range.
+    """Check sampling parameters before the step is computed.
+
+    Raise WorkerError if offsets do not partition their lists, a token id is outside the vocabulary, arrays have
+    different numbers of samples, or a parameter is out of range.
     """
     if vocab_size > MAX_VOCAB_SIZE:
         raise WorkerError(f"vocab_size must be at most {MAX_VOCAB_SIZE} to sample. Given: {vocab_size}")
@@ -133,7 +136,7 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
 
 
 def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check the allowed tokens of a step. Raise WorkerError if a bitmap is longer than the vocabulary."""
+    """Raise WorkerError if a bit mask of allowed tokens is longer than the vocabulary."""
     offsets, num_words = sampling.allowed_offsets, len(sampling.allowed_words)
     _check_offsets("allowed", offsets, num_words, sampling.num_samples)
     if num_words and (offsets[1:] - offsets[:-1]).max() > -(-vocab_size // 32):
@@ -170,11 +173,10 @@ def sample(
     previous: Int32Array,
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
-    """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Rows whose logits leave no token
-    are in `row_errors`.
+    """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Call `check_sampling` before.
 
-    `sampling` must have passed `check_sampling`. `previous`: tokens of the previous step, for histories that end with a
-    reference to one.
+    Rows whose logits leave no token are in `row_errors`. `previous`: tokens of the previous step, for histories that
+    end with a reference to one.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)
@@ -186,13 +188,13 @@ def sample(
 
 
 def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
-    """Return for each sample whether its token is that of the largest logit, if `uses_logits_unchanged`."""
+    """Return for each sample whether it takes the largest logit, if `uses_logits_unchanged`."""
     greedy: NDArray[np.bool_] = (sampling.temperature == 0) | (sampling.top_k == 1)
     return greedy
 
 
 def uses_logits_unchanged(sampling: SamplingInput) -> bool:
-    """Return whether no sample changes its logits, and none has log-probabilities."""
+    """Return whether no sample changes its logits or needs log-probabilities."""
     return (
         not len(sampling.bias_token_ids)
         and not len(sampling.allowed_words)

@@ -1,4 +1,4 @@
-"""Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
+"""Sampling of tokens in NumPy: the reference, and the fallback without the kernel library.
 
 Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw.
 The draw runs over the kept tokens in the order of ids, so filters determine only which tokens are candidates. Random
@@ -39,7 +39,7 @@ _WORD_BITS = np.uint64(32)
 
 
 def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64Array]) -> tuple[UInt64Array, ...]:
-    """Compute ten rounds of Philox on n counters and keys at once. Each 32-bit word is stored in 64 bits."""
+    """Compute ten rounds of Philox on n counters and keys. Each 32-bit word is stored in 64 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -90,7 +90,6 @@ class SampledTokens:
 
     @classmethod
     def unset(cls, sampling: SamplingInput) -> SampledTokens:
-        """Allocate arrays without filling them."""
         num_samples = sampling.num_samples
         width = max(int(sampling.num_logprobs.max(initial=0)), 0)
         return cls(
@@ -132,8 +131,8 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """Return the sampled token of one row of logits `values` [V]; None if no token is left. `best`: index of the
-    largest logit, which is finite.
+    """Return the sampled token of one row of logits `values` [V]; None: no token is left. `best`: index of the largest
+    logit, which must be finite.
     """
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
@@ -171,7 +170,7 @@ def _choose(
 
 
 def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
-    """Forbid the tokens whose bit is not set, in place; see `SamplingInput.allowed_words`."""
+    """Forbid, in place, the tokens whose bit is not set (see `AllowedTokens.words`)."""
     bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
     values[bits == 0] = -np.inf
 
@@ -184,9 +183,10 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Apply penalties to the logits of earlier tokens, in place. The repetition penalty (Keskar et al. 2019, section
-    4.1, with the sign rule of later practice) applies to tokens of prompt and output, the other penalties to tokens of
-    the output.
+    """Apply penalties, in place.
+
+    The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later practice) applies to tokens of
+    prompt and output, the other penalties to tokens of the output.
     """
     if repetition != 1:
         seen = np.unique(tokens)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the most likely ones. The logits are computed in parts of bounded size."""
+"""Log-probabilities of given tokens and of the most likely ones. Few logits are in memory at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) independently. At most `LOGITS_BYTES` of logits are computed at a time.
+    """Score each row of states ([P, H]) independently, with at most `LOGITS_BYTES` of logits at a time.
+
     `choose_tokens` (from `sampler.choose_tokens_for`) finds the largest logit, the total weight and the most likely
     tokens exactly as for a sampled token.
     """

@@ -14,9 +14,7 @@ from llm_serving.core.step import Int32Array, StepOutput
 
 
 class HostCopy:
-    """A copy of a tensor to the host. The device makes it after the work submitted before it, so waiting for the copy
-    does not wait for work submitted later.
-    """
+    """A copy of a tensor to the host. Waiting for it does not include work that was submitted to the device later."""
 
     def __init__(self, tensor: ms.Tensor) -> None:
         self._event: ms.runtime.Event | None = None
@@ -31,7 +29,6 @@ class HostCopy:
         return self._event is None or bool(self._event.query())
 
     def array(self) -> NDArray[Any]:
-        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         copied: NDArray[Any] = self._tensor.asnumpy()
@@ -49,7 +46,7 @@ class StartedStep:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`finish`: makes the output from the copy. `keeps_tokens`: see the field."""
+        """`finish`: makes the output from the copy. `keeps_tokens`: see the attribute."""
         self._pending: tuple[HostCopy, Callable[[NDArray[Any]], StepOutput]] | None = (copy, finish)
         self.placeholders: Int32Array = np.zeros(num_samples, np.int32)
         """Valid token ids that stand for the samples until these are known."""
@@ -63,7 +60,7 @@ class StartedStep:
         return self._pending is None or self._pending[0].is_done
 
     def output(self) -> StepOutput:
-        """Wait for the step and return its results. Errors of the device and of sampling are raised here."""
+        """Wait for the step and return its results. Raise errors of the device and of sampling."""
         if self._pending is not None:
             copy, finish = self._pending
             self._output = finish(copy.array())

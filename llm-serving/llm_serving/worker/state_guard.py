@@ -1,4 +1,4 @@
-"""Checks of the reads and writes of state slots by a step."""
+"""Checks of a step's reads and writes of state slots."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from llm_serving.worker.block_guard import BlockTags
 from llm_serving.worker.model_inputs import all_in_range, any_true
 
 NO_SLOT = -1
-"""Entry of a state input without a slot: the row starts from a zero state, or the state after the token is not
-stored.
-"""
+"""Stands for a slot in a state input: the row starts from a zero state, or the state after the token is not stored."""
 
 
 class StateGuard:
@@ -27,11 +25,10 @@ class StateGuard:
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check the state accesses of a step, and tag the slots that it writes. The other indices of the step must be
-        valid.
+        """Check the state accesses of a step, and tag the slots that it writes. Its other indices must be valid.
 
-        Return the slot that each row reads, [B], and the slot in which the state after each token is stored, [T];
-        `NO_SLOT`: none. Raise WorkerError if a row reads a wrong state, or overwrites a state that another row reads.
+        Return the slot that each row reads, [B], and the slot for the state after each token, [T]; `NO_SLOT`: none.
+        Raise WorkerError if a row reads a wrong state, or overwrites a state that another row reads.
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):

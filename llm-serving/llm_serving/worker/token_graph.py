@@ -1,5 +1,6 @@
-"""The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`. The
-device chooses their tokens, unless a sample needs more than `can_draw` allows.
+"""The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`.
+
+The device chooses their tokens, unless a sample needs more than `can_draw` allows.
 """
 
 from __future__ import annotations
@@ -38,23 +39,25 @@ class DeviceLogits:
         self.logits, self.token_ids, self.largest = logits, token_ids, largest
 
     def copy(self) -> Float32Array:
-        """Wait for the step, and return a copy of the logits on the host, [S, V]."""
+        """Wait for the step. Return a copy of the logits on the host, [S, V]."""
         copied: Float32Array = self.logits.asnumpy()
         return copied
 
 
 def tokens_of(chosen: Float32Array) -> Int32Array | None:
-    """Return the tokens [S] from the result of `TokenGraph.choose`. None if a largest logit is not finite: sampling on
-    the host reports the error in such logits.
+    """Return the tokens [S] from the result of `TokenGraph.choose`; None: a largest logit is not finite.
+
+    Sampling on the host then reports the error in these logits.
     """
     ids, values = chosen.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
 
 def can_draw(sampling: SamplingInput) -> bool:
-    """Return whether the graph of `Backend.token_drawing` chooses the tokens of samples that use logits unchanged: a
-    sample with `top_p` must have `top_k`, at most `MAX_TOP_K`, because finding the most likely tokens among all of them
-    takes the device longer than copying the logits.
+    """Return whether the graph of `Backend.token_drawing` can choose the tokens of samples that use logits unchanged.
+
+    A sample with `top_p` must have `top_k`, at most `MAX_TOP_K`, because finding the most likely tokens among all of
+    them takes the device longer than copying the logits.
     """
     limited = (sampling.top_k > 0) & (sampling.top_k <= MAX_TOP_K)
     drawn = (limited | ((sampling.top_k == 0) & (sampling.top_p == 1))) & (sampling.typical_p == 1)
@@ -84,8 +87,8 @@ def _pieces(fractions: Any) -> list[Any]:
 
 
 class TokenGraph:
-    """Runs a compiled `lowering.cells.TokenNetwork`, which can take token ids from the results of its latest run, and
-    the graphs that draw tokens from its logits, which are compiled at their first run.
+    """Runs a compiled `lowering.cells.TokenNetwork`, which can read token ids from its latest run, and the graphs that
+    draw tokens from its logits.
     """
 
     def __init__(self, network: CompiledNetwork, backend: Backend, vocab_size: int) -> None:
@@ -102,7 +105,6 @@ class TokenGraph:
         }
         """Whether samples may have `top_k` -> the graph that draws them."""
         self._latest = ms.Tensor(np.zeros(1, np.int32))
-        """Token ids of the latest run, in the memory of the device."""
 
     @property
     def num_compilations(self) -> int:
@@ -117,9 +119,8 @@ class TokenGraph:
     def submit(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
         """Start a step. A step without results returns the logits of its first token, because some kernels need a row.
 
-        Args:
-            given_ids: Token ids, in which references to the previous step (`core.step.reference_to_previous_step`)
-                stand for the tokens that the device chose in the latest run; None: there are no references.
+        `given_ids`: token ids with references to the previous step (`core.step.reference_to_previous_step`), which
+        stand for the tokens that the device chose in the latest run; None: there are no references.
         """
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
         # Index of each token among those of the latest run, followed by those of this one.
@@ -142,8 +143,9 @@ class TokenGraph:
         return computed
 
     def choose(self, computed: DeviceLogits, sampling: SamplingInput) -> ms.Tensor | None:
-        """Start choosing the tokens of a step that `submit` returned. Return them for `tokens_of`, float32 [S, 2]; the
-        next step can refer to them. None: the host must sample.
+        """Start to choose the tokens of a step that `submit` returned; None: the host must sample.
+
+        Return them for `tokens_of`, float32 [S, 2]. The next step can refer to them.
         """
         if not uses_logits_unchanged(sampling):
             return None
@@ -160,8 +162,9 @@ class TokenGraph:
         return self._drawing[has_limits].submit((logits, largest, parameters))
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
-        """Compile the graphs that draw tokens, and compare their tokens with the sampler's for random logits. If they
-        differ, log it and let the host sample.
+        """Compile the graphs that draw tokens, and compare their tokens with the sampler's for random logits.
+
+        If they differ, log it, and let the host sample.
         """
         if not self._drawing:
             return
