@@ -1,10 +1,9 @@
 """Slots for low-rank adapters (LoRA, Hu et al. 2021) in the linear operations of a network.
 
-A row with an adapter gets x * weight^T + B round(A x): A x is rounded to the model dtype, the sum once. A slot holds
-the matrices A and B of one adapter for every linear operation. An operation that stacks several tensors has one part
-for each of them: the columns of a part read only the rows of A of this tensor. A rank of a tensor parallel replica
-holds the columns of A or the rows of B that belong to its part of the weight, so the sum over all ranks includes the
-change once.
+A row with an adapter gets x * weight^T + B round(A x). A x is rounded to the model dtype, the sum once. A slot holds
+the matrices A and B of one adapter for every linear operation. If an operation stacks several tensors, each tensor is
+one part: its columns read only its own rows of A. A rank of a tensor-parallel replica holds the columns of A or the
+rows of B that belong to its part of the weight, so the sum over all ranks includes the change once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from llm_serving.network.operations import Float32Array, Operation, Weight
 from llm_serving.network.weights import picked
 
 PANEL: Final = 16
-"""Rows of a matrix that products read together; kPanelWidth of csrc/kernels.h."""
+"""Rows of a matrix that products read together: kPanelWidth of csrc/kernels.h."""
 SUFFIX: Final = ".weight"
 
 
@@ -39,7 +38,7 @@ class LowRankChange:
 
 
 class Matrices(NamedTuple):
-    """A [rank, K] and scale * B [N, rank] of one part; rows of B that belong to other parts are zeros."""
+    """A [rank, K] and scale * B [N, rank] of one part. Rows of B that belong to other parts are zeros."""
 
     a: Float32Array
     b: Float32Array
@@ -99,8 +98,9 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network whose linear operations have slots, if their weight is stored as it is multiplied, and the slots
-    of these operations.
+    """Return a network whose linear operations have slots for adapters, and these slots.
+
+    Only operations get slots whose weight is stored as it is multiplied.
 
     Args:
         max_rank: Highest rank of an adapter, rounded up to a multiple of `PANEL`.
@@ -127,7 +127,7 @@ def with_adapters(
 
 
 def experts_modules(network: Network) -> tuple[str, ...]:
-    """Return the names of the tensors of routers and experts, which no adapter may change."""
+    """Return the names of the tensors of routers and experts. Adapters must not change them."""
     weights = [
         weight for each in network.operations if each.kind in ("experts", "route") for weight in each.weights.values()
     ]
@@ -135,11 +135,10 @@ def experts_modules(network: Network) -> tuple[str, ...]:
 
 
 def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
-    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K rounded up to multiples of 16 by zeros.
+    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K padded to multiples of 16 by zeros.
 
-    Args:
-        in_pairs: Whether inputs k and k + 1 of a row are adjacent, for even k: the order of bfloat16 products. The
-            panels then have this order in memory, and their shape is nominal.
+    `in_pairs`: whether the inputs k and k + 1 of a row are adjacent in memory, for even k. This is the order of
+    bfloat16 products; the shape of the panels is then only nominal.
     """
     n, k = matrix.shape
     rows, inputs = _padded(n), _padded(k)
@@ -175,7 +174,9 @@ def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> 
 
 
 def _part_of_panel(weight: Weight) -> tuple[int, ...]:
-    """Return the tensor that each panel of 16 rows of a weight comes from; zeros if a panel has rows of several."""
+    """Return for each panel of 16 rows the index of the tensor that it comes from; zeros if a panel has rows of
+    several.
+    """
     ends = np.cumsum([rows for rows, _ in weight.stored_shapes])
     rows = np.arange(weight.shape[0]) if weight.rows is None else np.array(weight.rows)
     tensors = np.where(rows < 0, -1, np.searchsorted(ends, rows, side="right"))
@@ -190,8 +191,9 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """The initial zeros of the slots of one operation. `name` makes the weights of different operations unequal, so
-    that they do not share one parameter."""
+    """The initial zeros of one operation's slots. Weights with different `name` are unequal, so they share no
+    parameter.
+    """
 
     name: str
     shape: tuple[int, ...]

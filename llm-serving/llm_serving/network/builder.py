@@ -1,6 +1,4 @@
-"""The interface with which a model family describes its network: each method of `Network` appends one operation
-(`operations.py`) and returns the value that the operation writes.
-"""
+"""The interface with which a model family describes its network."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from llm_serving.network.rope import Rotary
 
 
 class Network:
-    """A network under construction. Each method appends one operation and returns the value that the operation writes.
+    """A network under construction. Each method appends one operation (`operations.py`) and returns the value that it
+    writes.
 
     Args:
         vocab: Rows of the token embedding and of the LM head.
-        gamma_transform: Function of stored norm weights that returns the actual ones, which are then float32. None:
-            they are equal.
+        gamma_transform: Function of stored norm weights that returns the actual ones in float32; None: they are equal.
         causal: Whether tokens attend only to themselves and earlier ones. If not, one step must compute a whole prompt.
     """
 
@@ -46,17 +44,17 @@ class Network:
         self.positions: PositionEmbedding | None = None
         """Learned position embeddings; None: the network has none."""
         self.given: Value | None = None
-        """Rows that each step provides in place of token ids; None: the network looks up an embedding."""
+        """Rows that each step provides instead of token ids; None: the network looks up an embedding."""
         self.num_labels = 0
-        """Number of scores that the head computes for a request; 0: the head computes logits of tokens."""
+        """Number of scores that the head computes for a request; 0: it computes logits of tokens."""
         self.operations: list[Operation] = []
         self.caches: list[CacheShape] = []
         self.states: list[StateShape] = []
-        """The states of the operations with an attribute `state`, which is an index into this list."""
+        """The states of operations. Their attribute `state` is an index into this list."""
         self.layout: CacheLayout | None = None
-        """Groups of the layers (`network.caches.grouped`); None: one group."""
+        """Groups of the layers; None: one group."""
         self.num_adapter_slots = 0
-        """Number of adapters whose matrices `lora` operations hold (`network.adapters`)."""
+        """Number of adapters whose matrices the network holds (`network.adapters`)."""
         self.optional: set[str] = set()
         self.rotaries: set[Rotary] = set()
         self._num_experts = 0
@@ -100,7 +98,8 @@ class Network:
         """Look up rows of the table [V, width] by token id.
 
         Args:
-            scale: Factor of the rows. `rounded_scale`: whether the factor is rounded to the model dtype first.
+            scale: Factor of the rows.
+            rounded_scale: Whether `scale` is first rounded to the model dtype.
             width: Columns of the table; 0: the hidden size.
             stored_rows: Rows of the table in the checkpoint; 0: the vocabulary size. Tokens beyond them get row 0.
         """
@@ -174,16 +173,16 @@ class Network:
         as_stored: bool = False,
         of_row: bool = False,
     ) -> Value:
-        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensors `<name>.weight`, which are
-        stacked. If `names` is None, gamma is 1.
+        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32.
 
         Args:
+            names: Prefixes of the tensors `<name>.weight`, which are stacked to gamma; None: gamma is 1.
             group: Number of columns that are normalised together; 0: whole rows.
             unpadded: Number of columns of a group that are not zero padding; 0: all.
             eps: None: the default of the network.
-            rows: As `Weight.rows`, for the norm weight.
-            as_stored: Whether the stored norm weight is used without `gamma_transform`.
-            of_row: Whether gamma has one element per column of a row; otherwise one per column of a group.
+            rows: As `Weight.rows`, for gamma.
+            as_stored: Whether the stored gamma is used without `gamma_transform`.
+            of_row: Whether gamma has one element for each column of a row; otherwise one for each column of a group.
         """
         size = group or x.width
         unpadded = unpadded or size
@@ -214,11 +213,11 @@ class Network:
         stored_shape: tuple[int, ...] | None = None,
         eps: float | None = None,
     ) -> Value:
-        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32, over whole rows or over each `group` of
-        columns, which then has its own gamma and beta.
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32.
 
         Args:
             names: Prefixes of the tensors `<name>.weight` and, with a bias, `<name>.bias`, which are stacked.
+            group: Number of columns that are normalised together, each with its own gamma and beta; 0: whole rows.
             rows: As `Weight.rows`, for gamma and beta.
             stored_shape: Shape of each tensor, if it is no vector.
             eps: None: the default of the network.
@@ -238,7 +237,7 @@ class Network:
         return self.record("rms_norm", {"x": x}, weights, attributes, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
-        """Return views of consecutive column ranges of x. No operation is added."""
+        """Return views of consecutive column ranges of x. This adds no operation."""
         starts = np.cumsum([0, *widths[:-1]]).tolist()
         return [
             Value(f"{x.name}[{at}:]", width, x.dtype, x.root, x.start + at)
@@ -254,11 +253,11 @@ class Network:
         return self.record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Write keys and values to the cache of the next layer, and return the number of that cache layer.
+        """Write keys and values to the cache of the next layer. Return the number of this layer.
 
-        An int8 cache subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally. It
-        does not change the softmax, but it would change capped scores, so attention must not have a cap. The layers of
-        a network that is not causal share one cache, because no later step reads it.
+        An int8 cache subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally, so
+        the softmax stays the same. Capped scores would change, so the attention must not have a cap. If the network is
+        not causal, all layers share one cache, because no later step reads it.
         """
         shape = CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads)
         if self.causal or shape not in self.caches:
@@ -311,9 +310,9 @@ class Network:
     def select_keys(self, q: Value, weights: Value, layer: int, top_k: int) -> Value:
         """Return, for each row, the ascending positions of the `top_k` keys with the largest scores: int32 [T, top_k].
 
-        Only keys up to the row's own position count. If there are fewer, -1 follows them. The score of a key is the sum
-        over heads of weight * relu(q * key); of equal scores, the first one counts as larger (DeepSeek-V3.2, 2025,
-        section 2.1).
+        The score of a key is the sum over heads of weight * relu(q * key); of equal scores, the first one counts as
+        larger (DeepSeek-V3.2, 2025, section 2.1). Only keys up to the row's own position count. If there are too few,
+        -1 follows them.
 
         Args:
             q: [T, heads * key width]; all heads share the keys.
@@ -341,11 +340,11 @@ class Network:
         return self.record("multiply", {"a": a, "b": b}, {}, {"function": function}, a.width)
 
     def scaled(self, x: Value, weight: Weight) -> Value:
-        """Compute x times a vector, which has an element for each column."""
+        """Multiply x by a vector with one element for each column."""
         return self.record("multiply", {"a": x}, {"gamma": weight}, {"function": ""}, x.width)
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
-        """Compute x * sigmoid(gate), where `gate` has one element per row."""
+        """Compute x * sigmoid(gate). `gate` has one element for each row."""
         return self.record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
     def experts(
@@ -358,9 +357,13 @@ class Network:
         *,
         routed: Value | None = None,
     ) -> Value:
-        """Compute the sum over a row's experts of topk_weight * down(function(gate) * up), added in the order of expert
-        numbers. The router's tensor is `<router>.weight` [number of experts, H]. `inner` is the intermediate size of
-        one expert. `routed` is the input of the router; None: x.
+        """Compute the sum over a row's experts of topk_weight * down(function(gate) * up), in the order of expert
+        numbers.
+
+        Args:
+            router: Prefix of the router's tensor `<router>.weight`, [number of experts, H].
+            inner: Intermediate size of one expert.
+            routed: Input of the router; None: x.
         """
         routed = x if routed is None else routed
         count, top_k = experts.count if isinstance(experts, ExpertStacks) else len(experts), routing.top_k
@@ -402,6 +405,7 @@ class Network:
         bias: bool = False,
     ) -> None:
         """Compute scale * (x * head^T + bias), then cap * tanh(logits / cap). This is the last operation of a network.
+
         `bias`: whether the head has a bias, in the tensor `<name>.bias`.
         """
         weights = {"weight": self._matrix(name, (self.vocab, self.hidden), transform)}
@@ -420,7 +424,7 @@ class Network:
         self.result(x)
 
     def result(self, x: Value) -> None:
-        """Make x, in float32, the result of the network. This is the last operation of a network without LM head."""
+        """Make x, in float32, the result of a network without LM head. This is its last operation."""
         self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:
@@ -434,8 +438,9 @@ class Network:
         attributes: Mapping[str, Any],
         width: int | None = None,
     ) -> Value:
-        """Append an operation with one result `y` of `width` columns (None: the hidden size), and return `y`. Inputs
-        and weights that are None are omitted.
+        """Append an operation with one result of `width` columns (None: the hidden size). Return the result.
+
+        Inputs and weights that are None are omitted.
         """
         y = Value(f"{kind}{len(self.operations)}", self.hidden if width is None else width)
         present = {role: each for role, each in inputs.items() if each is not None}

@@ -1,4 +1,4 @@
-"""The memory of a layer for earlier tokens: keys and values of each token, or a state of fixed size."""
+"""What a layer remembers of earlier tokens: keys and values of each token, or a state of fixed size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ INT8_SCALE_BYTES: Final = 4
 """Bytes of the scale of each head of a token in an int8 KV cache (csrc/kv_layout.h)."""
 
 STATE_ELEMENT_BYTES: Final = 4
-"""Bytes of an element of a state, which is float32 with any model dtype."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """The states of one operation: float32 [num_state_slots, *shape]. A state summarizes all earlier tokens of one
+    """The states of one operation, float32 [num_state_slots, *shape]. A state summarizes all earlier tokens of a
     request.
     """
 
@@ -41,32 +40,30 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of one state."""
         return STATE_ELEMENT_BYTES * math.prod(self.shape)
 
 
 MAX_GROUPS: Final = 8
-"""Maximum number of groups of layers, because each adds a block table to every request."""
+"""Maximum number of groups of layers. Each group adds a block table to every request."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
     """The groups of a network's layers, and the tensors that hold their keys and values.
 
-    Layers that attend to the same tokens form one or more groups, all of which have as many layers as there are pairs
-    of tensors. A block belongs to one group: it is a row of every tensor, each with keys and values of one layer of the
+    Layers that attend to the same tokens form one or more groups. Each group has as many layers as there are pairs of
+    tensors. A block belongs to one group: it is one row of every tensor, each with keys and values of one layer of the
     group. So all groups take blocks from one pool, although a layer with a window needs fewer blocks than others.
     """
 
     windows: tuple[LayerWindow, ...]
-    """Window of each group, the largest one first."""
+    """Window of each group, largest first."""
     layer_tensors: tuple[tuple[int, int], ...]
     """(group, number of the pair of tensors) of each layer."""
     shapes: tuple[CacheShape, ...]
-    """Shape of each pair of tensors."""
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return the number of blocks that take the memory of `num_tables` blocks of all layers."""
+        """Return the number of blocks of groups that take as much memory as `num_tables` blocks of all layers."""
         return num_tables * len(self.layer_tensors) // len(self.shapes)
 
 
@@ -75,7 +72,9 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return the layout of one group. `windows`: window of each layer; a layer of all tokens keeps all blocks."""
+    """Return the layout of one group. `windows`: window of each layer. If one layer attends to all tokens, all blocks
+    are kept.
+    """
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
@@ -83,9 +82,10 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
 
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
-    """Return the layout with which a request of `max_model_len` tokens needs least memory, with `MAX_GROUPS` at most.
-    Groups with fewer layers waste less memory, and larger groups need fewer tables. There is one group if the shapes of
-    layers differ, or several save nothing.
+    """Return the layout with which a request of `max_model_len` tokens needs least memory, with at most `MAX_GROUPS`.
+
+    Groups with fewer layers waste less memory; larger groups need fewer tables. There is one group if the layers have
+    different shapes, or if several groups save nothing.
     """
     seen = [each if 0 < each.num_tokens < max_model_len else LayerWindow() for each in windows]
     counts = Counter(sorted(seen, key=_reach, reverse=True))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the rules of the router, the names of tensors, and the weights assembled from these tensors."""
+"""Mixtures of experts: the rules of the router, the names of tensors, and the weights made of these tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from llm_serving.network.operations import Weight
 from llm_serving.network.orders import order_of, padded_order, repeated_order
 
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
-"""Activation function of a gate; "clamped" is the function of gpt-oss (csrc/kernels.h)."""
+"""Activation function of a gate. "clamped" is the function of gpt-oss (csrc/kernels.h)."""
 ExpertFunction = Literal[Gate, "relu2"]
 """Activation function of experts. Experts with a squared ReLU ("relu2") have no gate."""
 MAX_EXPERTS: Final = 2**16
-"""Maximum number of experts over all layers, several times that of any known model."""
+"""Maximum number of experts in all layers together. Known models have much fewer."""
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Tensor names of one expert. Without a gate, `gate` is empty."""
+    """Tensor names of one expert. An empty `gate` means that the expert has none."""
 
     gate: str
     up: str
@@ -85,8 +85,9 @@ class ExpertRouting:
 def expert_weights(
     experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool, gated: bool = True
 ) -> dict[str, Weight]:
-    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]. If
-    experts have no gates, gate_up is [count * inner, H].
+    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner].
+
+    Without gates, gate_up is [count * inner, H].
     """
     wide, halves = padded_order(inner, PANEL_ROWS), 1 + gated
     above: tuple[str, ...]
@@ -122,8 +123,9 @@ def expert_weights(
 
 @lru_cache(8)
 def _gate_up_rows(count: int, inner: int, halves: int, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the stored row of each row of the parameter (-1: padding), so that each expert has its gate rows, then its
-    up rows, both padded to a multiple of `PANEL_ROWS`. None: the rows are stored in this order.
+    """Return the stored row of each row of the parameter (-1: padding); None: the rows are stored in order.
+
+    Each expert has its gate rows, then its up rows, both padded to a multiple of `PANEL_ROWS`.
     """
     wide = padded_order(inner, PANEL_ROWS)
     if not interleaved:

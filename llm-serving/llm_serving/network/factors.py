@@ -1,4 +1,4 @@
-"""Weights that are constants, or tensors of the checkpoint multiplied by a factor."""
+"""Functions that make weights: constants, and tensors of the checkpoint times a factor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Scales a norm weight to compensate for zero padding, which makes the mean square smaller.
+    """Scales a norm weight, because zero padding of the rows makes their mean square smaller.
 
     `share`: unpadded fraction of the columns. `transform`: applied to the norm weight before.
     """

@@ -43,13 +43,12 @@ from llm_serving.core.dtypes import MODEL_DTYPES
 Float32Array = NDArray[np.float32]
 
 ElementType = Literal["model", "float32", "int32"]
-"""Element type of a value or a weight; "model" means the model dtype."""
+"""Type of the elements of a value or a weight. "model" means the model dtype."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The names of an operation's inputs, weights, outputs and attributes, in the order of their encoding in an
-    instruction. All are optional."""
+    """The roles of an operation's outputs, inputs, weights and attributes. All roles are optional."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -104,20 +103,21 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 
-Model families leave some roles to `network.rewriting` (`residual`, `residual_out`, `tiled`, `consumer`, keys and
-rotary embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of
-a table or head with `rows` rows; `rows` 0: the weight is not split. `network.adapters` sets `a`, `b`, `ranks` and
-`parts`.
+Model families leave some roles to `network.rewriting` (`residual`, `residual_out`, `tiled`, `consumer`, keys and rotary
+embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of a table
+or head with `rows` rows; `rows` 0: the weight is not split. `network.adapters` sets `a`, `b`, `ranks` and `parts`.
 """
 
 
 BY_TOKEN: Final[Mapping[str, Any]] = {"scale": 1.0, "first": 0, "rows": 0, "of_positions": False}
-"""Attributes of an unscaled, unsharded embedding of token ids."""
+"""Attributes of an embedding of token ids that is neither scaled nor sharded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A matrix with one row of `width` elements per token. A view has `width` columns of `base`, from `start` on."""
+    """A matrix with one row of `width` elements for each token. A view has `width` columns of
+    `base`, from `start` on.
+    """
 
     name: str
     width: int

@@ -1,4 +1,4 @@
-"""Row and column orders of weights: index i has the number of the tensor's row or column; -1 means zeros."""
+"""Row and column orders of weights. Entry i is the index of the tensor's row or column; -1 means zeros."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def padded_order(unpadded: int, multiple: int) -> list[int]:
-    """Return 0, 1, ..., unpadded - 1, then -1 up to a multiple: the order of elements padded with zeros."""
+    """Return the order 0, 1, ..., unpadded - 1, then -1 up to a multiple of `multiple`."""
     return [i if i < unpadded else -1 for i in range(-(-unpadded // multiple) * multiple)]
 
 
@@ -19,14 +19,14 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the order from [group][part] to [part][group]. `start`: first element; `widths`: elements of each part."""
+    """Return the order from [group][part] to [part][group]. `start`: first element. `widths`: elements of each part."""
     elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]
 
 
 def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    """Return an order as `Weight.rows` takes it; None if it keeps all `size` rows or columns as they are."""
+    """Return an order as `Weight.rows` takes it; None: it keeps all `size` rows or columns as they are."""
     order = None if numbers is None else shared_order(tuple(numbers))
     return None if order is None or _is_unchanged(order, size) else order
 
@@ -38,5 +38,5 @@ def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
 
 @lru_cache(64)
 def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one tuple for all equal permutations. Layers of the same shape share them, which saves memory."""
+    """Return one tuple for all equal permutations, which saves memory for layers of the same shape."""
     return order

@@ -29,7 +29,7 @@ class PositionEmbedding:
     first: int = 0
 
     def table(self, hidden: int) -> Weight:
-        """Return the sums of both embeddings [num_types * num_positions, H]: all positions with the first token type,
+        """Return the sums of both embeddings, [num_types * num_positions, H]: all positions with the first token type,
         then all positions with the second.
         """
         stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)

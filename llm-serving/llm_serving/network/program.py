@@ -1,8 +1,8 @@
-"""The encoding of a network as integers, which the kernel library interprets as a program.
+"""The encoding of a network as integers, which the kernel library executes as a program.
 
 An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
-`SIGNATURES`; -1 marks an absent role, and non-integer numbers are stored as the bits of a float32. An operand is a
-column range of a buffer. All buffers share one memory block whose size is proportional to the rows of a step, so their
+`SIGNATURES`. -1 marks an absent role; non-integer numbers are stored as the bits of a float32. An operand is a column
+range of a buffer. All buffers share one memory block, whose size is proportional to the rows of a step, so their
 offsets per row are fixed when the program is built. Row 0 of the instructions is a header.
 """
 
@@ -42,7 +42,7 @@ DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1
 _TILED_COLUMNS: Final = 1024
-"""Buffers in a tiled layout are padded to a multiple of so many columns; kMaxPassWidth of csrc/tiled_layout.h."""
+"""Buffers in a tiled layout are padded to a multiple of this many columns: kMaxPassWidth of csrc/tiled_layout.h."""
 
 # An output may reuse the buffer of an input that no later operation reads: each element is read before it is written.
 _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -93,15 +93,17 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits or scores from hidden states. The hidden states are its last weight, a
-    table with one row for each token id of the step.
+    """Build the program that computes logits or scores from hidden states.
+
+    The hidden states are its last weight, a table with one row for each token id of the step.
     """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network with `given` rows. The result is float32. The given rows are the program's last
-    weight, a table that the token ids of a step index.
+    """Build the program of a network with `given` rows. The result is float32.
+
+    The given rows are the program's last weight, a table that the token ids of a step index.
     """
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
@@ -132,9 +134,11 @@ def assemble(
     num_adapter_slots: int = 0,
     layer_tensors: Sequence[tuple[int, int]] = (),
 ) -> Program:
-    """Encode a plan with the given numbers of KV caches, states and adapter slots. `first`: weights that get the first
-    numbers; by default those of the last operation. `layer_tensors`: (group, KV cache) of each layer; empty: each
-    layer has its own cache, and all layers are one group.
+    """Encode a plan with the given numbers of KV caches, states and adapter slots.
+
+    Args:
+        first: Weights that get the first numbers; empty: those of the last operation.
+        layer_tensors: (group, KV cache) of each layer; empty: one group, whose layers have their own caches.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
@@ -176,8 +180,9 @@ def assemble(
 
 
 class ProgramMemory:
-    """The memory layout of a program. `offsets` are the positions of the values in bytes per row of a step. Values with
-    disjoint lifetimes share memory.
+    """The memory layout of a program. Values that do not exist at the same time share memory.
+
+    `offsets`: position of each value, in bytes per row of a step.
     """
 
     def __init__(self, operations: Sequence[Operation], dtype_bytes: int) -> None:
@@ -222,7 +227,9 @@ class ProgramMemory:
 
 
 def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value, int]) -> dict[Value, int]:
-    """Assign an offset to each value. Values that live at the same time do not overlap; wide ones are placed first."""
+    """Assign an offset to each value. Values that exist at the same time do not overlap. Wide
+    values are placed first.
+    """
     offsets: dict[Value, int] = {}
     for buffer in sorted(spans, key=lambda each: -sizes[each]):
         first, last = spans[buffer]

@@ -28,17 +28,17 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "experts": ("gate_up", "down"),
     "lm_head": ("weight",),
 }
-"""Kind of operation -> names of the weights that are quantized."""
+"""Operation kind -> roles of the weights that are quantized."""
 
 MIN_GROUP_SIZE: Final = 32
-"""Minimum group size: number of inputs that share a scale. Group sizes are powers of two."""
+"""Minimum number of inputs that share a scale. Group sizes are powers of two."""
 _IN_8_BITS: Final = {
     QuantizationName.W4A16: QuantizationName.W8A16,
     QuantizationName.W4A8: QuantizationName.W8A8,
 }
-"""4-bit scheme -> 8-bit scheme of the LM head, and of weights whose columns are no multiple of the group size."""
+"""4-bit scheme -> 8-bit scheme of the LM head, and of weights whose columns do not divide into groups."""
 WEIGHT_ONLY: Final = frozenset({QuantizationName.W8A16, QuantizationName.W4A16})
-"""Schemes that multiply activations in the model dtype; the others quantize activations to 8 bits."""
+"""Schemes whose activations stay in the model dtype. All other schemes quantize activations to 8 bits."""
 BITS: Final[Mapping[QuantizationName, int]] = {
     QuantizationName.W8A8: 8,
     QuantizationName.W8A16: 8,
@@ -56,7 +56,6 @@ class Quantization:
 
 
 def quantized_weights(network: Network, quantization: Quantization | None) -> dict[Weight, QuantizationName]:
-    """Return the scheme of each quantized weight; empty without quantization."""
     if quantization is None or quantization.name == QuantizationName.DEQUANTIZED:
         return {}
     name = quantization.name
@@ -69,14 +68,14 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
 
 
 def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int) -> QuantizationName:
-    """Return `scheme`, or its 8-bit scheme if the weight's columns are no multiple of the group size."""
+    """Return the scheme `kept`, or its 8-bit scheme if the weight's columns do not divide into groups."""
     return scheme if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(scheme, scheme)
 
 
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight; None if products of `scheme` cannot use them."""
+    """Return the stored quantized values of a weight; None: products of the scheme `kept` cannot use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -110,10 +109,10 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight, one tensor after another.
+    """Return the stored GGUF blocks of a weight, one tensor after another; None: products cannot use them.
 
-    Return None if products cannot use them, because a tensor is not in blocks, the weight reorders columns or has a
-    transform, or the rows of a tensor do not fill whole panels.
+    This is the case if a tensor is not in blocks, if the weight reorders columns or has a transform, or if the rows of
+    a tensor do not fill whole panels.
     """
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
@@ -151,8 +150,8 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return some columns of tensors of the same form, with the largest group size for which no group is split. Return
-    an empty list if even groups of `MIN_GROUP_SIZE` columns would be split.
+    """Return some columns of tensors of the same form, with the largest group size that splits no group; empty: even
+    `MIN_GROUP_SIZE` would split one.
     """
     while True:
         picked = [each.with_columns(columns) for each in tensors]
@@ -186,8 +185,9 @@ def can_multiply(scheme: QuantizationName, form: QValuesForm) -> bool:
 def bytes_saved(
     network: Network, quantization: Quantization | None, dtype_bytes: int, stored: QValuesForm | None = None
 ) -> int:
-    """Return how many bytes quantization saves in comparison with the model dtype. Scales take 4 bytes each. `stored`:
-    form of the quantized values in the model's files; None: the files have none.
+    """Return how many bytes quantization saves compared with the model dtype. Each scale takes 4 bytes.
+
+    `stored`: form of the quantized values in the model's files; None: the files have none.
     """
     total = 0
     for weight, scheme in quantized_weights(network, quantization).items():
@@ -218,7 +218,7 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
 
 
 def unsupported_by_cells(network: Network) -> str | None:
-    """Return the feature of the network that no Cell computes; None if Cells compute all of it."""
+    """Return the feature of the network that Cells cannot compute; None: they can compute all."""
     if not network.causal:
         return _BIDIRECTIONAL
     if network.num_labels:
@@ -265,14 +265,14 @@ def _unsupported_by_cells(operation: Operation) -> str | None:
 
 
 def unsupported_quantization(quantization: Quantization | None) -> str | None:
-    """Return the feature of a quantization that Ascend's primitives lack; None if they lack none."""
+    """Return the feature of a quantization that Ascend's primitives lack; None: they lack none."""
     if quantization is None or quantization.name in (QuantizationName.W8A8, QuantizationName.DEQUANTIZED):
         return None
     return f"products of {quantization.name} weights"
 
 
 def unsupported_by_int8_cache(network: Network) -> str | None:
-    """Return the feature of the network that an int8 KV cache does not support; None if it supports all."""
+    """Return the feature of the network that does not work with an int8 KV cache; None: all do."""
     if not network.causal:
         return _BIDIRECTIONAL
     return _LATENT if any(map(_is_latent, network.operations)) else None

@@ -1,4 +1,4 @@
-"""Rules for any model family that shorten a list of operations without changing a bit of its result."""
+"""Rules that shorten a list of operations, for any model family, without changing a bit of its result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROW_BY_ROW: Final = frozenset(
         "sparsify",
     }
 )
-"""Operations whose output row depends only on the same input row."""
+"""Operations whose output row depends only on the same row of the input."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,9 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return the operation that stores the keys which an attention operation reads: the last `store_kv` of its
-        layer before it, or attention that stores keys itself.
+        """Return the operation that stores the keys which `attention` reads.
+
+        This is the last `store_kv` of its layer before it, or an attention operation that stores keys itself.
         """
         return self._stores[attention]
 
@@ -113,7 +114,7 @@ class Graph:
         return self._consumers.get(value.root, [])
 
     def single_use_producer(self, value: Value, *kinds: str) -> Operation | None:
-        """Return the operation that writes a value, if it has one of these kinds and the value is read only once."""
+        """Return the operation that writes a value, if it is of one of these kinds and the value is read only once."""
         producer = self.producer(value)
         return producer if producer is not None and producer.kind in kinds and len(self.consumers(value)) == 1 else None
 
@@ -132,7 +133,7 @@ def fuse_gate(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_residual(graph: Graph, operation: Operation) -> Changes:
-    """Replace a + scale * linear(x), or a + scale * experts(x), by one operation that adds the residual a."""
+    """Replace a + scale * linear(x), or a + scale * experts(x), by one operation that adds a."""
     if operation.kind != "add":
         return {}
     product = graph.single_use_producer(operation.inputs["b"], "linear", "experts")
@@ -216,7 +217,7 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
 
 Rule = Callable[[Graph, Operation], Changes]
 RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_norm, fuse_attention, tile_for_consumer)
-"""The rules in the order of application. Each maps an operation to its changes; empty: the rule does not apply."""
+"""The rules in the order of application. Each returns the changes for an operation; empty: it does not apply."""
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:

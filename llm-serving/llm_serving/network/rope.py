@@ -1,10 +1,10 @@
 """Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head rotate together, and how fast.
 
 Checkpoints pair the elements of a head in two ways, and some rotate only part of a head. This server always pairs
-element i with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0. `Rotary.order`
-reorders the elements of a checkpoint accordingly; attention scores do not depend on the order.
+element i with element i + head_dim / 2; an element that does not rotate has cosine 1 and sine 0. `Rotary.order`
+reorders the elements of a checkpoint accordingly. Attention scores do not depend on the order.
 
-If a family scales its frequencies by the sequence length, the longest served context is used for every request,
+Some families scale their frequencies by the sequence length. The longest served context is then used for every request,
 because the rotation of a token must not depend on later tokens.
 """
 
@@ -54,8 +54,9 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies. None: `own` (`max_position_embeddings`) already
-        includes the factor."""
+        """Return the number of positions that `factor` multiplies; None: `own` (`max_position_embeddings`) includes the
+        factor.
+        """
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
@@ -102,7 +103,7 @@ class Rotary:
         return self._table(np.sin, num_positions)
 
     def mean_rotated(self, values: Float32Array) -> Float32Array:
-        """Return the mean of a vector of heads rotated to each of the first `MEAN_POSITIONS` positions."""
+        """Rotate a vector of heads to each of the first `MEAN_POSITIONS` positions. Return the mean of the results."""
         cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
         heads = values.reshape(-1, 2, self.head_dim // 2)
         turned = np.stack([-heads[:, 1], heads[:, 0]], axis=1).reshape(-1, self.head_dim)
@@ -110,7 +111,7 @@ class Rotary:
         return mean.reshape(values.shape)
 
     def frequencies(self, num_positions: int) -> Float64Array:
-        """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling
+        """Return the radians per position of each rotating pair, theta^(-2i/D) (RoFormer, equation 15), after scaling
         for a longest served context of `num_positions`.
         """
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
@@ -146,7 +147,7 @@ def attention_factor(scaling: Scaling | None) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's scaling of attention: equation 22 of Peng et al. 2023, with `mscale` as factor of the logarithm."""
+    """Return YaRN's factor of attention: equation 22 of Peng et al. 2023, with `mscale` as factor of the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -59,7 +59,7 @@ def sharded(network: Network, rank: int, count: int) -> Network:
 
 
 def sharding_violation(network: Network, count: int) -> str | None:
-    """Return the rule that the network breaks with `count` ranks; None if it can be split."""
+    """Return the rule that the network breaks with `count` ranks; None: it can be split."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -166,8 +166,9 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the part of a matrix product's result from which these heads come, and the result of a norm over all
-        heads between them, or None."""
+        """Return the columns of a matrix product's result that are these heads, and the result of the norm over all
+        heads after the product, or None.
+        """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
@@ -207,7 +208,6 @@ class _Sharding:
         return slice(part * share, (part + 1) * share)
 
     def _own(self, size: int) -> Indices:
-        """Return the rank's share of `size` consecutive columns or rows."""
         return shared_order(tuple(range(size)[self._share(size)]))
 
     def _write(self, operation: Operation) -> None:
@@ -255,7 +255,7 @@ class _Sharding:
         return x.root in self._columns or x in self._own_columns
 
     def _of_own_heads(self, weight: Weight) -> Weight:
-        """Return the rank's part of a weight whose rows are divided equally among heads, as stored."""
+        """Return the rank's part of a weight whose rows are divided equally among heads."""
         order = tuple(range(weight.shape[0])) if weight.rows is None else weight.rows
         rows = shared_order(order[self._share(len(order))])
         return replace(weight, shape=(weight.shape[0] // self._count, weight.shape[1]), rows=rows)
@@ -279,7 +279,7 @@ class _Sharding:
         return weights
 
     def _write_states(self, operation: Operation) -> None:
-        """Write a convolution of the rank's columns, or a recurrence of its heads, with smaller states."""
+        """Write a convolution of the rank's columns, or the gated delta rule of its heads, with smaller states."""
         y, number = operation.outputs["y"], operation.attributes["state"]
         whole = self.result.states[number].shape
         if operation.kind in _RECURRENCES:
@@ -355,7 +355,7 @@ def _is_product_of_heads(operation: Operation) -> bool:
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Split the intermediate columns of each expert. Each part is padded in the same way as a whole expert."""
+    """Split the intermediate columns of each expert. Each part is padded as a whole expert is."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:

@@ -1,7 +1,7 @@
-"""Operations that keep a state of fixed size for each sequence, instead of keys and values for each token.
+"""Operations that keep a state of fixed size for each sequence, instead of keys and values of each token.
 
 A step reads the state of a sequence from one slot, applies the sequence's rows one after another, and may store the
-state after any row to a slot (`lowering.step_inputs.STATE_INPUTS`). So the bits of a result do not depend on how the
+state after any row in a slot (`lowering.step_inputs.STATE_INPUTS`). So the bits of a result do not depend on how the
 rows of a sequence are divided into steps.
 """
 
@@ -20,14 +20,16 @@ MAX_TAPS: Final = 8
 """Maximum width of a causal convolution; kMaxTaps of csrc/kernels.h."""
 
 LANES: Final = 16
-"""Number of adjacent columns stored together in a state: [heads, columns / LANES * rows, LANES], with zero padding."""
+"""Number of adjacent columns stored together in a state: [heads, columns / LANES * rows, LANES], padded with zeros."""
 
 
 def causal_conv(
     net: Network, x: Value, name: str, taps: int, *, bias: bool = False, function: Literal["", "silu"] = ""
 ) -> Value:
-    """Convolve each column of x with its own `taps` weights along the rows of its sequence: row t gets function(bias +
-    the sum over i of weight[i] * x[t - taps + 1 + i]). The tensor `<name>.weight` is [columns, 1, taps].
+    """Convolve each column of x with its own `taps` weights along the rows of its sequence.
+
+    Row t gets function(bias + the sum over i of weight[i] * x[t - taps + 1 + i]). The tensor `<name>.weight` is
+    [columns, 1, taps].
     """
     width = x.width
     weights = {
@@ -53,12 +55,14 @@ def delta_rule(
     scale: float,
     eps: float = 1e-6,
 ) -> Value:
-    """Compute the gated delta rule (Yang et al. 2024). Each head of v has a state S [key_dim, value_dim], which a row
-    changes to S' = decay * S + k (sigmoid(b) * (v - decay * S^T k))^T; its result is S'^T q.
+    """Compute the gated delta rule (Yang et al. 2024).
+
+    Each head of v has a state S [key_dim, value_dim]. A row changes it to S' = decay * S + k (sigmoid(b) * (v - decay *
+    S^T k))^T. The result of the row is S'^T q.
 
     Args:
-        q, k: Heads of queries and keys. They are L2-normalised; then q is multiplied by `scale`. Consecutive
-            heads of v share one of them.
+        q, k: Heads of queries and keys. They are L2-normalised; then q is multiplied by `scale`. Consecutive heads of v
+            share one of them.
         v: Heads of values, as many as a and b have columns.
         a: decay = exp(-exp(rates) * softplus(a + bias)).
         rates, bias: Names of tensors with an element for each head of v.
@@ -84,8 +88,10 @@ def ssm(
     skip: str,
     limits: tuple[float, float] = (0.0, math.inf),
 ) -> Value:
-    """Compute a selective state space model with scalar decay (Mamba-2, Dao and Gu 2024). Each head of x has a state
-    S [state_size, head_dim], which a row changes to S' = decay * S + b (step * x)^T; its result is S'^T c + skip * x.
+    """Compute a selective state space model with scalar decay (Mamba-2, Dao and Gu 2024).
+
+    Each head of x has a state S [state_size, head_dim]. A row changes it to S' = decay * S + b (step * x)^T. The result
+    of the row is S'^T c + skip * x.
 
     Args:
         x: Heads, as many as dt has columns.
@@ -113,12 +119,12 @@ def _negative_exp(values: Float32Array) -> Float32Array:
 
 
 def _matrices(net: Network, heads: int, rows: int, columns: int) -> int:
-    """Add a state with a matrix for each head."""
+    """Add a state that is a matrix for each head. Return its number."""
     return _state(net, heads, -(-columns // LANES) * rows, LANES)
 
 
 def _state(net: Network, *shape: int) -> int:
-    """Add a state to a network, and return its number."""
+    """Add a state to a network. Return its number."""
     net.states.append(StateShape(shape))
     return len(net.states) - 1
 

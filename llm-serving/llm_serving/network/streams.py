@@ -16,8 +16,9 @@ def mix_streams(
     offset: float = 0.0,
     first: int = 0,
 ) -> Value:
-    """Add to each stream of `base`, from stream `first` on, a weighted sum of the parts of x. The weight of a part is
-    `offset` plus its coefficient.
+    """Add to each stream of `base`, from stream `first` on, a weighted sum of the parts of x.
+
+    The weight of a part is `offset` plus its coefficient.
 
     Args:
         base: [T, streams * size].
@@ -29,8 +30,10 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Scale each part of x, which is as wide as `like`, to the root mean square of `like`. Return `like` followed by
-    the parts or, if `sums`, the sum of all. The mean square of a part counts as at least `eps`.
+    """Scale each part of x to the root mean square of `like`, whose width a part has.
+
+    Return `like` followed by the parts or, with `sums`, the sum of all. The mean square of a part counts as at least
+    `eps`.
     """
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
