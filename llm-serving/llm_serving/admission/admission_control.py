@@ -1,4 +1,4 @@
-"""Admission control: it refuses a request early if the queue is full or the first token would come too late."""
+"""Admission control: refuses a request early if the queue is full or the first token would come too late."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.observability.class_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
-"""Fraction of the drain rate that is planned for retries of refused clients. New requests use the rest."""
+"""Fraction of the drain rate that is reserved for retries of refused clients. New requests use the rest."""
 MIN_RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 120.0
-"""Maximum Retry-After in seconds. The official OpenAI client gives up if it is asked to wait longer."""
+"""Maximum Retry-After in seconds. The official OpenAI client ignores longer ones."""
 JITTER: Final = 0.1
 """Maximum fraction of a delay that is added at random, so that refused clients do not return at the same time."""
 MAX_SOURCES: Final = 256
-"""Maximum number of sources whose retries are spread separately. All further sources count as one."""
+"""Maximum number of clients whose retries are spread separately. All further clients count as one."""
 IDLE_S: Final = 10.0
-"""Seconds without a step after which the measured speed is too old to refuse a request at an idle replica."""
+"""Seconds without a step after which the measured speed of an idle replica is too old to refuse a request."""
 MAX_REFUSED: Final = 20_000
-"""Maximum number of the latest refused requests that are kept for `llm-serving advice`."""
+"""Number of the latest refused requests that are kept for `llm-serving advice`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,18 @@ class ReplicaLoad:
     """Number of replicas over which the requests of a group are spread."""
     speed: ReplicaSpeed | None
     honours_classes: bool
-    """Whether the replica's scheduling policy schedules higher classes first."""
+    """Whether the replica schedules higher classes first."""
     in_flight: InFlightSteps = NO_STEPS
     num_cached_tokens: int = 0
-    """Number of tokens of the requests' prompts that are in the replica's prefix cache."""
+    """Number of prompt tokens of the requests that are in the replica's prefix cache."""
 
 
 class RefusedRequests(NamedTuple):
-    """A group of requests that were refused together, with the time on the engine's clock."""
+    """A group of requests that were refused together. `time`: on the engine's clock."""
 
     time: float
     prompt_lens: tuple[int, ...]
-    """Prompt tokens of each request, or a lower bound if the text was not tokenized."""
+    """Prompt tokens of each request, or a lower bound if its text was not tokenized."""
     priority: int
     tenant: str
 
@@ -59,9 +59,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    A source is a client identity. Each refusal delays the next retry of its source by the time that the server needs to
-    admit as many requests of this source. Active sources share the rate of the server equally. So a source that floods
-    the server mostly delays its own retries. The seed makes simulations repeatable.
+    A source is the identity of a client. Each refusal delays the next retry of its source by the time in which the
+    server can admit as many requests of this source. Active sources share the rate of the server equally. So a source
+    that floods the server mostly delays its own retries. The seed makes simulations repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -70,9 +70,7 @@ class RetrySchedule:
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
-        """Return the seconds until a refused group should retry. `rate`: number of requests per second that `limit`
-        admits.
-        """
+        """Return the seconds until a refused group should retry. `rate`: requests per second that `limit` admits."""
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
         if key not in self._last_retry and len(self._last_retry) >= MAX_SOURCES:
@@ -87,7 +85,7 @@ class RetrySchedule:
 
 
 class AdmissionControl:
-    """Decides on the event loop whether a request is admitted, before it is submitted to an engine."""
+    """Decides whether a request is admitted, before it is submitted to an engine. Only the event loop may call it."""
 
     def __init__(
         self, config: ServingConfig, queue: AdmissionQueue, metrics: ClassMetrics, clock: Clock = monotonic
@@ -115,12 +113,16 @@ class AdmissionControl:
         replica: ReplicaLoad,
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
-        """Admit a group of requests, all or none. Return the predicted seconds until all have a first token; None if
+        """Admit a group of requests, all or none. Return the predicted seconds until all have a first token; None:
         unknown.
 
-        `replica`: load of the replica that would serve the first request. `uncached_lens`: number of tokens of each
-        prompt that must be computed; None: all. Raise RequestError if the group would exceed a limit even of an empty
-        queue. Raise CapacityError if it exceeds a limit now or its first token would come too late.
+        Args:
+            replica: Load of the replica that would serve the first request.
+            uncached_lens: For each prompt, the number of tokens to compute; None: all tokens.
+
+        Raises:
+            RequestError: The group would exceed a limit even of an empty queue.
+            CapacityError: The group exceeds a limit now, or its first token would come too late.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)
@@ -160,15 +162,13 @@ class AdmissionControl:
         raise TooLateError(message, max(MIN_RETRY_AFTER_S, predicted_s - left_s), 1000 * predicted_s)
 
     def min_uncached(self, prompt_lens: Sequence[int]) -> Sequence[int]:
-        """Return, for each prompt, a lower bound of the number of tokens to compute. Used before the prefix cache is
-        searched.
-        """
+        """Return, for each prompt, the minimum number of tokens to compute, before a search of the prefix cache."""
         return [1] * len(prompt_lens) if self._prefix_caching else prompt_lens
 
     def predict_s(
         self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: ReplicaLoad
     ) -> float | None:
-        """Return the predicted seconds to the first token of the last of these requests; None if unknown."""
+        """Return the predicted seconds to the first token of the last of these requests; None: unknown."""
         if (speed := replica.speed) is None:
             return None
         max_rank = request_class.rank if replica.honours_classes else None
@@ -192,8 +192,8 @@ class AdmissionControl:
         )
 
     def _is_current(self, replica: ReplicaLoad) -> bool:
-        """Return whether the measured speed of the replica is recent. While a replica is idle, its speed may change
-        unnoticed.
+        """Return whether the measured speed of the replica is recent. It may change unnoticed while the replica is
+        idle.
         """
         load = self._queue.load(replica.index)
         is_idle = load.num_waiting == load.num_running == 0

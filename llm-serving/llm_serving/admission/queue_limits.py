@@ -1,4 +1,4 @@
-"""Counts of waiting and running requests on the event loop, and the limits on waiting requests."""
+"""Counts of waiting and running requests, for the event loop, and the limits on waiting requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llm_serving.errors import ContextLengthError, RequestError
 
 LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
 DRAIN_MEMORY: Final = 128
-"""Memory of a drain rate, in finished requests: after this many, the weight of a request has fallen to 1/e."""
+"""Time constant of a drain rate, in finished requests."""
 MIN_FINISHED: Final = 16
-"""Minimum number of finished requests from which a drain rate is known."""
+"""Minimum number of finished requests for a drain rate."""
 QUEUE_KEY: Final = "scheduler_config.max_waiting_queue"
 TOKENS_KEY: Final = "scheduler_config.max_waiting_tokens"
 
@@ -26,12 +26,11 @@ class QueueLoad:
     """Numbers of requests and tokens, of one class on one replica or summed."""
 
     num_waiting: int = 0
-    """Number of admitted requests that were never scheduled."""
     num_waiting_tokens: int = 0
     num_uncached_tokens: int = 0
-    """Waiting prompt tokens that are not in the prefix cache."""
+    """Number of prompt tokens of waiting requests that are not in the prefix cache."""
     num_running: int = 0
-    """Number of requests that were scheduled and have not finished, including preempted ones."""
+    """Number of unfinished requests that were scheduled at least once."""
 
 
 class DrainRate:
@@ -42,10 +41,9 @@ class DrainRate:
         self._seconds = 0.0
         self._num_finished = 0
         self._since: float | None = None
-        """Time up to which `_seconds` includes the time with waiting requests; None while no request waits."""
+        """Time up to which `_seconds` includes the time with waiting requests; None: no request waits."""
 
     def update(self, now: float, has_waiting: bool) -> None:
-        """Record whether any request waits from now on."""
         if has_waiting and self._since is None:
             self._since = now
         elif not has_waiting and self._since is not None:
@@ -68,22 +66,21 @@ class DrainRate:
 
 
 class QueueLimit(NamedTuple):
-    """A limit that applies to a group of requests at admission."""
+    """A limit that applies to a group of requests at admission. `unit`: such as "requests of class batch"."""
 
     name: str
-    """One of `LIMITS`; also the reason in the metric of refusals."""
+    """One of `LIMITS`. It is also the reason in the metric of refusals."""
     key: str
-    """The YAML key of the limit, which errors show."""
+    """The YAML key of the limit, for errors."""
     unit: str
-    """Unit of the limit, such as "requests of class batch"."""
     used: int
     limit: int
     amount: int
-    """Amount, in `unit`, that the group of requests needs."""
+    """How much, in `unit`, the group of requests needs."""
     drain_rate: DrainRate
     """Rate at which requests that count against the limit finish."""
     amount_per_request: float = 1.0
-    """Amount, in `unit`, that a finished request frees."""
+    """How much, in `unit`, a finished request frees."""
 
     @property
     def is_exceeded(self) -> bool:
@@ -95,7 +92,7 @@ class QueueLimit(NamedTuple):
 
     @property
     def never_fits(self) -> RequestError:
-        """The error for a group that would exceed the limit even in an empty queue."""
+        """Return the error for a group that would exceed the limit even in an empty queue."""
         if self.name == "max_waiting_tokens":
             rule = f"must have at most {self.limit} tokens, counted once for each requested answer ({self.key})"
             return ContextLengthError("prompt", rule, self.amount)
@@ -103,9 +100,7 @@ class QueueLimit(NamedTuple):
         return RequestError("n", rule, self.amount)
 
     def freed_per_second(self, now: float) -> float | None:
-        """Return the amount that becomes free per second while requests wait; None if there are too few
-        measurements.
-        """
+        """Return how much becomes free per second while requests wait; None: too few measurements."""
         rate = self.drain_rate.per_second(now)
         return None if rate is None else rate * self.amount_per_request
 
@@ -126,14 +121,12 @@ class AdmissionQueue:
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
         self._loads: dict[tuple[int | None, str], QueueLoad] = {}
-        """(replica, class) -> load; replica None means the sum of all replicas."""
+        """(replica, class) -> load. Replica None: the sum of all replicas."""
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[str] = Counter()
         self._drain_rate = DrainRate()
         self._drain_rate_of_class: dict[str, DrainRate] = {}
-        """Class -> drain rate, for classes with their own limit."""
         self._drain_rate_of_tenant: dict[str, DrainRate] = {}
-        """Tenant -> drain rate, for tenants with their own limit."""
         self.reload(config)
 
     def reload(self, config: ServingConfig) -> None:
@@ -149,8 +142,8 @@ class AdmissionQueue:
             self._drain_rate_of_tenant.setdefault(name, DrainRate())
 
     def share_tenants(self, other: AdmissionQueue) -> None:
-        """Count the waiting requests of a tenant together with those of another model's queue. Call it before the first
-        request.
+        """Count the waiting requests of a tenant together with those in `other`, another model's queue. Call this
+        before the first request.
         """
         self._waiting_of_tenant = other._waiting_of_tenant
 
@@ -165,9 +158,7 @@ class AdmissionQueue:
         num_tokens: int,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Count a request that was submitted to a replica. `num_cached_tokens`: prompt tokens that the prefix cache
-        holds.
-        """
+        """Count a request that was submitted to a replica. `num_cached_tokens`: prompt tokens in its prefix cache."""
         entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
@@ -193,14 +184,14 @@ class AdmissionQueue:
                 rate.record_finished(now)
 
     def change_replica(self, request_id: str, replica: int) -> None:
-        """Count a running request on the replica to which it migrated. No effect if the request has finished."""
+        """Count a running request on the replica to which it migrated. Do nothing if it has finished."""
         if (before := self._running.get(request_id)) is not None:
             after = self._running[request_id] = before._replace(replica=replica)
             self._count(before, running=-1)
             self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
-        """Count a request in another class. No effect if the request has finished."""
+        """Count a request in another class. Do nothing if it has finished."""
         for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
                 after = entries[request_id] = before._replace(class_name=request_class.name)
@@ -231,9 +222,7 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of one replica (None: all replicas) in the classes up to rank `max_rank` (None: all
-        classes).
-        """
+        """Return the load of a replica (None: all together) in the classes up to rank `max_rank` (None: all)."""
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))
@@ -248,8 +237,9 @@ class AdmissionQueue:
         return replace(self._loads.get((None, name), _NO_LOAD))
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
-        """Return the number of a replica's waiting requests that go before a new one, and their uncached prompt tokens.
-        `max_rank`: rank of the lowest class that goes before it; None: all classes do.
+        """Return how many waiting requests of a replica go before a new one, and their uncached prompt tokens.
+
+        `max_rank`: rank of the lowest class that goes before the new request; None: all classes do.
         """
         if self._max_running is None and not self._max_running_of:
             load = self.load(replica, max_rank)

@@ -1,4 +1,4 @@
-"""Prediction of the time to first token from measured step times and the requests ahead."""
+"""Predicts the time to first token from measured step times and the requests ahead."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 STEP_MEMORY: Final = 128
-"""Memory of step times, in steps of one kind: after this many, the weight of a measurement has fallen to 1/e."""
+"""Time constant of the average step times, in steps of one kind."""
 FINISH_MEMORY: Final = 1024
-"""Memory of the finish rate, in steps. It is longer than `STEP_MEMORY`, because requests finish in few steps."""
+"""Time constant of the finish rate, in steps. It is longer than `STEP_MEMORY`, because requests finish in few steps."""
 MIN_STEPS: Final = 32
 MIN_FINISHED: Final = 8
-"""Minimum number of finished requests from which the wait for a running slot can be predicted."""
+"""Minimum number of finished requests for a prediction of the wait for a running slot."""
 MIN_SPREAD: Final = 0.1
-"""Minimum standard deviation of the number of tokens per step, relative to the mean, from which the time of a token can
-be measured.
+"""Minimum standard deviation of the number of tokens per step, relative to the mean, for a measurement of the time of a
+token.
 """
 
 
 class InFlightSteps(NamedTuple):
-    """The steps of a replica that were scheduled and have no reply. A request that arrives now is in none of them."""
+    """The steps of a replica that were formed and have no reply. A request that arrives now is in none of them."""
 
     num_steps: int = 0
     num_tokens: int = 0
     """Number of tokens of these steps, without one token for each of their rows."""
     num_tokens_left: int = 0
-    """Number of prompt tokens that remain after these steps, of the prompts that they compute in part."""
+    """Number of prompt tokens that remain after these steps, of prompts that they compute in part."""
     since: float = math.inf
     """Time on the engine's clock at which the oldest step began or, if none is in flight, the latest one ended;
     infinite before the first step.
@@ -46,7 +46,7 @@ class QueueAhead:
     num_requests: int
     """Number of waiting requests of the request's class and higher classes, including the request."""
     num_tokens: int
-    """Uncached prompt tokens of the waiting requests."""
+    """Number of uncached prompt tokens of these requests."""
     num_running: int
     """Number of running requests that the new one cannot preempt."""
     num_running_in_all: int
@@ -54,7 +54,7 @@ class QueueAhead:
     elapsed_s: float = 0.0
     """Seconds since the oldest step in flight began."""
     num_finishes: int = 0
-    """Number of requests of the same tenant that must finish first, because of the tenant's concurrency limit."""
+    """Number of requests of the same tenant that must finish first, because of its concurrency limit."""
     tenant_slots: int = 1
     """The tenant's concurrency limit."""
 
@@ -72,7 +72,7 @@ class ReplicaSpeed:
     """Number of running slots: the configured number, or fewer while the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
-        """Return the seconds until the last request of the queue has its first token; None if unknown.
+        """Return the seconds until the last request of the queue has its first token; None: unknown.
 
         Prompts get the token budget that decoding leaves. If no slot is free, running requests must finish first, at
         the measured rate. The larger of these two numbers of steps is added to the steps in flight.
@@ -105,14 +105,14 @@ class ReplicaSpeed:
 class TtftPredictor:
     """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
 
-    Steps with prompts and decode-only steps are averaged separately. A least-squares line through both averages
-    separates the time of a step from that of a token.
+    Steps with prompts and decode-only steps are averaged separately. A line through both averages separates the time of
+    a step from that of a token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.speed: ReplicaSpeed | None = None
-        """The measured speed; None until enough steps were measured."""
+        """The measured speed; None: too few steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
         """Number of running requests when the KV cache became full; None: it is not full."""
@@ -124,8 +124,11 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the number of running requests, the request that the scheduler could not admit with the reason
-        (`blocked`), and whether the KV cache has room.
+        """Record the state after scheduling.
+
+        Args:
+            blocked: The request that the scheduler could not admit, with the reason; None: none.
+            has_room: Whether the KV cache has room.
         """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
@@ -135,8 +138,8 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step. `seconds`: from the end of the previous step, or from the submission if that is later, to the
-        reply.
+        """Record a step. `seconds`: to the reply, from the previous reply or from the submission,
+        whichever is later.
         """
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
@@ -163,7 +166,7 @@ class TtftPredictor:
         self.speed = ReplicaSpeed(self.limits, *cost, finish_rate, num_slots)
 
     def _cost(self) -> tuple[float, float] | None:
-        """Return the seconds per step and per token; None if the steps had too similar numbers of tokens."""
+        """Return the seconds per step and per token; None: the steps had too similar numbers of tokens."""
         prefill, decode = self._prefill_steps, self._decode_steps
         weight = prefill.weight + decode.weight
         tokens = (prefill.tokens + decode.tokens) / weight

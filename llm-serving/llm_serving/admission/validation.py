@@ -1,4 +1,4 @@
-"""Validation of requests against the model and the limits. A request that can never be served is refused at once."""
+"""Checks of requests against the model and the limits. A request that can never be served is refused at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_priority(priority: int) -> None:
 
 
 def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
-    """Raise RequestError for options that beam search does not support, and for static batches, which have no slots."""
+    """Raise RequestError for options that beam search does not support, and with static batching."""
     if sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", "is not supported with use_beam_search")
     if sampling.constraint is not None:
@@ -68,21 +68,18 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-text token ids from the YAML, the model's config and the tokenizer, without those outside the
-    vocabulary.
-    """
+    """Return the end-of-text token ids of the YAML, the model's config and the tokenizer that are in the vocabulary."""
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
     return frozenset(token_id for token_id in named if token_id < spec.vocab_size)
 
 
 def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
-    """Return all token ids that end the request's output."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
 
 
 def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
-    """Raise RequestError if `bad_words` and `min_tokens` could leave a step without a token to sample."""
+    """Raise RequestError if `bad_words` and `min_tokens` could leave no token to sample in a step."""
     allowed, forbidden = sampling.allowed_token_ids, {sequence[-1] for sequence in sampling.bad_words}
     if sampling.min_tokens:
         forbidden |= stop_token_ids(sampling, end_ids)
@@ -97,7 +94,7 @@ def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], voca
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError if an id is not in the vocabulary. The error shows the smallest or the largest id."""
+    """Raise RequestError if an id is not in the vocabulary."""
     if not token_ids:
         return
     smallest, largest = min(token_ids), max(token_ids)  # a prompt may have 100,000 ids, so two C-speed passes

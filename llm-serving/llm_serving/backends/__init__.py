@@ -19,11 +19,13 @@ BACKENDS = {
 
 
 def create_backend(name: str, dtype: str) -> Backend:
-    """Create a backend for a model dtype (a name of `core.dtypes`).
+    """Create a backend for a model dtype (a name of `core.dtypes`), before the first operator of the process.
 
-    Call this function before the first operator of the process, because MindSpore looks for plugins, such as the CPU
-    backend's operator library, only once. Raise ConfigError if the backend or the dtype is unknown or the backend does
-    not support the dtype, KernelError if the operator library cannot be built or loaded, or `ms_custom_ops` is missing.
+    MindSpore looks for plugins, such as the CPU backend's kernel library, only once.
+
+    Raises:
+        ConfigError: The backend or the dtype is unknown, or the backend does not support the dtype.
+        KernelError: The kernel library cannot be built or loaded, or `ms_custom_ops` is missing.
     """
     if name not in BACKENDS:
         raise ConfigError(f"`backend` must be one of {', '.join(BACKENDS)}. Given: {name}")

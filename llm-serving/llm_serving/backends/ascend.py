@@ -216,9 +216,7 @@ class AscendBackend:
 
 
 class FastAscendBackend(AscendBackend):
-    """Like `AscendBackend`, but for `exactness: fast`: the device chooses the order in which the partial sums of ranks
-    are added.
-    """
+    """The backend of `exactness: fast`: the device chooses the order in which it adds the partial sums of ranks."""
 
     name = "ascend_fast"
 

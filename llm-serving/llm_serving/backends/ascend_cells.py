@@ -1,6 +1,6 @@
 """The operations of a decoder as Cells of Ascend primitives.
 
-A CPU runs the same Cells, because the operator library implements the primitives (`cpu.py`). A graph of these Cells can
+A CPU runs the same Cells, because the kernel library implements the primitives (`cpu.py`). A graph of these Cells can
 be exported to MindIR on any machine.
 """
 
@@ -105,8 +105,8 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Rotary embedding. The primitive requires the context lengths as an argument, but cosines and sines have one row
-    per token, so the lengths have no effect.
+    """Rotary embedding. The primitive requires context lengths, but they have no effect, because cosines and sines have
+    one row per token.
     """
 
     def __init__(self) -> None:
@@ -198,9 +198,10 @@ class AscendPromptAttention(nn.Cell):
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
-    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal. It hides the keys
-    above the diagonal: with 1 in bfloat16, which the device multiplies by a large negative number, and with a large
-    negative number in float16, which the device adds unchanged.
+    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal.
+
+    It hides the keys above the diagonal. In bfloat16 it has 1 there, which the device multiplies by a large negative
+    number. In float16 it has a large negative number, which the device adds.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
     return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)
@@ -209,8 +210,8 @@ def prompt_mask(dtype: Any) -> ms.Tensor:
 class AscendSwiglu(nn.Cell):
     """silu(gate) * up as split, SiLU and multiply.
 
-    MindSpore's fusion pass replaces these operations by the primitive `Swiglu` and sets its attribute `FusionType`. The
-    device refuses the primitive without that attribute, so the graph must not call it directly.
+    MindSpore's fusion pass replaces these operations by the primitive `Swiglu` with the attribute `FusionType`. The
+    graph must not call the primitive directly, because the device refuses it without that attribute.
     """
 
     def __init__(self) -> None:

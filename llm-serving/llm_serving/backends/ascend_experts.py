@@ -3,9 +3,9 @@
 Rows are sorted by expert, the rows of an expert are multiplied together, and the results are summed with the router
 weights. Each product is rounded to the model dtype, and so is the sum.
 
-For 8-bit weights, GroupedMatmulV4 returns int32 sums, because with scales it would return float16 only for float32
-scales, and bfloat16 only for scales rounded to bfloat16. The sums are scaled here in float32 in the order of
-QuantBatchMatmul, which gives the same bits on every device.
+For 8-bit weights, GroupedMatmulV4 returns int32 sums: with scales it would return float16 only for float32 scales, and
+bfloat16 only for scales rounded to bfloat16. The sums are scaled here in float32 in the order of QuantBatchMatmul,
+which gives the same bits on every device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 _ONE_TENSOR, _BY_ROWS, _COUNTS = 3, 0, 1
-"""Arguments of GroupedMatmulV4. They mean: return one tensor, split the rows among the experts, and take the number of
-rows of each expert."""
+"""Arguments of GroupedMatmulV4: return one tensor, split the rows among the experts, take each
+expert's number of rows.
+"""
 
 _COUNTS_OF_ROWS = 2
 """Argument of MoeInitRoutingV2 that makes it return the number of rows of each expert."""
@@ -103,8 +104,8 @@ class AscendExperts(nn.Cell):
 
 
 class QuantizedGroupedMatmul(nn.Cell):
-    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, expert of each row) -> [T*k,
-    N]
+    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, expert of
+    each row) -> [T*k, N]
     """
 
     def __init__(self, dtype: Any) -> None:
@@ -124,7 +125,7 @@ class QuantizedGroupedMatmul(nn.Cell):
 
 
 class AscendQuantizedExperts(nn.Cell):
-    """Like `AscendExperts`, but with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N].
+    """`AscendExperts` with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N].
 
     Args:
         gate: (x [T, 2*I]) -> [T, I]

@@ -4,10 +4,10 @@ MindSpore's MatMul may split its sums differently for each batch shape. `ms_cust
 batch-invariant product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`). It needs the CANN package
 `ops-batchinvariant`.
 
-PagedAttention splits the heads and keys of a row over the cores in a way that depends on the number of rows. If each
-row is a request with one token, and the number of rows is a multiple of the number of cores, one core computes each
-row with all its keys. So a prompt is also computed as rows of one token, because the kernel for several tokens adds in
-another order.
+PagedAttention splits the heads and keys of a row over the cores in a way that depends on the number of rows. But if
+each row is a request with one token, and the number of rows is a multiple of the number of cores, one core computes
+each row with all its keys. So prompts are computed as rows of one token too, because the kernel for several tokens adds
+in another order.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Backend(Protocol):
     name: str
     attention_rows: int
     """If not 0, attention computes each token as a request of its own, in steps whose number of rows is a multiple of
-    this. If 0, attention computes all rows of a request together.
+    this. If 0, it computes all rows of a request together.
     """
 
     dtype: str
@@ -87,11 +87,12 @@ class Backend(Protocol):
         """(x [T, K], qvalues, scales) -> [T, N]; x is quantized to 8 bits, one scale per row (`kernels.w8a8`)."""
 
     def quantized_logits(self) -> nn.Cell:
-        """Like `quantized_linear`, but with a float32 result, as `logits` returns."""
+        """`quantized_linear` with a float32 result, as `logits` returns."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction`: float32 [experts], added to the
-        scores only to choose experts.
+        """(logits float32 [T, experts]) -> two tensors for `experts`.
+
+        `correction`: float32 [experts], added to the scores only to choose experts.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
@@ -104,34 +105,36 @@ class Backend(Protocol):
         """(x [T, sum of widths]) -> consecutive column ranges."""
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k). Element
-        i of a head is paired with element i + D/2 (rotate half). Rows of cos and sin have two equal halves.
+        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k).
+
+        Element i of a head is paired with element i + D/2. Rows of cos and sin have two equal halves.
         """
 
     def store_kv(self) -> nn.Cell:
-        """(k, v, key_cache, value_cache, slot_mapping) -> a tensor on which attention depends.
+        """(k, v, key_cache, value_cache, slot_mapping) -> a tensor that attention takes, so that it runs after the
+        store.
 
         Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the
         row; another slot outside the cache raises an error.
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> what `paged_attention` takes to hide the keys after each
-        row's own position: a mask, or the positions.
+        """(positions int32[T], block_tables int32[B, W]) -> the `attention_mask` of `paged_attention`: a mask, or the
+        positions. It hides the keys after each row's own position.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
 
         block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, the last
-        ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed. `slopes`:
-        ALiBi slopes, float32 [num_heads]. `query_lens` None: each request has one row; Ascend's attention then takes
-        no mask (None).
+        ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed.
+        `query_lens` None: each request has one row, and Ascend's attention takes no mask (None). `slopes`: ALiBi
+        slopes, float32 [num_heads].
         """
 
     def largest_logits(self) -> nn.Cell | None:
         """(logits float32 [S, V]) -> int32 [S], the index of each row's largest logit (of equal ones, the lowest
-        index), and float32 [S, 2], this index and the logit. None: the backend has no separate graph for steps with one
+        index), and float32 [S, 2], this index and the logit; None: the backend has no separate graph for steps with one
         token per request.
         """
 
@@ -139,13 +142,15 @@ class Backend(Protocol):
         """Return a Cell such as `token_drawing.TokenDrawing`; None: the backend draws no tokens."""
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of prompts without a cached prefix; None
-        if the backend has no such operation. A row attends to the rows of its prompt up to its own position. B is fixed
-        when the graph is compiled; trailing lengths may be 0.
+        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of prompts without a cached prefix; None:
+        not supported.
+
+        A row attends to the rows of its prompt up to its own position. B is fixed when the graph is compiled; trailing
+        lengths may be 0.
         """
 
     def program(self) -> nn.Cell | None:
-        """Operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder. None: not supported.
+        """Operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: not supported.
 
         `table` holds the address of every array (`kernels.address_table.AddressTable`): instructions and operands, the
         step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by
@@ -153,8 +158,7 @@ class Backend(Protocol):
         `block_weight`, `table`, `vector` or `numbers`.
         """
 
-    def rounded(self, number: float) -> float:
-        """Round a number to the model dtype."""
+    def rounded(self, number: float) -> float: ...
 
     def swiglu(self) -> nn.Cell:
         """(gate_up [T, 2*I], gate first) -> [T, I] = silu(gate) * up"""
@@ -169,61 +173,73 @@ class Backend(Protocol):
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Like `linear_weight`, for a weight that both `embedding` and `logits` use."""
+        """Do the same as `linear_weight`, for a weight that both `embedding` and `logits` use."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the weights of all experts, given as [num_experts * N, K]: one Parameter per expert, or one in all."""
+        """Return the weights of all experts, given as [num_experts * N, K], as one Parameter for
+        each or one for all.
+        """
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` (with `num_experts`: as `expert_weights`), but pack stored rows without
-        copying them first. Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite
-        or NaN.
+        """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without a copy
+        before.
+
+        Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite or NaN.
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
-        """Like `linear_weight`, for a program's weight that stays in GGUF blocks. `segments`: consecutive rows, which
-        are copied; all but the last have a multiple of 16 rows. Raise ModelError if this backend has no such product.
+        """Return a program's weight that stays in GGUF blocks. Raise ModelError if this backend has no such product.
+
+        `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows.
         """
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """Like `linear_weight`, for a quantized weight of a program. Without `weight_only`, the product quantizes
-        activations to 8 bits, and 8-bit weights must have one scale per row. Raise ModelError if this backend has no
-        such product.
+        """Return a program's quantized weight. Raise ModelError if this backend has no such product.
+
+        Without `weight_only`, the product quantizes activations to 8 bits, and 8-bit weights must have one scale per
+        row.
         """
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError if
-        the weight does not have 8 bits and one scale per row, or this backend has no such product.
+        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells.
+
+        Raise ModelError if the weight does not have 8 bits and one scale per row, or if this backend has no such
+        product.
         """
 
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Like `quantized_weight`, for experts: [num_experts * N, K] -> values [experts, K, N], scales [experts, N]."""
+        """Do the same as `quantized_weight` for experts: [num_experts * N, K] -> values [experts, K, N], scales
+        [experts, N].
+        """
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
-        """Return a concatenated copy of vectors, such as norm weights, in the model dtype."""
+        """Return a copy of vectors one after another, such as norm weights, in the model dtype."""
 
     def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a copy of a vector in float32, whatever the model dtype is."""
 
-    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a copy of a lookup table [V, H]."""
+    def table(self, array: Array, name: str | None = None) -> ms.Parameter: ...
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return the zeroed key and value cache of one layer, [num_blocks, block_size, kv_heads, width]. Block i is row
-        i of the buffer, so whole blocks can be copied; the layout inside a block depends on the backend.
+        """Return the zeroed key and value cache of one layer, each [num_blocks, block_size, kv_heads, width].
+
+        Block i is row i of the buffer, so whole blocks can be copied. The layout inside a block depends on the backend.
         """
 
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Like `kv_cache`, but in 8 bits, for programs. The scale of a token's head (`network.caches.INT8_SCALE_BYTES`)
-        follows its values, so copied blocks keep their scales. Raise ModelError if this backend has no int8 KV caches.
+        """Do the same as `kv_cache` for programs, with elements of 8 bits. Raise ModelError if this backend has no such
+        caches.
+
+        The scale of a token's head (`network.caches.INT8_SCALE_BYTES`) follows its values, so copied blocks keep their
+        scales.
         """
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
@@ -233,18 +249,21 @@ class Backend(Protocol):
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copy whole blocks in the order of `pairs` [n, 2] (source block, target block), which the caller has checked.
+
         Source and target are caches or host memory (`parameters.host_blocks`), and may be the same. The next run of a
         graph reads the copies.
         """
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        """Call `callback` once, in another thread, when the next step is nearly done. The step waits until the callback
-        returns. This replaces an earlier callback. Return False if this backend never calls it.
+        """Call `callback` once, in another thread, when the next step is nearly done. Return False if this backend
+        never does.
+
+        The step waits until the callback returns. A later call of this method replaces the callback.
         """
 
 
 def model_dtype(name: str) -> Any:
-    """Return the MindSpore dtype of a name in `MODEL_DTYPES`; raise ConfigError for another name."""
+    """Return the MindSpore dtype of a name in `MODEL_DTYPES`. Raise ConfigError for another name."""
     if name not in MODEL_DTYPES:
         raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")
     return getattr(ms, name)

@@ -24,9 +24,10 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, as arguments of the operator library. For MindSpore, the packed weight is an int8
-    matrix [rows, columns]. Raise ModelError if no kernel supports such a weight, or KernelError if the library cannot
-    be built or loaded.
+    """The segments of one weight, as arguments of the kernel library. MindSpore sees the packed weight as int8 [rows,
+    columns].
+
+    Raise ModelError if no kernel supports such a weight, KernelError if the library cannot be built or loaded.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:

@@ -1,4 +1,4 @@
-"""The CPU backend: it runs the Ascend backend's Cells, whose primitives the operator library implements.
+"""The CPU backend: it runs the Ascend backend's Cells, whose primitives the kernel library implements.
 
 The library fixes the order of every sum of a row, so the bits of a row do not depend on the batch, on chunking, on the
 number of threads or on the location of its blocks.
@@ -46,8 +46,9 @@ _MULTIPLE = 16
 
 
 def load_plugin() -> None:
-    """Build the library if needed and register it with MindSpore, before the first operator of the process. Raise
-    KernelError if it cannot be built or loaded, or another operator plugin is registered already.
+    """Build the kernel library if needed, and register it with MindSpore, before the first operator of the process.
+
+    Raise KernelError if it cannot be built or loaded, or if another operator plugin is registered.
     """
     path = str(library_path())
     given = os.environ.get(PLUGIN_VARIABLE)
@@ -59,7 +60,7 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Check that MindSpore calls the library's matrix products, because MindSpore's own cannot read packed weights."""
+    """Raise KernelError unless MindSpore calls the library's matrix products. Its own cannot read packed weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
@@ -69,8 +70,10 @@ def _require_dispatch() -> None:
 
 
 class CpuBackend(AscendBackend):
-    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually a program runs the
-    whole network as one operator, because MindSpore's overhead per operator exceeds the computation of a small model.
+    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head.
+
+    Usually a program runs the whole network as one operator, because MindSpore's overhead per operator exceeds the
+    computation of a small model.
     """
 
     name = "cpu"
@@ -110,7 +113,7 @@ class CpuBackend(AscendBackend):
         return RowStack([np.ascontiguousarray(to_model_dtype(array, self.dtype))])
 
     def _packed(self, rows: RowStack, num_experts: int | None, name: str | None) -> ms.Parameter:
-        """Pack a matrix [N, K]. For MindSpore, the weights of all experts are one Parameter [experts, K, N]."""
+        """Pack a matrix [N, K]. MindSpore sees the weights of all experts as one Parameter [experts, K, N]."""
         _require_dispatch()
         num_rows, columns = rows.shape
         memory = weight_memory(num_rows * columns * rows.dtype.itemsize).view(rows.dtype)
@@ -216,7 +219,7 @@ def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
 
 
 class CpuLogits(nn.Cell):
-    """Returns the float32 sums of a product, not rounded to the model dtype: `cast_type` sets the result's type."""
+    """Returns the float32 sums of a product, not rounded to the model dtype. `cast_type` sets the result's type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +244,7 @@ class CpuQuantizedLogits(nn.Cell):
 
 
 class CpuCumulativeSum(nn.Cell):
-    """As `AscendCumulativeSum`, whose primitive MindSpore lacks on a CPU."""
+    """Replaces `AscendCumulativeSum`, whose primitive MindSpore lacks on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +255,7 @@ class CpuCumulativeSum(nn.Cell):
 
 
 class CpuLargestValues(nn.Cell):
-    """As `AscendLargestValues`, whose primitive MindSpore lacks on a CPU."""
+    """Replaces `AscendLargestValues`, whose primitive MindSpore lacks on a CPU."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters in the model dtype: in aligned memory of this process on a CPU, in device memory on an NPU."""
+"""Parameters in the model dtype: on a CPU in aligned memory of this process, on an NPU in device memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages, because translating the
-    addresses of 4 KB pages would take longer than reading them. The system provides each page on first access.
+    """Return zeroed memory for a tensor, aligned to a cache line. The system provides each page on first access.
+
+    Large arrays use large pages, because translating the addresses of 4 KB pages would take longer than reading them.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
@@ -59,8 +60,9 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
 
 
 class WeightMemory:
-    """Divides large memory areas among weights, so that small weights also lie in large pages, which are up to a sixth
-    faster to read. An area is freed with the last of its weights.
+    """Divides large memory areas among weights. An area is freed with the last of its weights.
+
+    So small weights lie in large pages too, which are up to a sixth faster to read.
     """
 
     SIZE: Final = 2**26
@@ -90,15 +92,19 @@ def weight_memory(size: int) -> NDArray[np.uint8]:
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter of zeros: on an NPU in device memory, else in pages that the system provides on access."""
+    """Return a Parameter of zeros: on an NPU in device memory, else in pages that the system
+    provides on first access.
+    """
     if is_on_npu():
         return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
     return parameter_over(zeroed_array(shape, dtype), dtype, name)
 
 
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter with the elements of `array`. On a CPU it shares the array's memory and keeps the array alive
-    as `storage`, so the graph sees later writes to the array. On an NPU the elements are copied to the device.
+    """Return a Parameter with the elements of `array`.
+
+    On a CPU it shares the array's memory and keeps the array alive as `storage`, so the graph sees later writes to the
+    array. On an NPU the elements are copied to the device.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if is_on_npu():
@@ -132,7 +138,7 @@ def is_on_npu() -> bool:
 
 
 def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
-    """Return a Parameter that shares the memory of `tensor`; `Parameter(tensor)` would copy it."""
+    """Return a Parameter that shares the memory of `tensor`. `Parameter(tensor)` would copy it."""
     placeholder = ms.Tensor(np.zeros(1, dtype=np.float32)).astype(tensor.dtype)
     named = {} if name is None else {"name": name}
     parameter = ms.Parameter(placeholder, requires_grad=False, **named)
@@ -147,13 +153,15 @@ def float32_parameter(array: Array, name: str | None = None) -> ms.Parameter:
 
 
 def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
-    """Return zeroed host memory for `num_blocks` blocks like those of `cache`; pages are provided on first access."""
+    """Return zeroed host memory for blocks like those of `cache`. The system provides its pages on first access."""
     return np.zeros((num_blocks, *cache.shape[1:]), storage_dtype(cache))
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """Copy blocks between Parameters in this process's memory (`Backend.copy_blocks`). Between two memories, runs of
-    adjacent blocks are copied at once; within one memory, blocks are copied one at a time to keep the order.
+    """Copy blocks between Parameters in this process's memory (`Backend.copy_blocks`).
+
+    Between two memories, runs of adjacent blocks are copied at once. Within one memory, blocks are copied one at a time
+    to keep the order.
     """
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:

@@ -1,4 +1,4 @@
-"""The operations of a decoder as stock MindSpore operations. They need no compiler and run on any device, but slowly.
+"""The operations of a decoder as MindSpore's own operations. They need no compiler and run on any device, but slowly.
 
 Weights are rounded to the model dtype; everything else is float32. The order of the sums in MindSpore's products may
 depend on the shape of the batch, so an answer may differ in its last bits from the answer at batch size 1.
@@ -36,7 +36,7 @@ from llm_serving.network.weights import RowStack
 
 
 class PlainBackend:
-    """A backend of MindSpore's own operators on a CPU, used by tests as reference for the other backends' graphs."""
+    """A backend of MindSpore's own operators on a CPU. Tests compare the graphs of other backends with it."""
 
     name = "plain"
     attention_rows = 0
@@ -271,14 +271,14 @@ class PlainStoreKV(nn.Cell):
 
 
 class PlainVisiblePositions(nn.Cell):
-    """Returns the positions of rows unchanged. `PlainPagedAttention` uses them in place of a mask."""
+    """Returns the positions of rows unchanged. `PlainPagedAttention` uses them instead of a mask."""
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
         return positions
 
 
 class PlainPagedAttention(nn.Cell):
-    """Paged attention that gathers the keys and values of each row's request, and computes each row by itself."""
+    """Paged attention that gathers the keys and values of each row's request, and computes each row separately."""
 
     def __init__(self, shape: AttentionShape, slopes: ms.Parameter | None) -> None:
         super().__init__()

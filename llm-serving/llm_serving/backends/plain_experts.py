@@ -1,5 +1,6 @@
-"""Mixture of experts as stock MindSpore operations. Every expert computes every row. Experts that the router did not
-choose get the weight zero."""
+"""Mixture of experts as MindSpore's own operations. Every expert computes every row; an expert that the router did not
+choose has the weight zero.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from mindspore import nn, ops
 
 
 class PlainRouter(nn.Cell):
-    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero for experts that are not chosen. The
-    tensor is returned twice, because `Backend.route` returns two tensors.
+    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero for experts that are not chosen.
+
+    The tensor is returned twice, because `Backend.route` returns two tensors.
     """
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
@@ -29,9 +31,9 @@ class PlainRouter(nn.Cell):
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
     def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """Return the rank of each score in its row: the count of scores that are larger, or equal with a lower index.
+        """Return the rank of each score in its row: the number of scores that are larger, or equal with a lower index.
 
-        numbers: index of each score.
+        `numbers`: index of each score.
         """
         larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
@@ -58,8 +60,11 @@ class PlainRouter(nn.Cell):
 
 
 class PlainExperts(nn.Cell):
-    """Adds the weighted results in the order of expert numbers. `product`: (x [T, K], weight [N, K]) -> [T, N]; `gate`:
-    (x [T, 2*I]) -> [T, I].
+    """Adds the weighted results in the order of expert numbers.
+
+    Args:
+        product: (x [T, K], weight [N, K]) -> [T, N]
+        gate: (x [T, 2*I]) -> [T, I]
     """
 
     def __init__(self, product: nn.Cell, gate: nn.Cell) -> None:

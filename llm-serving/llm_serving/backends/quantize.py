@@ -1,4 +1,4 @@
-"""Quantize weights on all cores, with results bit-identical to the NumPy code of `formats.quantized_tensor`."""
+"""Quantizes weights on all cores, with results bit-identical to the NumPy code of `formats.quantized_tensor`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
 def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
-    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, as `quantize_w8` and `quantize_w4` do. The weight is
-    float32, float16, or bfloat16 as uint16 bits, and not copied if it is C-contiguous. `group_size`: columns with one
-    scale, a divisor of the columns; None: all columns. `rotates`: see `QuantizedTensor.rotated`. Raise ModelError as
-    these functions do, KernelError if the operator library cannot be compiled or memory is insufficient.
+    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, as `quantize_w8` and `quantize_w4` do.
+
+    Args:
+        weight: float32, float16, or bfloat16 as uint16 bits; not copied if it is C-contiguous.
+        group_size: Columns with one scale, a divisor of the columns; None: all columns.
+        rotates: See `QuantizedTensor.rotated`.
+
+    Raises:
+        ModelError: In the cases of these functions.
+        KernelError: The kernel library cannot be compiled, or memory is insufficient.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")

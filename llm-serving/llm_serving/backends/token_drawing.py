@@ -1,10 +1,10 @@
-"""Drawing of tokens as a Cell of Ascend primitives: the tokens that `worker.sampling_reference` chooses, bit by bit.
+"""Draws tokens by a Cell of Ascend primitives, bit-identical to `worker.sampling_reference`.
 
 Weights are computed by the float32 operations of `worker.logprobs.token_weights`, each rounded once. Sums of weights
 are exact: a weight is a multiple of 2^-33 from 0 to 1, so the sums of its upper 17 bits over 128 tokens, and those of
 the 16 bits below, are exact in float32. Sums of more tokens are int64. So the order of additions has no effect.
 
-The Cell shifts no bits and sorts no rows, because vector cores lack kernels for the former and are slow at the latter.
+The Cell shifts no bits and sorts no rows: vector cores have no kernels for shifts, and sort slowly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DRAWN_VOCAB: Final = 2**18
 """Maximum vocabulary size. Sums over a larger vocabulary would need more bits."""
 PIECE_BITS: Final = 14
 NUM_PIECES: Final = 4
-"""A fraction of 53 bits is divided into pieces of 14 bits, highest first, which float32 holds exactly."""
+"""Number of pieces of a fraction of 53 bits: 14 bits each, highest first, which float32 holds exactly."""
 PARAMETERS: Final = {
     "row": 1,
     "greedy": 1,
@@ -33,8 +33,8 @@ PARAMETERS: Final = {
     "number": NUM_PIECES,
     "top_p": NUM_PIECES,
 }
-"""Name -> number of columns of the parameters of a row, in order. `row`: its index; `greedy`: 1 for the most likely
-token, else 0; `scale`: `logprobs.weight_scale`; `number`: the random number.
+"""Name -> number of columns of the parameters of a row, in order. `row`: its index. `greedy`: 1 to take the most likely
+token, else 0. `scale`: `logprobs.weight_scale`. `number`: the random number.
 """
 
 _BLOCK: Final = 128
@@ -159,7 +159,7 @@ class _Sums(nn.Cell):
 class _Share(nn.Cell):
     """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1]
 
-    The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`, 0
+    The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0
     for 0. In units of 2^-53 it is half the distance of float64 numbers near the product.
     """
 
@@ -193,9 +193,10 @@ class _Share(nn.Cell):
 
 
 class TokenDrawing(nn.Cell):
-    """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters float32 [S, 13]) ->
-    (token ids int32 [S], `largest` with the ids of the drawn tokens in its first column). `largest` is the second
-    result of `Backend.largest_logits`. A row with NaN or infinity gets any valid id.
+    """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters float32 [S, 13]) -> (token
+    ids int32 [S], `largest` with the ids of the drawn tokens in its first column).
+
+    `largest` is the second result of `Backend.largest_logits`. A row with NaN or infinity gets any valid id.
 
     Args:
         has_limits: Whether rows may have `top_k`, from 1 to `MAX_TOP_K`. Rows with `top_k` may also have `top_p`.
@@ -242,9 +243,10 @@ class TokenDrawing(nn.Cell):
         return self.gather(values, 1, self.cast(index, ms.int64))
 
     def limits(self, weights: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
-        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each: a threshold, above which
-        all weights are kept, and how many weights equal to it are kept, in the order of token ids. A row without top_k
-        keeps all weights.
+        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each.
+
+        The first is a threshold: all weights above it are kept. The second is how many weights equal to it are kept, in
+        the order of token ids. A row without top_k keeps all weights.
         """
         descending = self.largest_values(weights)
         candidates = self.select(self.below(self.order, top_k), descending, self.zero)
@@ -298,6 +300,6 @@ class TokenDrawing(nn.Cell):
         return self.minimum(self.add(self.mul(index, self.block), token), self.last_token)
 
     def of_blocks(self, weights: ms.Tensor) -> Any:
-        """Return the sums of the parts of weights in each block of 128, [S, blocks] each."""
+        """Return the sums of the two parts of the weights in each block of 128, [S, blocks] each."""
         upper, lower = self.sums.parts(self.reshape(weights, (-1, self.num_blocks, _BLOCK)))
         return self.sum(upper, (-1,)), self.sum(lower, (-1,))

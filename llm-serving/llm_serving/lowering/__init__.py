@@ -1,1 +1,1 @@
-"""Networks as MindSpore Cells: a graph of Cells, one program operator, or a network of MindFormers."""
+"""Networks in MindSpore: as a graph of Cells, as one program operator, or as a network of MindFormers."""

@@ -19,15 +19,14 @@ from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
 
 RESULTS: Final = ("lm_head", "hidden_states")
-"""Kinds of operations that may be the last one of a network and give its result."""
+"""Kinds of operations that can end a network. Their value is its result."""
 
 EMBEDDING_ATTRIBUTES: Final = ("scale", "rounded_scale", "first", "rows")
 LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
-"""Attributes of `lm_head` that its Cell takes as arguments."""
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""Maximum number of values that are needed by later operations at the same time."""
+"""Maximum number of values at a time that later operations need."""
 
 Registers = Any
 """A tuple of tensors. It has no type, because MindSpore compiles the functions that take it."""
@@ -37,14 +36,14 @@ class CellNetwork(nn.Cell):
     """Computes logits, float32 [S, V], or hidden states, float32 [S, H], from the inputs of a step.
 
     The inputs are `lowering.step_inputs.STEP_INPUTS` and, with adapters, `ADAPTER_INPUT`. Raise ModelError if the
-    backend lacks an operation that the network needs.
+    backend lacks an operation of the network.
 
     Args:
-        max_positions: Longest context of a row, in tokens; a sliding window of at least that many tokens has no effect.
-        whole_prompts: Whether the graph computes only steps of whole prompts. B is then fixed, and unused requests have
+        max_positions: Longest context of a row, in tokens. A sliding window of at least that many tokens has no effect.
+        whole_prompts: Whether the graph computes only steps of whole prompts. B is then fixed; unused requests have
             length 0.
         of_states: Whether the result is the input of the LM head.
-        single_tokens: Whether the graph computes only steps whose rows have one token, for which attention has no mask.
+        single_tokens: Whether the graph computes only steps whose rows have one token. Attention then has no mask.
         all_rows: Whether the result has a row for each token. Then there are no `sample_indices`.
     """
 
@@ -101,16 +100,14 @@ class NoMask(nn.Cell):
 
 
 class TokenNetwork(nn.Cell):
-    """A network for steps in which each request computes one token. Its results are logits, float32 [S, V], and the two
-    results of `Backend.largest_logits`.
+    """A network for steps in which each request computes one token. `network`: a `CellNetwork` with `single_tokens`.
 
-    Args:
-        network: A `CellNetwork` with `single_tokens`.
+    Its results are logits, float32 [S, V], and the two results of `Backend.largest_logits`.
     """
 
     inputs: Sequence[tuple[str, int]]
-    """(name, number of dimensions) of the arguments of `construct`. The first one, [4, T], has token ids, positions, KV
-    slots and sources of tokens, so that one copy to the device is enough.
+    """(name, number of dimensions) of the arguments of `construct`. The first one, [4, T], holds token ids, positions,
+    KV slots and sources of tokens, so that one copy to the device is enough.
     """
 
     def __init__(self, network: nn.Cell, backend: Backend) -> None:
@@ -130,7 +127,7 @@ class TokenNetwork(nn.Cell):
 
 
 class SingleTokenNetwork(TokenNetwork):
-    """A network in which each row has one token with a result: S = T = B. `network` was made with `all_rows`."""
+    """A network in which each row has one token with a result: S = T = B. `network`: created with `all_rows`."""
 
     inputs = SINGLE_TOKEN_INPUTS
 
@@ -164,7 +161,7 @@ class TokenRowsNetwork(TokenNetwork):
 
 
 class CellLmHead(nn.Cell):
-    """Computes logits, float32 [P, V], from hidden states, float32 [P, H], followed by `step_inputs_for_rows(P)`."""
+    """Computes logits, float32 [P, V]. The inputs are hidden states, float32 [P, H], then `step_inputs_for_rows(P)`."""
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
@@ -190,8 +187,9 @@ class CellLmHead(nn.Cell):
 
 class RegisterStep(nn.Cell):
     """Runs `cell` on the values of the registers `reads` (at most `MAX_READS`), and stores its results in registers.
-    `writes` maps a register to the index of the result that it gets. The code names each register, because MindSpore
-    compiles loops slowly.
+
+    `writes`: register -> index of the result that it gets. The code names each register, because MindSpore compiles
+    loops slowly.
     """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
@@ -326,9 +324,7 @@ def weights_width(operation: Operation) -> int:
 
 
 class _ScheduledOperation:
-    """An operation with the keys of all that it reads and writes: values, views, and stores of keys and values, on
-    which attention depends.
-    """
+    """An operation with the keys of all that it reads and writes: values, views, and stores of keys and values."""
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation
@@ -337,9 +333,10 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations as Cells compute them: views become results of a split, cosines and sines are looked up
-    once for all layers, two consecutive rotations by the same tables are merged, and attention depends on the preceding
-    store of keys and values.
+    """Return the operations as Cells compute them.
+
+    Views become results of a split. Cosines and sines are looked up once for all layers. Two consecutive rotations by
+    the same tables are merged. Attention depends on the preceding store of keys and values.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

@@ -1,4 +1,4 @@
-"""Lower a model to MindSpore Cells: read its weights and build its network with the selected implementation."""
+"""Lowers a model to MindSpore Cells: reads its weights, and builds its network with the selected implementation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A lowered network: hidden states and LM head as two graphs and, if that is faster, also as one graph. The bits
-    are the same.
+    """A network as two graphs, hidden states and LM head, and, if that is faster, as one graph too.
+    The bits are equal.
     """
 
     logits: nn.Cell | None
@@ -43,17 +43,17 @@ class Lowered(NamedTuple):
     """Graph from the step inputs to the input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell
     """Graph from float32 [P, H] and `lowering.step_inputs.step_inputs_for_rows(P)` to float32 logits [P, V] or scores
-    [P, labels]."""
+    [P, labels].
+    """
     of_prompts: nn.Cell | None = None
-    """Graph like `states`, for steps of prompts without a cached prefix; None: `states` computes those steps too."""
+    """Graph like `states`, for steps of prompts without a cached prefix; None: `states` computes these steps too."""
     of_tokens: TokenNetwork | None = None
-    """Graph for steps in which each request has one token; None: `states` and `head` compute those steps too."""
+    """Graph for steps in which each request has one token; None: `states` and `head` compute these steps too."""
     parameters: Parameters = MappingProxyType({})
     """Parameters of the weights. Only the slots of adapters change between steps."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
-        """Return dynamic inputs for `head`."""
         return [ms.Tensor(shape=[None, hidden], dtype=ms.float32), *dynamic_inputs()]
 
 
@@ -72,9 +72,6 @@ def lower(
 ) -> Lowered:
     """Build the network of a model, and read its weights from `reader`, which cannot be used again.
 
-    Raise KernelError if MindFormers' network is not available, and ModelError if a tensor is missing, unexpected or of
-    another shape, or the backend lacks an operation.
-
     Args:
         kv_caches: (keys, values) of each cache layer.
         max_positions: Longest context of a row, in tokens.
@@ -83,6 +80,10 @@ def lower(
         quantization: None: the weights stay in the model dtype.
         implementation: Only `native` allows `as_program` and `whole_prompts`.
         states: Memory of the network's states, from `Backend.states`; only programs use it.
+
+    Raises:
+        KernelError: MindFormers' network is not available.
+        ModelError: A tensor is missing, unexpected or of another shape, or the backend lacks an operation.
     """
     network = spec.network
     as_program = as_program and backend.program() is not None
@@ -149,13 +150,14 @@ def lower_mtp(
     quantization: Quantization | None,
     parameters: Parameters,
 ) -> LoweredMtp:
-    """Build the programs of a model's MTP layer `network` and read its weights. Raise ModelError if a tensor is missing
-    or of another shape.
+    """Build the programs of a model's MTP layer `network`, and read its weights. For other arguments see `lower`.
+
+    Raise ModelError if a tensor is missing or of another shape.
 
     Args:
         reader: Has only the tensors of the layer, or ignores the others.
         kv_caches: (keys, values) of each cache of the layer.
-        parameters: Parameters of the model. For the other arguments see `lower`.
+        parameters: Parameters of the model.
     """
     dtype, operator = backend.dtype, _operator(backend)
     own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)

@@ -1,8 +1,8 @@
 """MindFormers' own networks as Cells with the step inputs, KV cache and weights of this server.
 
 Only the Parameters and the rotary tables of a MindFormers network are replaced. PagedAttention with query lengths
-computes prompts, chunks and decode steps alike, so other requests change no bit of an answer. The LM head is the
-native one: it multiplies only the sampled rows, and keeps float32 sums on a CPU.
+computes prompts, chunks and decode steps alike, so other requests change no bit of an answer. The LM head is the native
+one: it multiplies only the sampled rows, and keeps float32 sums on a CPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ NEVER_CALLED: Final = frozenset(
 
 @contextmanager
 def import_stubs() -> Iterator[None]:
-    """Import missing packages of `NEVER_CALLED` as stubs, which stay in `sys.modules`."""
+    """Return a context in which missing packages of `NEVER_CALLED` are imported as stubs, which
+    stay in `sys.modules`.
+    """
     finder = _StubFinder()
     sys.meta_path.append(finder)  # at the end, so that it gets only packages that no other finder has
     try:
@@ -60,7 +62,7 @@ def import_stubs() -> Iterator[None]:
 
 
 class _StubAttribute:
-    """Attribute of a stub package, which may be used as decorator or called during an import."""
+    """Attribute of a stub package. An import may call it, or use it as a decorator."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -136,7 +138,7 @@ def _quieten(mindformers_logger: logging.Logger) -> None:
 
 
 def silently() -> contextlib.redirect_stdout[io.StringIO]:
-    """Suppress the table that MindFormers prints while it builds a network."""
+    """Return a context that suppresses the table that MindFormers prints while it builds a network."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
@@ -150,9 +152,10 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 
 class MindFormersNetwork(nn.Cell):
-    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`. Raise
-    KernelError if MindFormers or the operator library is not installed, ModelError if MindFormers has no class for the
-    model.
+    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`.
+
+    Raise KernelError if MindFormers or the kernel library is not installed, ModelError if MindFormers has no class for
+    the model.
     """
 
     def __init__(
@@ -262,8 +265,9 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
 class MindFormersLlamaNetwork(nn.Cell):
-    """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2. Its parallel decoding
-    accepts packed rows with query lengths, a mask and positions. `network`: from
+    """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2.
+
+    Its parallel decoding accepts packed rows with query lengths, a mask and positions. `network`: from
     `models.mindformers.split_stacked_weights`.
     """
 
@@ -312,7 +316,7 @@ class MindFormersLlamaNetwork(nn.Cell):
 
 
 def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_size: int) -> nn.Cell:
-    """Build the `LlamaModel` of the class with its own Parameters and caches of one block."""
+    """Build the class's `LlamaModel`, with its own Parameters and caches of one block."""
     make_config = module_of_mindformers("mindformers.models.llama.llama_config").LlamaConfig
     make_network = module_of_mindformers("mindformers.models.llama.llama").LlamaForCausalLM
     c = ConfigReader(spec.config, CONFIG_NAME)

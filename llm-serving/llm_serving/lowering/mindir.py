@@ -1,4 +1,4 @@
-"""Export of a model's graphs as MindIR files, which `model_config.backend: ge` runs without this package's lowering."""
+"""Export of a model's graphs as MindIR files. `model_config.backend: ge` runs them without this package's lowering."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
 
 
 def graph_file(folder: Path, graph: str) -> Path:
-    """Return the path of a graph, which MindSpore splits into `<graph>_graph.mindir` and data files above 1 GB."""
+    """Return the path of a graph. MindSpore splits it into `<graph>_graph.mindir` and data files above 1 GB."""
     split = folder / f"{graph}_graph.mindir"
     return split if split.is_file() else folder / f"{graph}.mindir"
 
@@ -52,7 +52,8 @@ def export(
 ) -> None:
     """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on.
 
-    The graphs' caches have the sizes of `kv_caches`. Raise ModelError if the primitives lack an operation of the model.
+    The caches of the graphs have the sizes of `kv_caches`. Raise ModelError if the primitives lack an operation of the
+    model.
     """
     reader = WeightReader(source, spec.scheme)
     lowered = lower(spec, backend, reader, kv_caches, max_positions, as_program=False, quantization=quantization)
@@ -67,7 +68,7 @@ def export(
 def graph_settings(
     spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
 ) -> dict[str, Any]:
-    """Return the settings of an exported graph. The server's configuration must have equal values to use the graph."""
+    """Return the settings of an exported graph. To use it, the server's configuration must have equal values."""
     return {
         "architecture": spec.architecture,
         "num_parameters": spec.num_weight_elements,
@@ -81,7 +82,7 @@ def graph_settings(
 
 
 def check_graph_settings(folder: Path, expected: Mapping[str, Any]) -> None:
-    """Check that a folder has graphs exported with the settings `expected`, else raise ConfigError."""
+    """Raise ConfigError unless a folder has graphs that were exported with the settings `expected`."""
     path = folder / SETTINGS_FILE
     missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]
     if missing:

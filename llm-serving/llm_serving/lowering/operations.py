@@ -85,10 +85,10 @@ class EmbeddingCell(nn.Cell):
 
 
 class LowRankCell(nn.Cell):
-    """base, x -> base + B (A x) with the matrices in the slot of each row's adapter; base without one.
+    """base, x -> base + B (A x), with the matrices in the slot of each row's adapter; base without an adapter.
 
-    All slots are multiplied, and a row keeps only the columns of its own: each other term of its sums is zero, so a
-    row's result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    All slots are multiplied, but a row keeps only the columns of its own slot. Each other term of its sums is zero, so
+    its result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
     """
 
     def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:
@@ -107,7 +107,7 @@ class LowRankCell(nn.Cell):
 
 
 class LinearCell(nn.Cell):
-    """x [T, K] -> x * weight^T, changed by adapters, + bias, rounded after each operation"""
+    """x [T, K] -> x * weight^T, changed by adapters, + bias, rounded after each operation."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class SelectRowsCell(nn.Cell):
 
 
 class LmHeadCell(nn.Cell):
-    """x -> float32 logits, scaled and capped. The logits of a sharded head that other ranks compute are zeros."""
+    """x -> float32 logits, scaled and capped. Logits of a sharded head that other ranks compute are zeros."""
 
     def __init__(
         self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float, first: int, rows: int

@@ -37,12 +37,12 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "experts": ("gate_up", "down"),
     "lm_head": ("weight",),
 }
-"""Kind of operation -> names of its weights that are factors of matrix products."""
+"""Kind of operation -> roles of its weights that are factors of matrix products."""
 
 Stored = QuantizedTensor | list[BlockTensor] | RowStack | Array
 
 Parameters = Mapping[Weight, Sequence[ms.Parameter]]
-"""The Parameters of each weight: one Parameter, or one for each expert, or two for quantized values and scales."""
+"""The Parameters of each weight: one, one for each expert, or two for quantized values and scales."""
 
 
 def parameters_of(
@@ -54,8 +54,9 @@ def parameters_of(
     as_cells: bool,
     quantization: Quantization | None = None,
 ) -> Parameters:
-    """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory. Raise
-    ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
+    """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory.
+
+    Raise ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
 
     Args:
         max_positions: Longest context of a row, in tokens.
@@ -139,9 +140,9 @@ def _quantized_values(
 ) -> tuple[Stored, QuantizationName]:
     """Return a weight and its quantization scheme.
 
-    Stored integers that products of one of `schemes` can use stay integers, other stored integers are dequantized, and
-    other values are quantized by the first scheme. Cells always get quantized values, because their products are chosen
-    before the weights are read.
+    Stored integers stay integers if products of one of `schemes` can use them, else they are dequantized. Other values
+    are quantized by the first scheme. Cells always get quantized values, because their products are chosen before the
+    weights are read.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:

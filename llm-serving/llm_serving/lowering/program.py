@@ -28,7 +28,7 @@ class ProgramNetwork(nn.Cell):
 
     Args:
         operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in order. If `rows`, the last one is omitted.
+        weights: Parameters of the program's weights, in order. With `rows`, the last one is omitted.
         width: Columns of the result.
         states: Memory of the states, from `Backend.states`, in order.
         rows: Whether the program's last weight is bound with each step.
@@ -73,9 +73,11 @@ class ProgramNetwork(nn.Cell):
         return self.operator(self.table)
 
     def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
-        """Bind the arrays of a step for the next run: `lowering.step_inputs.STEP_INPUTS`, with states `STATE_INPUTS`,
-        with adapters `ADAPTER_INPUT`. For a head program, hidden states come first: float32 [T, H], rounded to the
-        model dtype. Return the array of the result, float32 [S, width], which is valid until the run after the next.
+        """Bind the arrays of a step for the next run. Return the array of the result, float32 [S, width], valid until
+        the run after the next.
+
+        The arrays are those of `lowering.step_inputs.STEP_INPUTS`, with states `STATE_INPUTS`, with adapters
+        `ADAPTER_INPUT`. For a head program, hidden states come first: float32 [T, H], rounded to the model dtype.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:

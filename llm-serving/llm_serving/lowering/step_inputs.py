@@ -20,27 +20,30 @@ STEP_INPUTS: Final = (
     ("batch_valid_length", 1),  # [B], tokens of its context, those rows included
     ("sample_indices", 1),  # [S]
 )
-"""(name, number of dimensions) of the arguments of `construct`, all int32. The result is float32 [S, vocab_size].
-Ascend's attention kernels find the lengths by the names of the arguments.
+"""(name, number of dimensions) of the arguments of `construct`, all int32. Ascend's attention kernels find the lengths
+by the names.
 """
 
 STATE_INPUTS: Final = (
     ("state_in", 1),  # [B], slot of the state that a request's rows continue; -1: zeros
     ("state_out", 1),  # [T], slot that gets the state after the row; -1: none
 )
-"""Further inputs of a program whose network has states, after `STEP_INPUTS`. If a step stores a state of one request to
-a slot, no other request may use that slot in the same step.
+"""Further inputs of a program whose network has states. If a step stores a state of one request in a slot, no other
+request may use that slot in the same step.
 """
 
 ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
-"""Last input of a network with adapter slots: the slot of each row's adapter; -1: the row has no adapter."""
+"""Last input of a network with adapter slots: the slot of each row's adapter; -1: the row has none."""
 
 NUM_TOKEN_ARRAYS: Final = 4
-"""Number of arrays in `tokens` of `SINGLE_TOKEN_INPUTS`: the first three of `STEP_INPUTS`, and sources of tokens."""
+"""Number of arrays in `tokens` of `SINGLE_TOKEN_INPUTS`: the first three of `STEP_INPUTS`, and the
+sources of tokens.
+"""
 SINGLE_TOKEN_INPUTS: Final = (("tokens", 2), ("previous", 1), ("block_tables", 2), ("batch_valid_length", 1))
-"""The inputs of steps in which each request has one token, with a result for every token. `tokens` is [4, T]. The
-source of a token is an index i: if i < P, its id is `previous[i]`, from an array [P] on the device; otherwise it is the
-token id i - P in `tokens`.
+"""The inputs of steps in which each request has one token, with a result for every token.
+
+`tokens` is [4, T]. Its last row, the source of each token, is an index i. If i < P, the token's id is `previous[i]`,
+from an array [P] on the device; otherwise it is i - P.
 """
 TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("sample_indices", 1))
 """`SINGLE_TOKEN_INPUTS` and two more, for steps in which some rows have no token and some tokens have no result."""
@@ -54,7 +57,7 @@ def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
 
 
 def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
-    """Return int32 inputs whose every dimension is dynamic."""
+    """Return int32 tensors of which every dimension is dynamic."""
     return [ms.Tensor(shape=[None] * rank, dtype=ms.int32) for _, rank in inputs]
 
 
