@@ -57,7 +57,7 @@ class Reference:
     Args:
         folder: As `models.write` leaves it.
         served_length: Length whose rotary factors stand, see above.
-        dtype: float32, float64 or bfloat16, of all but the angles of the rotary embedding, which are float32 in any case.
+        dtype: float32, float64 or bfloat16, for all but the angles of the rotary embedding, which are float32.
     """
 
     def __init__(self, folder: Path, served_length: int | None = None, dtype: str = "float32") -> None:

@@ -379,7 +379,8 @@ def _check_disk_cache(values: Values, spec: ModelSpec | None) -> None:
         raise values.error(DISK_CACHE, "must be null for a model that is not causal: its prompts share no blocks")
     grouped = spec.with_cache_groups(values["model_config.max_generate_length"])
     if groups_layers(values[TARGET], values[KERNELS], None) and len(grouped.layout.windows) > 1:
-        values.notice(DISK_CACHE, "layers with a sliding window keep all their blocks: a disk cache stores whole blocks")
+        effect = "layers with a sliding window keep all their blocks: a disk cache stores whole blocks"
+        values.notice(DISK_CACHE, effect)
 
 
 def _notice_swap(values: Values) -> None:
