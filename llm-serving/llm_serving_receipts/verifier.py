@@ -7,11 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llm_serving.config.legacy import RENAMED
 from llm_serving.config.output_settings import DERIVED_KEYS, NEUTRAL_KEYS, OUTPUT_KEYS, Setting, output_settings
 from llm_serving.config.schema import SECTIONS, ServingConfig
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import MAX_BEAM_WIDTH
@@ -78,6 +80,7 @@ class Verifier:
         receipts: Receipts that will be verified, if known. The KV cache is then allocated for the largest one.
         """
         self._load_config = load
+        self._lora = load(()).lora
         self._hashes = hashes
         self._on_progress = on_progress
         self._num_blocks: dict[_LoadOptions, int] = {}
@@ -100,7 +103,7 @@ class Verifier:
             _compare(verdict.differences, name, getattr(receipt, name), getattr(self._hashes, name))
         try:
             llm = self._model_for(receipt)
-            _load_adapter(verdict, receipt, llm)
+            _load_adapter(verdict, receipt, llm, self._lora)
             _compare_options(verdict, receipt, llm)
             self._compare_choices(verdict, receipt, llm)
             _compare_texts(verdict, opened, llm)
@@ -188,6 +191,9 @@ def _config_for(
     config = load([f"{key}={value}" for key, value in given.items()])
     for key in settings.keys() - given.keys():
         config = _without(config, key)
+    if config.lora.is_enabled:  # adapters are loaded one by one, so that a damaged one affects no other receipt
+        lora = replace(config.lora, lora_modules=None, lora_folder=config.lora.lora_folder or Path())
+        config = replace(config, lora=lora)
     return replace(
         config,
         model=replace(
@@ -239,17 +245,19 @@ async def _best(outputs: list[ChoiceOutput], choices: Choices, *, with_logprobs:
     return [output async for output in select_best(each(), choices, with_logprobs=with_logprobs)]
 
 
-def _load_adapter(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
-    """Load the receipt's adapter, unless it is loaded, and compare its files with those of the receipt.
+def _load_adapter(verdict: Verdict, receipt: Receipt, llm: LLM, lora: LoraConfig) -> None:
+    """Load the receipt's adapter, unless it is loaded, and compare its files with those of the receipt. `lora`: names
+    the folder of the adapter.
 
     Raises:
         ModelError: The configuration has no such adapter, or it cannot be served. The message begins with its name.
     """
     if receipt.adapter is None:
         return
-    name, lora = receipt.adapter.name, llm.config.lora
+    name = receipt.adapter.name
     if name not in llm.adapters.by_name:
-        if (folder := lora.folder_of(name)) is None:
+        folder = (lora.lora_modules or {}).get(name) or lora.folder_of(name)
+        if folder is None:
             rule = "must be a name in lora_config.lora_modules, or of a folder in lora_config.lora_folder"
             raise ModelError(f"adapter {shorten(name)} {rule}")
         try:

@@ -120,9 +120,11 @@ def test_a_changed_or_missing_adapter_is_reported_by_name(folder, receipts, tmp_
     assert base.equal
 
 
-def test_an_adapter_that_cannot_be_served_is_reported_by_name(folder, receipts, tmp_path):
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_an_adapter_that_cannot_be_served_is_reported_by_name(folder, receipts, tmp_path, name):
     shutil.copytree(folder, tmp_path / "adapters")
-    with (tmp_path / "adapters" / "two" / "adapter_model.safetensors").open("r+b") as file:
+    with (tmp_path / "adapters" / name / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(100)
-    (verdict,) = verdicts(tmp_path / "adapters", receipts["two"])
-    assert verdict.differences[0].startswith("cannot be computed here: adapter 'two': ")
+    damaged, base = verdicts(tmp_path / "adapters", receipts[name], receipts[""])
+    assert damaged.differences[0].startswith(f"cannot be computed here: adapter '{name}': ")
+    assert base.equal
