@@ -34,13 +34,15 @@ def test_gguf_longrope_of_phi3(tmp_path):
         check_folder(tmp_path / "a.gguf")
 
 
-def test_gguf_layers_that_predict_further_tokens(tmp_path):
-    """In GLM-4.5 the number of layers includes these layers. The server does not read their tensors."""
-    architecture, config = case("glm4moe")
+@pytest.mark.mindspore
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek3"])
+def test_gguf_layers_that_predict_further_tokens(tmp_path, name):
+    """In GLM-4.5 and GLM-4.7-Flash the number of layers includes these layers, whose tensors are not read."""
+    architecture, config = case(name)
     values = write_family(tmp_path / "a.gguf", architecture, config, 0)
     row = plain(np.ones(64, np.float32))
     more = {f"blk.3.{name}.weight": row for name in ("nextn.eh_proj", "nextn.enorm", "attn_norm", "ffn_gate_inp")}
-    facts = {"glm4moe.nextn_predict_layers": 1, "glm4moe.block_count": 4}
+    facts = {f"{architecture}.nextn_predict_layers": 1, f"{architecture}.block_count": 4}
     write_family(tmp_path / "b.gguf", architecture, config, 0, facts, more)
     assert np.array_equal(logits(tmp_path / "b.gguf"), logits(tmp_path / "a.gguf"))
     assert values.keys() == check_folder(tmp_path / "b.gguf").tensors.keys()

@@ -16,9 +16,12 @@ from support.gguf_cases import CASES, case, logits, written_folder
 from support.gguf_families import family_facts, family_tensors, write_family
 from support.gguf_files import gguf_bytes, plain
 
+OTHERS = {"gptneox", "gemma3n", "gemma4", "llama4", "minicpm3", "phimoe"}
+"""Architectures that tests/models/test_gguf_hybrids.py tests beside hybrids and encoders."""
+
 
 def test_every_architecture_is_named_and_tested():
-    hybrids = {*HYBRIDS, *ENCODERS, "gptneox"}  # tests/models/test_gguf_hybrids.py
+    hybrids = {*HYBRIDS, *ENCODERS, *OTHERS}
     written = {architecture for architecture, _, _ in CASES.values()}
     assert ARCHITECTURES.keys() == NAMINGS.keys() == written | hybrids
 

@@ -1,12 +1,14 @@
-"""GGUF files of families that mix attention with other layers, of GPT-NeoX and of encoders: the folder's model."""
+"""GGUF files of families that mix attention with other layers, of other families with layers of their own, and of
+encoders: the folder's model."""
 
 import numpy as np
 import pytest
-from families import encoders, mamba, models
+from families import encoders, gemma4, llama4, mamba, minicpm3, models, phi3
 from families.weights import weights_of
 from llm_serving.core.enums import PoolingMode
 from llm_serving.errors import ModelError
 from llm_serving.formats.gguf import read_gguf
+from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models.pooling import resolve_pooling
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.gguf_cases import written_folder
@@ -17,6 +19,11 @@ pytestmark = pytest.mark.mindspore
 
 LATER_NORM = {"mamba_rms_norm": True, "mamba_n_groups": 2}
 WITHOUT_ROTARY = {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 2, "mamba_proj_bias": True}
+LLAMA4 = {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192, "interleave_moe_layer_step": 2}
+LLAMA4 |= {"moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0], "rope_scaling": None}
+"""What llama.cpp assumes of any Llama 4."""
+UNSCALED = minicpm3.MINICPM3["rope_scaling"] | {"original_max_position_embeddings": 256}
+"""MiniCPM 3 has divisors of frequencies, but no longer context than before."""
 CASES = {
     "granitehybrid": models.model("granite-hybrid"),
     "granitehybrid, dense": mamba._hybrid({**WITHOUT_ROTARY, "num_local_experts": 0, "tie_word_embeddings": False}),
@@ -28,6 +35,15 @@ CASES = {
     "qwen35": models.model("qwen3.5"),
     "qwen35, tied": models.model("qwen3.5-tied"),
     "qwen35moe": models.model("qwen3.5-moe"),
+    "nemotron_h_moe": mamba._nemotron(mamba.NEMOTRON3 | {"n_group": 1, "topk_group": 1}),
+    "nemotron_h_moe, latent": models.model("nemotron3-latent"),
+    "gemma3n": models.model("gemma3n"),
+    "gemma4": models.model("gemma4"),
+    "gemma4, experts": models.model("gemma4-moe"),
+    "llama4": llama4._llama4(LLAMA4),
+    "minicpm3": minicpm3._minicpm3({"dim_model_base": 256, "scale_emb": 12, "rope_scaling": UNSCALED}),
+    "phimoe": phi3._phimoe({"router_jitter_noise": 0.01}),
+    "phimoe, plain": phi3._phimoe({"router_jitter_noise": 0.01, "rope_scaling": None, "attention_bias": False}),
     "gptneox": models.model("gpt-neox"),
     "gptneox, serial": models.model("gpt-neox-serial"),
 }
@@ -176,3 +192,28 @@ def test_gguf_file_of_a_bert_classifier_lacks_its_pooler(tmp_path):
     write_gguf(tmp_path / "a.gguf", "bert", encoder.config, weights)
     with pytest.raises(ModelError, match=r"missing: 2: pooler\.dense\.weight"):
         check_folder(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model", "blocks"),
+    [
+        ("gemma4", gemma4._gemma4(gemma4.MOE | {"moe_intermediate_size": 32}), ("ffn_gate_up_exps", "ffn_down_exps")),
+        ("gemma3n", gemma4._gemma3n({"hidden_size_per_layer_input": 32}), ("altup_proj", "per_layer_token_embd")),
+        ("llama4", llama4._llama4({**LLAMA4, "intermediate_size": 64}), ("ffn_gate_exps", "ffn_down_exps")),
+    ],
+)
+def test_gguf_stacks_of_matrices_are_read_from_blocks(tmp_path, architecture, model, blocks):
+    stacked = ("experts.", "altup_projections", "embed_tokens_per_layer")
+    weights = weights_of("stacks", model)
+    for name in stacked:
+        weights = in_eighths(weights, name)
+    write_gguf(tmp_path / "a.gguf", architecture, model.config, weights, None, blocks)
+    spec = check_folder(tmp_path / "a.gguf")
+    assert "Q8_0" in spec.scheme.stored_types
+    reader = WeightReader(tmp_path / "a.gguf", spec.scheme)
+    for name, shape in spec.tensors.items():
+        if name in weights:  # experts are apart in a file
+            np.testing.assert_array_equal(to_float32(reader.read(name, shape)), weights[name], err_msg=name)
+    expected = outputs(written_folder(tmp_path / "folder", model.config, weights))
+    error = np.abs(outputs(tmp_path / "a.gguf") - expected).mean()
+    assert error < 0.1 * np.std(expected)  # products of blocks round their inputs to 8 bits

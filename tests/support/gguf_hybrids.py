@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.gguf_attention import CONVERTERS, EXPERTS, FACTS, OF_ARCHITECTURE
 from support.gguf_files import ELEMENTS, ROLES, Stored, gguf_bytes, neighbours, plain, q8_0
 
 Arrays = dict[str, np.ndarray]
@@ -74,6 +75,12 @@ _NEMOTRON_ROLES = {
     "norm": "attn_norm",
     **{f"mixer.{name}": role for name, role in _MIXER.items()},
 }
+_NEMOTRON_EXPERTS = {
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    **{f"mixer.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("up", "down")},
+}
 _NEOX_ROLES = {
     "embed_in": "token_embd",
     "final_layer_norm": "output_norm",
@@ -119,10 +126,13 @@ _OF_ARCHITECTURE = {
     "granitehybrid": _GRANITE_ROLES,
     "falcon-h1": _FALCON_ROLES,
     "nemotron_h": _NEMOTRON_ROLES,
+    "nemotron_h_moe": {**_NEMOTRON_ROLES, **_NEMOTRON_EXPERTS},
     "gptneox": _NEOX_ROLES,
     "bert": _BERT_ROLES,
     "modern-bert": _MODERN_ROLES,
+    **OF_ARCHITECTURE,
 }
+_STREAMS = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
 
 
 def tensors_of(architecture: str, config: Config, weights: Mapping[str, np.ndarray]) -> Arrays:
@@ -136,8 +146,12 @@ def tensors_of(architecture: str, config: Config, weights: Mapping[str, np.ndarr
         for whole, part in convert(rest, array, config):
             stem, _, kind = whole.rpartition(".")
             stem, kind = (stem, f".{kind}") if kind in ("weight", "bias") else (whole, "")
-            if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)_proj", stem):
-                experts.setdefault(f"{layer}ffn_{expert[2]}_exps.weight", []).append(part)
+            if expert := re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", stem):
+                of = EXPERTS.get(expert[2], expert[2].removesuffix("_proj"))
+                experts.setdefault(f"{layer}ffn_{of}_exps.weight", []).append(part)
+                continue
+            if stream := re.fullmatch(r"model\.(altup_\w+)\.\d+", stem):
+                experts.setdefault(f"{_STREAMS[stream[1]]}.weight", []).append(part)
                 continue
             stem, kind = (stem.removesuffix("dt_bias") + "dt", ".bias") if stem.endswith("dt_bias") else (stem, kind)
             role = "ssm_dt" if stem.endswith(".dt") else roles.get(stem, stem)
@@ -207,6 +221,8 @@ def _falcon(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[str,
 def _nemotron(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
     if name.endswith(("q_proj.weight", "k_proj.weight")):
         array = neighbours(array, config["num_attention_heads" if "q_" in name else "num_key_value_heads"])
+    if name.endswith("e_score_correction_bias"):
+        name = "exp_probs_b.bias"
     yield name, _mixer(name, array, config["n_groups"]) if name.startswith("mixer.") else array
 
 
@@ -268,11 +284,13 @@ _CONVERTERS: dict[str, Converter] = {
     "granitehybrid": _granite,
     "falcon-h1": _falcon,
     "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
     "qwen3next": _qwen,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "gptneox": _gpt_neox,
     "bert": _bert,
+    **CONVERTERS,
 }
 
 
@@ -315,9 +333,24 @@ def _falcon_facts(config: Config) -> dict[str, Any]:
 
 def _nemotron_facts(config: Config) -> dict[str, Any]:
     pattern = config["hybrid_override_pattern"]
+    sizes = {"-": config["intermediate_size"], "E": config.get("moe_intermediate_size", 0)}
+    experts = (
+        {
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_group_count": config["n_group"],
+        }
+        if "E" in pattern
+        else {}
+    )
     return {
+        **experts,
         "attention.head_count_kv": [config["num_key_value_heads"] if each == "*" else 0 for each in pattern],
-        "feed_forward_length": [config["intermediate_size"] if each == "-" else 0 for each in pattern],
+        "feed_forward_length": [sizes.get(each, 0) for each in pattern],
         "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
         "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
         "ssm.conv_kernel": config["conv_kernel"],
@@ -383,12 +416,14 @@ _FACTS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "granitehybrid": _granite_facts,
     "falcon-h1": _falcon_facts,
     "nemotron_h": _nemotron_facts,
+    "nemotron_h_moe": _nemotron_facts,
     "qwen3next": _qwen_facts,
     "qwen35": _qwen_facts,
     "qwen35moe": _qwen_facts,
     "gptneox": _neox_facts,
     "bert": _bert_facts,
     "modern-bert": _modern_facts,
+    **FACTS,
 }
 
 
@@ -403,7 +438,7 @@ def write_gguf(
     """Write the file. `in_blocks`: roles whose tensors are stored as Q8_0; it must represent their values exactly."""
     tensors = {}
     for name, array in tensors_of(architecture, config, weights).items():
-        is_packed = name.split(".")[-2] in in_blocks
+        is_packed = name.removesuffix(".weight").split(".")[-1] in in_blocks
         tensors[name] = _eight_bits(array) if is_packed else plain(array.astype(np.float32))
     path.write_bytes(gguf_bytes({**facts_of(architecture, config), **(facts or {})}, tensors))
 

@@ -34,7 +34,7 @@ class Naming:
 
     Attributes:
         more: Name in the file -> Hugging Face's name, for tensors of a layer that Llama lacks or names differently. `*`
-            is the number of an expert; `|` separates the names of query, key and value that one tensor stacks. If the
+            is the number of an expert; `|` separates the names of matrices that one tensor stacks. If the
             value is a tuple, it has a name and a layout for each tensor that is made of the file's tensor.
         whole: The same for tensors outside layers.
         layers: Hugging Face's prefix of the names of layers.
@@ -120,6 +120,27 @@ _GEMMA: Final[Mapping[str, str]] = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+_LATENT: Final[Mapping[str, str]] = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    LATENT_KEYS: "self_attn.kv_b_proj",
+}
+_LAYER_INPUTS: Final[Mapping[str, str]] = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+"""Gemma 3n and 4: a layer's own embedding of the token."""
+_TABLES_OF_LAYERS: Final[Mapping[str, str]] = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
 
 def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
     """Return the names of a Mamba-2 mixer with the prefix `at`. Some of its vectors are matrices in the file, with one
@@ -136,6 +157,15 @@ def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
     }
 
 
+_NEMOTRON: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
+    **_mamba("mixer."),
+    "attn_norm": "norm",
+    **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
+_BACKBONE: Final[Mapping[str, str]] = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
 _DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     **_EXPERTS,
     **_shared("shared_expert"),
@@ -194,16 +224,18 @@ NAMINGS: Final[Mapping[str, Naming]] = {
         },
         whole={"output_norm": "model.final_layernorm"},
     ),
-    "nemotron_h": Naming(
+    "nemotron_h": Naming(_NEMOTRON, whole=_BACKBONE, layers="backbone.layers", pairs=True),
+    "nemotron_h_moe": Naming(
         {
-            **_mamba("mixer."),
-            "attn_norm": "norm",
-            **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
-            "attn_output": "mixer.o_proj",
-            "ffn_up": "mixer.up_proj",
-            "ffn_down": "mixer.down_proj",
+            **_NEMOTRON,
+            "ffn_gate_inp": "mixer.gate",
+            "exp_probs_b": "mixer.gate.e_score_correction_bias",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+            **{f"ffn_{part}_exps": f"mixer.experts.*.{part}_proj" for part in ("up", "down")},
+            **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
         },
-        whole={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+        whole=_BACKBONE,
         layers="backbone.layers",
         pairs=True,
     ),
@@ -272,6 +304,53 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "gemma": Naming(plus_one=True),
     "gemma2": Naming(_GEMMA, plus_one=True),
     "gemma3": Naming(_GEMMA, plus_one=True),
+    "gemma3n": Naming(
+        {
+            **_GEMMA,
+            **_LAYER_INPUTS,
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        whole={
+            **_TABLES_OF_LAYERS,
+            "altup_proj": "model.altup_projections.*",
+            "altup_unembd_proj": "model.altup_unembed_projections.*",
+        },
+    ),
+    "gemma4": Naming(
+        {
+            **_GEMMA,
+            **_LAYER_INPUTS,
+            "layer_output_scale": "layer_scalar",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": "experts.*.gate_proj|experts.*.up_proj",
+            **{f"ffn_{part}_exps": f"experts.*.{part}_proj" for part in ("gate", "up", "down")},
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        whole=_TABLES_OF_LAYERS,
+    ),
+    "phimoe": Naming(_BLOCK_SPARSE),
+    "minicpm3": Naming(_LATENT),
+    "llama4": Naming(
+        {
+            "ffn_gate_inp": "feed_forward.router",
+            **{
+                f"ffn_{part}{ending}": f"feed_forward.{of}{part}_proj"
+                for part in ("gate", "up", "down")
+                for ending, of in (("", ""), ("_exps", "experts.*."), ("_shexp", "shared_expert."))
+            },
+        }
+    ),
     "seed_oss": Naming({"post_attention_norm": "post_attention_layernorm"}),
     "olmo2": Naming(_AFTER),
     "lfm2": Naming(_LFM2),
@@ -325,13 +404,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             **_EXPERTS,
             **_shared("shared_experts"),
             "exp_probs_b": _CORRECTION,
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_kv_b": "self_attn.kv_b_proj",
-            LATENT_KEYS: "self_attn.kv_b_proj",
+            **_LATENT,
         }
     ),
 }

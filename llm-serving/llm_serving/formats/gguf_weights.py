@@ -42,9 +42,11 @@ _NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
 _QUERY, _KEY = ".q_proj", ".k_proj"
 _ONE_ROW: Final = ("shared_expert_gate", "mlp.moe_statics.e_score_correction_bias")
 """Tensors that are vectors in GGUF and matrices of one row in Hugging Face's layout."""
+_WITHOUT_ENDING: Final = (".sinks", "layer_scalar", "correct_output_scale")
+"""Ends of Hugging Face's names that have no `.weight`."""
 _NAME: Final = re.compile(
     r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>(?:shortconv\.|cls\.(?=output|norm))?[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?"
-    r"(?:\.(?P<kind>weight|bias))?$"
+    r"(?P<scale>\.scale)?(?:\.(?P<kind>weight|bias))?$"
 )
 _PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
 """Pattern of the names of tensors that only multi-token prediction layers have."""
@@ -82,7 +84,9 @@ def _named(
 ) -> Iterator[tuple[str, ReadableTensor]]:
     match = _NAME.match(name)
     expert = None if match is None else match["expert"]
-    role = "" if match is None else match["role"] if expert is None else f"{match['role']}_exps"
+    role = (
+        "" if match is None else match["role"] + (match["scale"] or "") if expert is None else f"{match['role']}_exps"
+    )
     known = match and ({**OF_LAYER, **naming.more} if match["layer"] else {**WHOLE, **naming.whole}).get(role)
     if match is None or known is None:
         yield _PREDICTING.sub("model.layers.", name), tensor
@@ -104,15 +108,17 @@ def _named(
 
 
 def _ended(name: str, ending: str) -> str:
-    return name if not ending or name.endswith((f"_{ending}", f".{ending}", ".sinks")) else f"{name}.{ending}"
+    return name if not ending or name.endswith((f"_{ending}", f".{ending}", *_WITHOUT_ENDING)) else f"{name}.{ending}"
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return (name, tensor) of each weight that a tensor stacks. `known` has the names, separated by `|`."""
+    """Return (name, tensor) of each weight that a tensor stacks. `known` has the names, separated by `|`: query, key
+    and value, or parts with the same number of rows.
+    """
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]
-    counts = (heads.q, heads.kv, heads.kv)
+    counts = (heads.q, heads.kv, heads.kv) if len(names) == 3 else (1,) * len(names)
     own = head_rows(name, tensor, sum(counts))
     starts = itertools.accumulate(counts, initial=0)
     return [

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-
-from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_encoders import ENCODERS, LAYER_NORM
+from llm_serving.models.gguf_gemma import GEMMA, WINDOW, set_layer_windows
 from llm_serving.models.gguf_hybrids import EXPERTS, GRANITE, HYBRIDS, granite, qwen_experts
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
-from llm_serving.models.layers import CONVOLUTION, FULL, SLIDING
+from llm_serving.models.layers import CONVOLUTION, FULL
 
 _SHARED: Final[Mapping[str, str]] = {
     "expert_count": "n_routed_experts",
@@ -24,7 +22,10 @@ _SHARED: Final[Mapping[str, str]] = {
     "expert_group_used_count": "topk_group",
 }
 _LOCAL: Final[Mapping[str, str]] = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-_WINDOW: Final[Mapping[str, str]] = {"attention.sliding_window": "sliding_window"}
+_LATENT: Final[Mapping[str, str]] = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+}
 _QKV: Final = ("attn_q.bias", "attn_qkv.bias")
 _ATTENTION_BIAS: Final[Mapping[str, tuple[str, ...]]] = {"attention_bias": _QKV}
 _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bias": ("ffn_gate.bias",)}
@@ -45,20 +46,34 @@ def _llama(reader: MetadataReader, config: Config) -> None:
         config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": False}
 
 
-def _gemma(reader: MetadataReader, config: Config) -> None:
-    """Set `query_pre_attn_scalar`: the size of a head, or `hidden_size` / heads in the largest Gemma 2 and 3."""
-    largest = {"gemma2": 46, "gemma3": 62}[reader.architecture]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    own = config.get("head_dim", hidden // heads)
-    config["query_pre_attn_scalar"] = hidden // heads if config["num_hidden_layers"] == largest else own
-    if reader.architecture == "gemma2":
-        return
-    config.setdefault("rope_local_base_freq", 10000.0)
-    config.setdefault("sliding_window_pattern", 6 if config.get("sliding_window") else 1)
-
-
 def _phi3(reader: MetadataReader, config: Config) -> None:
     config["sliding_window"] = config.get("sliding_window") or None  # Phi-4 has a window of 0
+
+
+def _phimoe(reader: MetadataReader, config: Config) -> None:
+    """Read the factor of longrope, which config.json has once for short and once for long contexts."""
+    _phi3(reader, config)
+    config["lm_head_bias"] = reader.has_tensor("output.bias")
+    if (scaling := config.get("rope_scaling")) is not None:
+        factor = scaling.pop("attention_factor", 1.0)
+        scaling |= {"short_mscale": factor, "long_mscale": factor}
+
+
+def _minicpm3(reader: MetadataReader, config: Config) -> None:
+    """Read the sizes of heads. The factors of embeddings, residuals and logits are those of the published model."""
+    rotary = reader.needed("rope.dimension_count")
+    config["qk_rope_head_dim"] = rotary
+    config["qk_nope_head_dim"] = config.pop("head_dim", 0) - rotary
+    if (scaling := config.get("rope_scaling")) is not None:
+        scaling.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        scaling.setdefault("attention_factor", 1.0)
+
+
+def _llama4(reader: MetadataReader, config: Config) -> None:
+    """Set what files of Llama 4 leave out, as llama.cpp does: only the model with 128 experts has no norms of heads."""
+    config["use_qk_norm"] = config.get("num_local_experts") != 128
+    if reader.own("attention.sliding_window") == 0:
+        config |= {"attention_chunk_size": None, "no_rope_layers": [1] * config["num_hidden_layers"]}
 
 
 def _baichuan(reader: MetadataReader, config: Config) -> None:
@@ -77,6 +92,7 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
     config["qk_nope_head_dim"] = reader.needed(f"attention.key_length{suffix}") - rotary
     config["v_head_dim"] = reader.needed(f"attention.value_length{suffix}")
     config["norm_topk_prob"] = _normalises(reader)
+    _subtract_prediction_layers(reader, config)
     if _scores(reader, 1, (1, 2)) == 2:
         config["architectures"] = ["DeepseekV3ForCausalLM"]
         config |= {key: config.get(key) or 1 for key in ("n_group", "topk_group")}
@@ -106,9 +122,13 @@ _SCORES: Final[Mapping[int, str]] = {1: "softmax", 2: "sigmoid"}
 
 
 def _glm_experts(reader: MetadataReader, config: Config) -> None:
-    """Subtract the multi-token prediction layers, which the file's number of layers includes."""
     _scores(reader, 2, (2,))
     config["norm_topk_prob"] = _normalises(reader)
+    _subtract_prediction_layers(reader, config)
+
+
+def _subtract_prediction_layers(reader: MetadataReader, config: Config) -> None:
+    """Subtract the multi-token prediction layers, which the file's number of layers includes."""
     layers, predicting = config["num_hidden_layers"], reader.own("nextn_predict_layers") or 0
     if isinstance(layers, int) and isinstance(predicting, int):
         config["num_hidden_layers"] = layers - predicting
@@ -150,7 +170,7 @@ def _olmo2(reader: MetadataReader, config: Config) -> None:
     """Recognise OLMo 3 by its sliding windows, and read which layers have one."""
     if config.get("sliding_window"):
         config["architectures"] = ["Olmo3ForCausalLM"]
-        _kinds_of_layers(reader, config)
+        set_layer_windows(reader, config)
 
 
 def _lfm2(reader: MetadataReader, config: Config) -> None:
@@ -176,13 +196,7 @@ def _exaone4(reader: MetadataReader, config: Config) -> None:
     if config["num_hidden_layers"] == 64:
         config.setdefault("sliding_window", 4096)
     config.setdefault("sliding_window", None)
-    _kinds_of_layers(reader, config)
-
-
-def _kinds_of_layers(reader: MetadataReader, config: Config) -> None:
-    slides = reader.found.metadata.get(reader.key("attention.sliding_window_pattern"))
-    if isinstance(slides, np.ndarray) and len(slides) <= MAX_LAYERS:
-        config["layer_types"] = [SLIDING if each else FULL for each in slides.tolist()]
+    set_layer_windows(reader, config)
 
 
 def _gpt_neox(reader: MetadataReader, config: Config) -> None:
@@ -216,29 +230,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=qwen_experts,
         has_experts=True,
     ),
-    "gemma": Architecture("GemmaForCausalLM"),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {
-            "attention.sliding_window": "sliding_window",
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        complete=_gemma,
-    ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
-        {
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": "sliding_window_pattern",
-            "rope.freq_base_swa": "rope_local_base_freq",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        complete=_gemma,
-    ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
-        _WINDOW,
+        WINDOW,
         bias=_ATTENTION_BIAS,
         complete=_phi3,
         rotates_a_part=True,
@@ -260,7 +254,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "seed_oss": Architecture(
         "SeedOssForCausalLM", bias={**_ATTENTION_BIAS, "attention_out_bias": ("attn_output.bias",)}
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM", _WINDOW, complete=_olmo2),
+    "olmo2": Architecture("Olmo2ForCausalLM", WINDOW, complete=_olmo2),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
         {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
@@ -279,7 +273,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         has_experts=True,
         has_lists=True,
     ),
-    "exaone4": Architecture("Exaone4ForCausalLM", _WINDOW, complete=_exaone4),
+    "exaone4": Architecture("Exaone4ForCausalLM", WINDOW, complete=_exaone4),
     "mistral3": Architecture("Ministral3ForCausalLM", complete=_mistral3),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", bias={"use_bias": _QKV}),
     "ernie4_5-moe": Architecture(
@@ -313,7 +307,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
-        {**_LOCAL, **_WINDOW},
+        {**_LOCAL, **WINDOW},
         fixed={"separate_experts": True},
         bias=_ATTENTION_BIAS,
         complete=_gpt_oss,
@@ -348,11 +342,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
-        {
-            **_SHARED,
-            "attention.q_lora_rank": "q_lora_rank",
-            "attention.kv_lora_rank": "kv_lora_rank",
-        },
+        {**_SHARED, **_LATENT},
         complete=_deepseek2,
         has_experts=True,
     ),
@@ -363,7 +353,35 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=_gpt_neox,
         rotates_a_part=True,
     ),
+    "phimoe": Architecture(
+        "PhimoeForCausalLM",
+        {**_LOCAL, **WINDOW},
+        bias=_ATTENTION_BIAS,
+        complete=_phimoe,
+        has_experts=True,
+    ),
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", _LATENT, complete=_minicpm3),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        {
+            **_LOCAL,
+            "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        fixed={"separate_experts": True},
+        bias=_ATTENTION_BIAS,
+        complete=_llama4,
+        has_experts=True,
+    ),
+    **GEMMA,
     **HYBRIDS,
     **ENCODERS,
 }
 """`general.architecture` of a file -> its architecture."""
+
+FROM_FOLDERS: Final[Mapping[str, str]] = {
+    "deepseek32": "the sparse indexer of DeepSeek-V3.2",
+    "glm-dsa": "the sparse indexer of GLM-5",
+}
+"""Architecture of a file that is refused -> what is read from a Hugging Face folder only."""

@@ -12,6 +12,7 @@ from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReade
 from llm_serving.models.granite import MAMBA_KIND
 from llm_serving.models.layers import FULL
 from llm_serving.models.nemotron import ATTENTION, MAMBA, MLP
+from llm_serving.models.nemotron import EXPERTS as EXPERT_LAYER
 from llm_serving.models.qwen_next import LINEAR
 
 EXPERTS: Final[Mapping[str, str]] = {
@@ -99,6 +100,20 @@ def _nemotron_h(reader: MetadataReader, config: Config) -> None:
     config["use_conv_bias"] = reader.has_in_layer("ssm_conv1d.bias")
 
 
+def _nemotron_experts(reader: MetadataReader, config: Config) -> None:
+    """Read which layers have experts. The file has no number of groups that a token uses, so there may be one group."""
+    _nemotron_h(reader, config)
+    has_router = [reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight") for i in range(config["num_hidden_layers"])]
+    pattern = zip(config["hybrid_override_pattern"], has_router, strict=True)
+    config["hybrid_override_pattern"] = "".join(EXPERT_LAYER if routed else kind for kind, routed in pattern)
+    if (reader.own("expert_group_count") or 1) > 1:
+        raise reader.fail(reader.key("expert_group_count"), "must be 1")
+    config["norm_topk_prob"] = bool(reader.value(reader.key("expert_weights_norm"), False))
+    first = has_router.index(True) if True in has_router else 0
+    latent = reader.found.tensors.get(f"blk.{first}.ffn_latent_down.weight")
+    config["moe_latent_size"] = None if latent is None else latent.shape[0]
+
+
 def _delta(reader: MetadataReader, config: Config) -> None:
     """Read the sizes of delta-rule layers. Subtract the multi-token prediction layers from the number of layers."""
     predicting = reader.own("nextn_predict_layers") or 0
@@ -126,6 +141,10 @@ _DELTA_EXPERTS: Final[Mapping[str, str]] = {
     **_INTERVAL,
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+_NEMOTRON_EPS: Final[Mapping[str, str]] = {
+    f"attention.layer_norm_{kind}epsilon": "layer_norm_epsilon" for kind in ("", "rms_")
+}
+_NEMOTRON_BIAS: Final[Mapping[str, tuple[str, ...]]] = {"mlp_bias": ("ffn_up.bias",), "use_bias": ("ssm_in.bias",)}
 _BIAS: Final[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("attn_q.bias",)}
 
 HYBRIDS: Final[Mapping[str, Architecture]] = {
@@ -146,9 +165,26 @@ HYBRIDS: Final[Mapping[str, Architecture]] = {
     "falcon-h1": Architecture("FalconH1ForCausalLM", fixed={"mamba_norm_before_gate": False}, complete=_falcon_h1),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM",
-        {f"attention.layer_norm_{kind}epsilon": "layer_norm_epsilon" for kind in ("", "rms_")},
-        bias={"mlp_bias": ("ffn_up.bias",), "use_bias": ("ssm_in.bias",)},
+        _NEMOTRON_EPS,
+        bias=_NEMOTRON_BIAS,
         complete=_nemotron_h,
+        has_lists=True,
+        rotates=False,
+    ),
+    "nemotron_h_moe": Architecture(
+        "NemotronHForCausalLM",
+        {
+            **_NEMOTRON_EPS,
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_group_count": "n_group",
+        },
+        bias=_NEMOTRON_BIAS,
+        complete=_nemotron_experts,
+        has_experts=True,
         has_lists=True,
         rotates=False,
     ),

@@ -35,6 +35,7 @@ def llama4(c: ConfigReader) -> Network:
     sparse = c.integers("moe_layers") if c.has("moe_layers") else range(every - 1, count, every)
     routing = ExpertRouting(c.integer("num_experts_per_tok", 1), score="sigmoid", normalise=False, scales_input=True)
     stacks = ExpertStacks(experts, "experts.gate_up_proj", "experts.down_proj", transposed=True)
+    stacked = None if c.boolean("separate_experts") else stacks  # separate in GGUF files
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, index: int, at: str) -> Value:
@@ -49,7 +50,7 @@ def llama4(c: ConfigReader) -> Network:
             return net.add(hidden, gated_mlp(net, x, at, c.integer("intermediate_size_mlp", 16384)))
         shared = gated_mlp(net, x, at + "shared_expert.", c.integer("intermediate_size"))
         routed = mixture_of_experts(
-            net, c, x, at, experts, "intermediate_size", routing, router="router", stacks=stacks
+            net, c, x, at, experts, "intermediate_size", routing, router="router", stacks=stacked
         )
         return net.add(hidden, net.add(shared, routed))
 
