@@ -1,6 +1,6 @@
 """The operations of a decoder as Cells of Ascend primitives.
 
-A CPU runs the same Cells, because the kernel library implements the primitives (`cpu.py`). A graph of these Cells can
+A CPU runs the same Cells, because the operator library implements the primitives (`cpu.py`). A graph of these Cells can
 be exported to MindIR on any machine.
 """
 

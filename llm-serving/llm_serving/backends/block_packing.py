@@ -24,7 +24,7 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, as arguments of the kernel library. MindSpore sees the packed weight as int8 [rows,
+    """The segments of one weight, as arguments of the operator library. MindSpore sees the packed weight as int8 [rows,
     columns].
 
     Raise ModelError if no kernel supports such a weight, KernelError if the library cannot be built or loaded.

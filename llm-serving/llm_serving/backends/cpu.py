@@ -1,4 +1,4 @@
-"""The CPU backend: it runs the Ascend backend's Cells, whose primitives the kernel library implements.
+"""The CPU backend: it runs the Ascend backend's Cells, whose primitives the operator library implements.
 
 The library fixes the order of every sum of a row, so the bits of a row do not depend on the batch, on chunking, on the
 number of threads or on the location of its blocks.
@@ -46,7 +46,7 @@ _MULTIPLE = 16
 
 
 def load_plugin() -> None:
-    """Build the kernel library if needed, and register it with MindSpore, before the first operator of the process.
+    """Build the operator library if needed, and register it with MindSpore, before the first operator of the process.
 
     Raise KernelError if it cannot be built or loaded, or if another operator plugin is registered.
     """

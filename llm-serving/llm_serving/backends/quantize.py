@@ -22,7 +22,7 @@ def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: b
 
     Raises:
         ModelError: In the cases of these functions.
-        KernelError: The kernel library cannot be compiled, or memory is insufficient.
+        KernelError: The operator library cannot be compiled, or memory is insufficient.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")

@@ -41,7 +41,7 @@ def done(status: int) -> int:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the kernel library and declare the arguments and results of its functions."""
+    """Load the operator library and declare the arguments and results of its functions."""
     path = library_path()
     library = _open(path)
     library.llm_pack_weight.argtypes = [

@@ -154,8 +154,8 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 class MindFormersNetwork(nn.Cell):
     """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`.
 
-    Raise KernelError if MindFormers or the kernel library is not installed, ModelError if MindFormers has no class for
-    the model.
+    Raise KernelError if MindFormers or the operator library is not installed, ModelError if MindFormers has no class
+    for the model.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The encoding of a network as integers, which the kernel library executes as a program.
+"""The encoding of a network as integers, which the operator library executes as a program.
 
 An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
 `SIGNATURES`. -1 marks an absent role; non-integer numbers are stored as the bits of a float32. An operand is a column

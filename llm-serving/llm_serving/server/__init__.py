@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI, TGI and legacy routes over one engine."""
+"""The HTTP server: the routes of OpenAI, Anthropic, TGI and older servers."""

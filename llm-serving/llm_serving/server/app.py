@@ -60,7 +60,9 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Thresholds of Python's garbage collector. They make full collections rare: one takes 0.1 s with 1,000 connections."""
+"""Thresholds of Python's garbage collector. Full collections are rare, because one takes 0.1 s with
+1,000 connections.
+"""
 SWITCH_INTERVAL_S: Final = 0.0005
 """Seconds after which a thread must give the GIL to a waiting event loop. Python's default is 5 ms."""
 
@@ -81,7 +83,7 @@ class Site:
 
 
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
-    """Return the ASGI application of an engine. It does not start or stop the engine, or close the log."""
+    """Return the ASGI application of an engine. The caller starts and stops the engine and closes the log."""
     return build_site(engine, access_log).public
 
 
@@ -93,9 +95,12 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the server's applications for an engine. `accepted`: table of accepted requests; None: a new one.
+    """Return the server's applications for an engine.
 
-    `others`: the engines of further models. `open_model`: opens a model at run time; None: the server has one model.
+    Args:
+        accepted: Table of accepted requests; None: a new one.
+        others: The engines of further models.
+        open_model: Opens a model at run time; None: the server has one model.
     """
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
@@ -199,7 +204,7 @@ class Application:
         self.advisor = advisor
         self.response_buffers = response_buffers
         self.batches: Batches | None = None
-        """The batches; None before the server runs, or if batches are not configured."""
+        """None: the server does not run yet, or batches are not configured."""
         self.models: ServedModels | None = None
         """All models of the server; None: it has one."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
@@ -213,11 +218,11 @@ class Application:
 
 
 def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
-    """Start an engine, serve it on the address of its configuration, and stop it. Return 0 after an orderly end. For
-    `others` and `open_model` see `build_site`.
+    """Start an engine, serve it on the configured address, and stop it. Return 0 after an orderly end.
 
-    The port is bound first, and `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
-    running requests finish within `shutdown_timeout_s`, the second one aborts them.
+    The port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
+    running requests finish within `shutdown_timeout_s`, the second one aborts them. For `others` and `open_model` see
+    `build_site`.
 
     Raise ConfigError if the configuration, the environment or the limit of open files does not allow serving. An error
     of the engine is raised again.
@@ -318,7 +323,9 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of recordings. Raise ConfigError if it cannot be used, or another server uses it."""
+    """Return a context that locks a folder of recordings. Raise ConfigError if it cannot be used, or if another server
+    uses it.
+    """
     if folder is None:
         yield
         return
@@ -336,20 +343,22 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """Return the log of accepted requests on disk, if any. Raise ConfigError if its folder cannot be used."""
+    """Return the log of accepted requests on disk; None: none is configured. Raise ConfigError if its folder cannot be
+    used.
+    """
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
     return LogFile(serving.request_log_path, serving.request_log_bytes)
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which tenants share a store, whose size in bytes is the value of `serving_config.KEY`."""
+    """Return the quota by which tenants share a store. `key`: the key of `serving_config` with the store's bytes."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
-    """Return the table of accepted requests. With a log, it is filled from the log and appends new requests to it."""
+    """Return the table of accepted requests. With a log, it contains the log's requests and appends new ones."""
     serving, quota = engine.config.serving, tenant_quota_of(engine, "request_log_bytes")
     if serving.request_log == "none":
         quota = replace(quota, num_bytes=0)
@@ -362,10 +371,9 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Open the batch database of the configuration, or the database `path`, whose size is not limited.
+    """Open the configured batch database, or `path` without a size limit. Return None if no database is configured.
 
-    `ask` sends a line to the server's routes. Return None if no database is configured. Raise ConfigError if the
-    database cannot be used.
+    `ask` sends a line to the server's routes. Raise ConfigError if the database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path

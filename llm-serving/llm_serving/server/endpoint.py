@@ -32,14 +32,14 @@ from llm_serving.server.request_context import quota_of, request_context_of
 logger = get_logger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
-"""Seconds until a retry after the machine ran out of memory, files or threads."""
+"""Seconds until a retry after the machine had no memory, files or threads left."""
 
 Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A method and path, their handler, and the fields of their OpenAPI entry."""
+    """A method and a path, their handler, and the fields of their OpenAPI entry."""
 
     method: str
     path: str
@@ -53,7 +53,7 @@ class Endpoint:
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
     takes_form: bool = False
     is_probe: bool = False
-    """Whether the route is for monitoring. It then ignores any query, because probes add one to bypass caches."""
+    """Whether the route is for monitoring. It ignores any query, because probes add one to bypass caches."""
     needs_key: bool = True
 
     def route(self, engine: AsyncEngine) -> Route:
@@ -100,7 +100,7 @@ class Endpoint:
             return self.error_response(internal_error())
 
     def refuse(self, request: Request, error: LLMServingError) -> Response:
-        """Return the response for an error, in the form of the protocol, and log its kind."""
+        """Return the response for an error, in the form of the protocol, and log the kind of error."""
         context = request_context_of(request)
         context.error, context.request_id = kind_of(error), context.request_id or request_id_of(request)
         response = self.error_response(error)

@@ -175,7 +175,7 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Return the names of the schemas `start` and of all schemas that they refer to, directly or indirectly."""
+    """Return the names of the schemas `start`, and of all schemas that they refer to, directly or indirectly."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:

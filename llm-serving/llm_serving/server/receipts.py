@@ -1,4 +1,4 @@
-"""The server's hook for receipts. The package that issues them is optional, so it is imported by name."""
+"""Connects the server with the optional package that issues receipts, which it imports by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReceiptDraftProtocol(Protocol):
 
 
 class ReceiptIssuerProtocol(Protocol):
-    """The interface of `llm_serving_receipts.issuer` that the server uses."""
+    """The methods of `llm_serving_receipts.issuer` that the server uses."""
 
     def start_hashing(self) -> None: ...
 
@@ -63,17 +63,19 @@ class ReceiptHook:
             self._issuer  # noqa: B018  # a missing package is reported before the model is loaded
 
     def start(self) -> None:
-        """Start hashing the model's files if the configuration requires it. Needs a running event loop."""
+        """Start to hash the model's files if the configuration requires it. Needs a running event loop."""
         if self._hashes_at_start and self._files is not None:
             self._issuer.start_hashing()
 
     async def start_receipt(
         self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
     ) -> ReceiptDraftProtocol:
-        """Start the receipt of a response. The first one waits until the model's files are hashed. `adapter`: the
-        adapter that answers; None: the base model does.
+        """Start the receipt of a response. The first one waits until the model's files are hashed.
 
-        Raise RequestError if receipts are off, and UnavailableError if the package is missing or a file has changed.
+        Raise RequestError if receipts are off, UnavailableError if the package is missing or a file has changed.
+
+        Args:
+            adapter: The adapter that answers; None: the base model answers.
         """
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)

@@ -1,4 +1,4 @@
-"""The objects attached to the scope of one HTTP request: its log record, its API key and the quota of that key."""
+"""What is attached to the scope of an HTTP request: its log record, its API key and the quota of that key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestContext:
     """Path of the endpoint, with the names of its parameters; "other" if no endpoint has the path."""
     client: str = ""
     status: int | None = None
-    """Status of the response; None until the response begins."""
+    """Status of the response; None: it has not begun."""
     error: str = ""
     """Kind of an error and, if a field was wrong, its name."""
     request_id: str = ""
@@ -38,7 +38,7 @@ class RequestContext:
     num_prompt_tokens: int = 0
     streams_per_prompt: int = 1
     outputs: Sequence[RequestOutput | None] | None = None
-    """The latest output of each stream, in the order of the prompts; None if nothing was generated."""
+    """The latest output of each stream, in the order of the prompts; None: nothing was generated."""
 
     @property
     def longest_answers(self) -> list[int]:
@@ -53,13 +53,13 @@ def request_context_of(connection: HTTPConnection) -> RequestContext:
 
 
 def api_key_of(connection: HTTPConnection) -> ApiKey | None:
-    """Return the API key of a request; None if the server requires no keys."""
+    """Return the API key of a request; None: the server requires no keys."""
     key: ApiKey | None = connection.scope.get(API_KEY_KEY)
     return key
 
 
 def quota_of(connection: HTTPConnection) -> Quota | None:
-    """Return the quota of the request's API key; None if there are no limits, or no keys."""
+    """Return the quota of the request's API key; None: there are no limits, or no keys."""
     quota: Quota | None = connection.scope.get(QUOTA_KEY)
     return quota
 

@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 QUERY: Final = "model"
-"""Parameter of the query that selects a model for routes without a body."""
+"""Query parameter that selects a model for routes without a body."""
 SELECTED_KEY: Final = "llm_serving.selected_model"
 """Key of the ASGI scope of a request whose query selects a model."""
 REQUESTS_PATH: Final = "/v1/requests/"
 STREAMS_PATH: Final = "/v1/streams/"
 OLDER_PATH: Final = "/models/"
-"""Routes of the older protocol name the model in their path."""
+"""Start of the older routes, whose path names the model."""
 POLL_S: Final = 0.05
 
 
@@ -82,7 +82,6 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its replicas are ready."""
         counts = self.engine.replicas.counts()
         return counts.num_ready == counts.num_replicas
 
@@ -156,7 +155,7 @@ class ServedModels:
         return next(iter(self._models.values()))
 
     def find(self, name: str) -> ServedModel:
-        """Return the model that has a name or alias. Raise ModelNotFoundError, which lists the models."""
+        """Return the model with this name or alias. Raise ModelNotFoundError, which lists the models."""
         if name in self._models:
             return self._models[name]
         for alias in (name, ANY_MODEL):
@@ -238,7 +237,7 @@ class ServedModels:
     # --- changes at run time ----------------------------------------------------------------------------------------
 
     async def load(self, config: ServingConfig) -> None:
-        """Load a model and return when all its replicas are ready. Raise LLMServingError if it cannot be served."""
+        """Load a model. Return when all its replicas are ready. Raise LLMServingError if it cannot be served."""
         name = config.model.model_name
         if name in self._models:
             raise RequestError(QUERY, f"is loaded already; POST /v1/models/{name}/replace replaces it", name)
@@ -247,8 +246,9 @@ class ServedModels:
         logger.info("model %s is loaded", name)
 
     async def replace(self, config: ServingConfig) -> None:
-        """Load a model again, with the adapters that were loaded at run time. It gets all new requests once its
-        replicas are ready; then the old one drains.
+        """Load a model again, with the adapters that were loaded at run time.
+
+        When its replicas are ready, it gets all new requests, and the old one drains.
         """
         before = self.check_served(config.model.model_name)
         with self._changing_to(config), before.engine.lifecycle.exclusive():
@@ -277,8 +277,8 @@ class ServedModels:
         return self._models[name]
 
     def check_names(self, field: str, names: Iterable[str], besides: str) -> None:
-        """Raise RequestError, which names `field`, if a model other than `besides`, or an adapter of one, has or will
-        have one of these names.
+        """Raise RequestError, which names `field`, if a model other than `besides`, or an adapter, has or will have one
+        of these names.
         """
         used = [(model.name, {*names_of(model.engine.config), *model.engine.adapters.by_name}) for model in self]
         used += [(name, {*all_names_of(config)}) for name, config in self._changing.items()]
@@ -289,7 +289,9 @@ class ServedModels:
 
     @contextlib.contextmanager
     def _changing_to(self, config: ServingConfig) -> Iterator[None]:
-        """Reserve the names of a model that is being loaded. Raise RequestError if they are not free."""
+        """Return a context that reserves the names of a model that is being loaded. Raise RequestError if they are
+        taken.
+        """
         name = config.model.model_name
         if name in self._changing:
             raise RequestError(QUERY, "is being loaded by another request", name)
@@ -301,8 +303,9 @@ class ServedModels:
             del self._changing[name]
 
     async def _open_ready(self, config: ServingConfig) -> ServedModel:
-        """Return a started model when all its replicas are ready. One model is loaded at a time, because each is
-        checked against the memory that is free. Raise LLMServingError if it cannot be served.
+        """Start a model, and return it when all its replicas are ready. Raise LLMServingError if it cannot be served.
+
+        Only one model is loaded at a time, because each is checked against the memory that is free.
         """
         assert self._open is not None
         name = config.model.model_name
@@ -339,7 +342,7 @@ class ServedModels:
             model.start()
 
     async def stop(self) -> None:
-        """Stop all models, also those that drain or are being loaded."""
+        """Stop all models, including those that drain or are being loaded."""
         draining = dict(self._drains)
         for task in draining:
             task.cancel()
@@ -403,7 +406,7 @@ class _ModelField(msgspec.Struct):
 
 
 def _model_field(body: bytes) -> str | None:
-    """Return the field `model` of a JSON object; None if there is none, or the body is malformed."""
+    """Return the field `model` of a JSON object; None: there is none, or the body is malformed."""
     try:
         name = msgspec.json.decode(body, type=_ModelField).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Sharing the memory or disk of a store between tenants."""
+"""Divides the memory or disk of a store among tenants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TenantQuota:
     key: str = "serving_config.batch_store_bytes"
 
     def room(self, used: int, own: int) -> int:
-        """Return the bytes that a tenant may still use; negative if it exceeds its limit."""
+        """Return how many bytes a tenant may still use; negative: it exceeds its limit."""
         free = self.num_bytes - used
         return (free - own) // 2 if self.is_shared() else free
 
@@ -47,7 +47,7 @@ class StoredSizes:
         self.num_bytes = 0
 
     def room(self, tenant: str) -> int:
-        """Return the bytes that a tenant may still use without evicting an entry."""
+        """Return how many bytes a tenant may still use without evicting an entry."""
         return self._shares.room(self.num_bytes, self._own[tenant])
 
     def add(self, name: str, tenant: str, num_bytes: int) -> None:
@@ -67,7 +67,7 @@ class StoredSizes:
             del self._of_tenant[tenant], self._own[tenant]
 
     def evictions(self, tenant: str, num_bytes: int) -> list[str] | None:
-        """Return the entries to evict for `num_bytes` of a tenant; None if the bytes exceed the store."""
+        """Return the entries to evict for `num_bytes` of a tenant; None: the bytes exceed the store."""
         too_many = self.num_bytes + num_bytes - self._shares.num_bytes
         if too_many <= 0:
             return []

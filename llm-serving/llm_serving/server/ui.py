@@ -70,9 +70,9 @@ def page_routes() -> list[Route]:
 
 
 async def _lead_to_page(request: Request) -> Response:
-    """Redirect a browser from / to the page; refuse other clients, which can only POST there.
+    """Redirect a browser from / to the page. Refuse other clients, which can only POST there.
 
-    The address is relative, so it is right behind a proxy that adds a prefix.
+    The address is relative, so it works behind a proxy that adds a prefix.
     """
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})

@@ -94,7 +94,7 @@ def _refuse_soc(version: str) -> None:
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
     """Return the backend for `device_target` and `kernels`, and a notice for the operator, which is usually empty.
 
-    The notice says that the kernel library is missing, or that the device cannot guarantee `exactness: exact`. Raise
+    The notice says that the operator library is missing, or that the device cannot guarantee `exactness: exact`. Raise
     KernelError if `kernels` requires the library and it cannot be built or loaded.
 
     Args:

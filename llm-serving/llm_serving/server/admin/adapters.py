@@ -24,11 +24,11 @@ from llm_serving.server.served_models import ServedModels
 class AdapterView(Struct):
     name: str
     num_unfinished: int
-    """Unfinished requests that use the adapter. They continue after `unload_lora_adapter`."""
+    """Unfinished requests that use the adapter. They continue after it is unloaded."""
 
 
 async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
-    """Load an adapter. New requests may name it as soon as this route has responded."""
+    """Load an adapter. New requests may name it once this route has responded."""
     check_operator(http_request)
     body = await read_fields(engine, http_request, LoadAdapterRequest)
     folder = _folder(engine, body.lora_path)

@@ -1,4 +1,4 @@
-"""GET /v1/scheduler/advice: estimate how other values of configuration keys would have served the recent requests."""
+"""GET /v1/scheduler/advice: how other values of configuration keys would have served the recent requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 SIMULATOR: Final = "llm_serving_simulator"
 COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advice"))
 BUDGET_S: Final = 120.0
-"""Maximum seconds that the simulator, a process of the lowest priority, may compute."""
+"""Maximum seconds of computation of the simulator, a process of the lowest priority."""
 TIMEOUT_S: Final = 240.0
 RETRY_AFTER_S: Final = 30.0
 MAX_OUTPUT_CHARS: Final = 300
@@ -45,10 +45,12 @@ MAX_MINUTES: Final = 60
 
 
 class Advisor:
-    """Runs one simulator process at a time for all waiting clients. For the event loop only.
+    """Runs one simulator process at a time for all waiting clients. Only the event loop may use it.
 
-    `command` starts the simulator, which reads a request from standard input and writes advice to standard output.
-    `refused` returns the requests that admission refused since a time on `clock`, the clock of the recordings.
+    Args:
+        command: Starts the simulator, which reads a request from standard input and writes advice to standard output.
+        refused: Returns the requests that admission control has refused since a time on `clock`, the clock of the
+            recordings.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Advisor:
         """Number of clients that wait for `_task`. At 0 the task has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
-        """Return advice on the last `minutes`. If the last waiting client is cancelled, the work is cancelled too.
+        """Return advice on the last `minutes`. If the last waiting client disconnects, the simulation is cancelled.
 
-        Raise RequestError if too few requests were recorded, CapacityError while advice on another period is computed,
-        and UnavailableError if the simulator exceeds its time or memory limit or is not installed.
+        Raises:
+            RequestError: Too few requests were recorded.
+            CapacityError: Advice on another period is being computed.
+            UnavailableError: The simulator exceeds its time or memory limit, or is not installed.
         """
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")

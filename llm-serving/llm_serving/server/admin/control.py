@@ -1,4 +1,4 @@
-"""Routes to cancel or reprioritise requests, and GET /v1/scheduler, which shows slots, queues and blocks."""
+"""Routes that cancel or reprioritise requests, and GET /v1/scheduler, which shows slots, queues and blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
 
 
 async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
-    """Show slots, queues, tenants and blocks of every replica. Of other tenants, the caller sees only totals."""
+    """Show slots, queues, tenants and blocks of every replica. The caller sees only totals of other tenants."""
     states = await engine.lookup.scheduler_states()
     known = {index: state for index, state in states.items() if state is not None}
     silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)

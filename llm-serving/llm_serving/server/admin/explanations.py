@@ -22,7 +22,7 @@ from llm_serving.server.request_context import source_of
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
-"""One thread only: a lookup over thousands of steps holds the GIL, which the engines need, for up to a second."""
+"""Only one thread: a lookup over thousands of steps holds the GIL, which the engines need, for up to a second."""
 
 
 class Explanations(Long):
@@ -33,7 +33,7 @@ class Explanations(Long):
 
 
 class Trace(Long):
-    """The JSON object form of the Trace Event Format."""
+    """The Trace Event Format as a JSON object."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815  the format's name
     displayTimeUnit: str  # noqa: N815
@@ -52,9 +52,8 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the latest steps and the requests alive during them in the Trace Event Format, which Perfetto displays.
-
-    `?steps=N` limits the steps.
+    """Return the latest steps and their requests in the Trace Event Format, which Perfetto displays. `?steps=N`: number
+    of steps.
     """
     most = engine.config.serving.timeline_steps
     num_steps = query_integer(http_request, "steps", most, most, "serving_config.timeline_steps")

@@ -17,8 +17,9 @@ from llm_serving.server.served_models import health_of_all, models_shown
 
 
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return 200 if at least one WorkAgent is ready, else 503. The body gives the reason. With several models, the
-    WorkAgents of all models count, unless the query parameter `model` selects one model.
+    """Return 200 if at least one WorkAgent is ready, else 503. The body gives the reason.
+
+    With several models, the WorkAgents of all models count, unless the query parameter `model` selects one model.
     """
     models = models_shown(http_request)
     health = engine.health() if models is None else health_of_all(models)

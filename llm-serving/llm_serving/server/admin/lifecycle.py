@@ -32,8 +32,11 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameters and their JSON schemas. `running`: what happens to accepted requests; by default they finish first.
-`new_requests`: what happens to later requests; by default they wait."""
+"""Query parameters and their JSON schemas.
+
+`running`: what happens to accepted requests; by default they finish first. `new_requests`: what happens to later
+requests; by default they wait.
+"""
 
 
 class Sleeping(Struct):
@@ -51,7 +54,7 @@ class WeightsReplaced(Struct):
 
 
 async def pause(engine: AsyncEngine, http_request: Request) -> Response:
-    """Hold or refuse new requests. Respond when accepted ones have finished (`finish`), were aborted or are frozen."""
+    """Hold or refuse new requests. Respond once accepted ones have finished (`finish`), are aborted or are frozen."""
     check_operator(http_request)
     await engine.lifecycle.pause(_choice(http_request, "running", RUNNING), _new_requests(http_request))
     return _state(engine)
@@ -65,7 +68,7 @@ async def resume(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
-    """Drop the KV cache (level 1) and the weights (level 2), once accepted requests have finished or were aborted."""
+    """Drop the KV cache (level 1) and the weights (level 2), once accepted requests have finished or are aborted."""
     check_operator(http_request)
     level = query_integer(http_request, "level", 1, DROP_WEIGHTS)
     running = _choice(http_request, "running", RUNNING)
@@ -85,8 +88,9 @@ async def show_sleeping(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def update_weights(engine: AsyncEngine, http_request: Request) -> Response:
-    """Serve the weights of a folder in `model_config.weights_folder`, which must have the architecture, configuration
-    and shapes of the served ones. The prefix cache is dropped. Respond when all WorkAgents have loaded them.
+    """Serve the weights of a folder in `model_config.weights_folder`. Respond once all WorkAgents have loaded them.
+
+    They must have the architecture, configuration and shapes of the served ones. The prefix cache is dropped.
     """
     check_operator(http_request)
     folder = _folder(engine, http_request.query_params.get("version", ""))
@@ -124,7 +128,7 @@ def _folder(engine: AsyncEngine, name: str) -> Path:
 
 
 def _choice(http_request: Request, name: str, values: Sequence[str]) -> Any:
-    """Return a query parameter that must be one of `values`; the first of them if it is absent."""
+    """Return a query parameter that must be one of `values`; if it is absent, the first of them."""
     given = http_request.query_params.get(name, values[0])
     if given not in values:
         raise RequestError(name, f"must be one of {', '.join(values)}", given)

@@ -38,9 +38,9 @@ LEAST_PAUSE_S: Final = 0.25
 MOST_PAUSE_S: Final = 10.0
 SHARE: Final = 0.01
 SEND_S: Final = 0.0002
-"""Estimated processor time in seconds to send one snapshot to one client, including TLS."""
+"""Estimated CPU seconds to send one snapshot to one client, including TLS."""
 TIMEOUT_S: Final = 1.0
-"""Seconds to wait for an engine. Without a reply, the snapshot lists the replica as silent."""
+"""Seconds to wait for an engine. A snapshot lists a replica without a reply as silent."""
 RETRY_AFTER_S: Final = 10.0
 
 
@@ -60,13 +60,13 @@ class EndedRequest(Struct, kw_only=True):
 
 
 class ComputedStep(Struct, kw_only=True):
-    """A step that has ended since the previous snapshot. A tenant sees only its own rows of a step."""
+    """A step that has ended since the previous snapshot. A tenant sees only its own rows."""
 
     number: int
     ended: float
-    """End of the step in seconds, on the clock of the snapshot's `time`."""
+    """Time of its end in seconds, on the clock of the snapshot's `time`."""
     seconds: float
-    """Seconds to the results from the scheduling of the step, or from the end of the previous step if that is later."""
+    """Seconds to its results, from its scheduling or from the end of the previous step, whichever is later."""
     prompts: int
     """Number of rows that computed parts of prompts, or recomputed tokens after a preemption."""
     prompt_tokens: int
@@ -85,7 +85,6 @@ ROWS: Final[Mapping[str, type[Struct]]] = {
 
 
 def columns_event() -> bytes:
-    """Return the first event of every stream: the column names of each list."""
     return named_event("columns", {name: kind.__struct_fields__ for name, kind in ROWS.items()})
 
 
@@ -147,7 +146,9 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return `Request.sequence` of a tenant's waiting, running and just ended requests; None for all tenants."""
+    """Return `Request.sequence` of a tenant's waiting, running and just ended requests; None: all
+    tenants are visible.
+    """
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]
@@ -192,13 +193,13 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
 
 
 class Watched(Protocol):
-    """The part of the engine that the live feed needs."""
+    """The methods of the engine that the live feed needs."""
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
 
 
 class Viewer:
-    """One watching client. It sees the requests of its tenant, or of all tenants if `tenant` is None."""
+    """A watching client. It sees the requests of its tenant; `tenant` None: of all tenants."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
@@ -217,7 +218,7 @@ class Viewer:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """Wait for a snapshot that the client has not read yet and return it; None at the end of the stream."""
+        """Wait for the next snapshot for the client; None: the stream has ended."""
         await self._changed.wait()
         self._changed.clear()
         if self._ended:
@@ -228,10 +229,9 @@ class Viewer:
 
 
 class LiveFeed:
-    """Takes snapshots while clients watch, and passes them to the clients. For the event loop only.
+    """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it.
 
-    One tenant may have at most half of the `max_viewers` clients. `cpu_clock` returns the thread's processor time in
-    seconds.
+    A tenant may have at most half of the `max_viewers` clients. `cpu_clock`: returns the thread's CPU seconds.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class LiveFeed:
         self._closed = False
 
     def join(self, tenant: str | None) -> Viewer:
-        """Add a client, which the caller removes with `leave`. Raise CapacityError if there are too many clients."""
+        """Add a client. Call `leave` to remove it. Raise CapacityError if there are too many clients."""
         most = self._max_viewers
         if self._closed or len(self._viewers) >= most:
             raise CapacityError(f"{most} clients are already watching (serving_config.max_live_viewers)", RETRY_AFTER_S)
@@ -280,7 +280,7 @@ class LiveFeed:
             self._task = None
 
     def close(self) -> None:
-        """End all streams, which would otherwise keep the server from exiting."""
+        """End all streams, because the server would not exit while they are open."""
         self._closed = True
         for viewer in self._viewers:
             viewer.end()
@@ -298,7 +298,7 @@ class LiveFeed:
             await self._sleep(pause_s(spent_s))
 
     async def _show(self, snapshots: Mapping[int, EngineSnapshot | None]) -> float:
-        """Pass every client its snapshot. Return the processor time used, in seconds."""
+        """Pass every client its snapshot. Return the CPU seconds used."""
         self._number += 1
         now = self._clock()
         spent_s = sum(each.cpu_s for each in snapshots.values() if each is not None)
@@ -315,7 +315,7 @@ class LiveFeed:
 
 
 def pause_s(spent_s: float) -> float:
-    """Return the seconds to pause after a snapshot that used `spent_s` seconds of processor time."""
+    """Return the seconds to pause after a snapshot that used `spent_s` CPU seconds."""
     return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
 
 

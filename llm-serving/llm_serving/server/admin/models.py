@@ -1,4 +1,4 @@
-"""Routes for administrators that load, unload and replace models of a server with several models."""
+"""Routes for administrators: load, unload and replace models of a server with several models."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Read the YAML again, and load a served model again from its current files. Until all new replicas are ready,
-    requests go to the old replicas. The old replicas then finish their requests and stop.
+    """Read the YAML again, and load a served model again from its current files.
+
+    Until all new replicas are ready, requests go to the old replicas. The old replicas then finish their requests and
+    stop.
     """
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)
@@ -58,7 +60,7 @@ def _models(http_request: Request) -> ServedModels:
 
 
 async def _config(engine: AsyncEngine, name: str) -> ServingConfig:
-    """Read a model's configuration from the YAML. Only the YAML can name paths."""
+    """Read a model's configuration from the YAML, because only the YAML may name paths."""
     try:
         return row_of(await asyncio.to_thread(read_all_again, engine.config), name)
     except ConfigError as error:

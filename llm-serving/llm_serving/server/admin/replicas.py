@@ -22,7 +22,7 @@ class ReplicaView(Struct):
     """loading, serving, restarting, draining (it finishes its requests) or left."""
     num_unfinished: int
     machine: str
-    """Address of the machine on which its WorkAgent runs or ran; empty: the master's machine."""
+    """Address of the WorkAgent's machine; empty: the master's machine."""
 
 
 class ReplicasView(Struct):
@@ -51,13 +51,14 @@ async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
 class ReloadView(Struct):
     changed: list[str]
     """Changes as "section.key: before -> after". The hash of an API key is not shown. With several models, each change
-    begins with the model's name."""
+    begins with the model's name.
+    """
     late: list[int]
-    """Replicas whose WorkAgent is restarting. They apply the changes when it has started."""
+    """Replicas whose WorkAgent is restarting. They apply the changes after that."""
 
 
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:
-    """Reload the YAML, for each model of the server."""
+    """Read the YAML again and apply its changes, for each model of the server."""
     check_operator(http_request)
     models = models_shown(http_request)
     if models is None:

@@ -18,7 +18,7 @@ from llm_serving.observability.snapshot import (
 )
 
 MAX_ROWS: Final = 256
-"""Maximum number of requests and tenants listed one by one. Totals count all."""
+"""Maximum number of requests, and of tenants, that are listed. Totals count all."""
 
 
 class Tenant(Struct, kw_only=True):
@@ -28,11 +28,12 @@ class Tenant(Struct, kw_only=True):
     blocks: int
     served: dict[str, int]
     """Request class -> tokens that the tenant has got; a generated token counts twice. The tenant with the fewest is
-    scheduled next."""
+    scheduled next.
+    """
 
 
 class Replica(Struct, kw_only=True):
-    """The state of one replica's scheduler at one moment."""
+    """The state of one replica's scheduler between two steps."""
 
     replica: int
     step: int
@@ -43,7 +44,7 @@ class Replica(Struct, kw_only=True):
     blocks: BlockUsage
     classes: list[ClassQueueState]
     tenants: list[Tenant]
-    """If there are API keys, only administrators see the entries of other clients, here and in the lists below."""
+    """If there are API keys, only administrators see other clients' entries, here and in the lists below."""
     running_requests: list[RunningRequest]
     waiting_requests: list[WaitingRequest]
 
@@ -55,7 +56,7 @@ class SchedulerView(Struct):
 
 
 def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
-    """Return the part of the schedulers' states that a tenant may see; `tenant` None: all of it."""
+    """Return the part of the schedulers' states that a tenant may see; `tenant` None: all."""
     return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
 
 
@@ -98,7 +99,7 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """Replace block ids in `group` by numbers, because block ids would reveal the activity of other tenants."""
+    """Replace block ids in `group` by numbers, because block ids would show the activity of other tenants."""
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))

@@ -46,7 +46,7 @@ PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
 MAX_FIELD_BYTES: Final = 4096
 HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
-"""Maximum number of bytes of a form in memory. A longer file is spooled to disk."""
+"""Maximum bytes of a form in memory. A longer file is written to disk."""
 RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
 """Minimum lifetime of a file in seconds, as with OpenAI. The maximum is `KEPT_S`."""
@@ -183,7 +183,9 @@ def _tenant(http_request: Request) -> str:
 
 
 def _lifetime_s(form: FormData) -> int | None:
-    """Return the lifetime in seconds that a form sets, or None. Raise RequestError if a field is invalid."""
+    """Return the lifetime in seconds that a form sets; None: no field sets it. Raise RequestError if a field is
+    invalid.
+    """
     names = [name for name, _ in form.multi_items()]
     for name in names:
         if name not in ("file", "purpose", _ANCHOR, _SECONDS):
@@ -207,7 +209,7 @@ async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: in
 
 @asynccontextmanager
 async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
-    """Yield the request with limits on the bytes of its body and of all bodies that are being uploaded."""
+    """Yield the request with limits on the bytes of its body, and of all bodies that are being uploaded."""
     shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
     num_bytes, most = 0, shares.room(0, 0)
 

@@ -16,7 +16,7 @@ from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
 POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40
 UNFINISHED: Final = ".unfinished"
-"""Suffix of the database next to the output file that keeps the progress of a run."""
+"""Suffix of the database next to the output file, which holds the progress of a run."""
 ERRORS: Final = ".errors"
 
 
@@ -29,10 +29,13 @@ async def answer_file(
 ) -> RequestCounts:
     """Answer the lines of `source`, or continue an interrupted run, and write the answers to `target` in order.
 
-    Failed lines go to `TARGET.errors`. `batches` has been started on the store of this output file. `on_progress` gets
-    the counts every `POLL_EVERY_S` seconds. `failure` returns the error of an engine that has ended.
+    Failed lines go to `TARGET.errors`. Raise ConfigError if the input is invalid or differs from that of the
+    interrupted run, or the error that `failure` returns.
 
-    Raise ConfigError if the input is invalid or differs from that of the interrupted run, and what `failure` returns.
+    Args:
+        batches: Already started, on the database of this output file.
+        on_progress: Called with the counts every `POLL_EVERY_S` seconds.
+        failure: Returns the error of an engine that has ended.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)

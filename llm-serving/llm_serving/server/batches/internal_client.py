@@ -1,4 +1,4 @@
-"""Sends requests to the server's own routes without a connection, on behalf of a tenant."""
+"""Sends requests to the server's own routes without a connection, in the name of a tenant."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ READY_EVERY_S: Final = 0.5
 class InternalClient:
     """A client within the process. API keys and rate limits apply to it as to other clients.
 
-    `app` includes authentication. `keys` maps each tenant to its API key; empty: the server requires no keys. `quotas`
-    maps each tenant to its rate limits. While `ready` returns False, the engine cannot compute, and requests wait.
+    Args:
+        app: The application, with authentication.
+        keys: Tenant -> its API key; empty: the server requires no keys.
+        quotas: Tenant -> its rate limits.
+        ready: Returns whether the engine can compute. While it returns False, requests wait.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class InternalClient:
 
 
 class _InternalRequest:
-    """The receive and send channels of one request. Its client never disconnects."""
+    """The receive and send functions of one request. Its client never disconnects."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

@@ -38,12 +38,14 @@ MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
 SPARE_DEPTH: Final = 64
-"""Extra nesting with which each line is checked. A line that passes can be decoded later, when less stack is left."""
+"""Extra nesting with which each line is checked, so that it can be decoded later with less free stack."""
 EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Minimum and maximum seconds before a refused line is retried."""
 LEAST_STORE_PAUSE_S: Final = 1.0
-"""Seconds before a batch first retries a write that failed (disk full); doubled for each retry."""
+"""Seconds before a batch first retries a failed write, for example to a full disk. Each further
+pause is twice as long.
+"""
 BUSY: Final = frozenset((429, 503))
 """Statuses after which a line is retried until its `timeout_s` has passed."""
 _NULL: Final = msgspec.Raw(b"null")
@@ -65,12 +67,13 @@ class Ask(Protocol):
 
 
 class Batches:
-    """Files, batches and the lines in progress. For the event loop only; the store has its own thread.
+    """Files, batches and the lines in progress. Only the event loop may use it; the store has its own thread.
 
     Args:
         store: Opens the store, in its thread.
         concurrency: Maximum number of requests at a time in all batches, and of unfinished lines at a time in one
-            batch. Lines that wait for a retry count as unfinished.
+            batch.
+            Lines that wait for a retry are unfinished.
         priority_class: Request class of lines that name no class.
         shares: Quota for files that are being uploaded.
         bounds_answers: Whether lines wait until the store has room for their answers.
@@ -106,9 +109,9 @@ class Batches:
         self._starting: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.num_incoming_bytes: Counter[str] = Counter()
-        """Tenant -> bytes received of its files that are being uploaded."""
+        """Tenant -> bytes received so far of the files that it is uploading."""
         self.trouble: UnavailableError | None = None
-        """Why batches wait or have stopped; None if they run."""
+        """Why batches wait or have stopped; None: they run."""
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -117,7 +120,7 @@ class Batches:
             await self._start_next(tenant)
 
     async def stop(self) -> None:
-        """Abort the lines in progress. They are answered again after a restart."""
+        """Abort the lines in progress. They are answered after a restart."""
         self._is_stopped = True
         tasks = [*self._tasks.values(), *self._starting, *filter(None, [self._expiry_task])]
         for task in tasks:
@@ -127,7 +130,7 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of the store in its thread. Raise UnavailableError, with nothing changed, if it fails."""
+        """Run a method of the store in its thread. If it fails, raise UnavailableError; nothing has changed then."""
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
             return await loop.run_in_executor(self._thread, call)
@@ -141,7 +144,7 @@ class Batches:
         await self._start_next(tenant)
 
     async def cancel(self, batch_id: str) -> Batch:
-        """Cancel a batch and abort its lines in progress. A batch that has ended does not change."""
+        """Cancel a batch and abort its lines in progress. Do nothing if it has ended."""
         tenant = await self.stored(BatchStore.tenant_of, batch_id)
         batch = await self.stored(BatchStore.cancel, batch_id, self.now())
         if batch_id in self._cancelled:
@@ -151,7 +154,7 @@ class Batches:
         return batch
 
     def task(self, batch_id: str) -> asyncio.Future[None]:
-        """Return a future that is done when no work on the batch is in progress."""
+        """Return a future that completes when no work on the batch is in progress."""
         if (task := self._tasks.get(batch_id)) is not None:
             return task
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -159,7 +162,7 @@ class Batches:
         return ended
 
     async def _start_next(self, tenant: str) -> None:
-        """Start the tenant's oldest batches up to `MAX_AT_ONCE`. Retry while the store cannot be read."""
+        """Start the tenant's oldest batches, up to `MAX_AT_ONCE`. Retry while the store cannot be read."""
         while True:
             try:
                 oldest = await self.stored(BatchStore.unfinished, tenant, MAX_AT_ONCE + len(self._failed))
@@ -205,7 +208,7 @@ class Batches:
 
     @staticmethod
     async def _pause(cancelled: asyncio.Event, pause_s: float) -> None:
-        """Sleep for `pause_s`. Wake up earlier if the batch is cancelled during the sleep."""
+        """Sleep for `pause_s`, or until the batch is cancelled."""
         if cancelled.is_set():
             await asyncio.sleep(pause_s)
             return
@@ -227,7 +230,7 @@ class Batches:
         await self.stored(BatchStore.finish, batch, tenant, unanswered, now, int(now) + KEPT_S)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
-        """Answer the remaining lines. Return the final status and the error of lines without an answer."""
+        """Answer the remaining lines. Return the final status, and the error of lines without an answer."""
         work = asyncio.create_task(self._answer_lines(batch.id, tenant))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
@@ -286,7 +289,7 @@ class Batches:
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
         """Return the response to a line, and the seconds for which the line may be retried.
 
-        The response is None if the store has no room for it; the line is then not sent.
+        If the store has no room for the response, do not send the line, and return None.
         """
         async with self._room:
             if not await self._has_room(tenant):
@@ -309,7 +312,7 @@ class Batches:
         return False
 
     def _prepared(self, body: bytes) -> tuple[bytes, float]:
-        """Return the body with the request class added, and the body's `timeout_s`. Other values stay as raw JSON."""
+        """Return the body with the request class added, and its `timeout_s`. Other values stay as raw JSON."""
         content = _decode_fields(body)
         timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
@@ -326,7 +329,7 @@ class Batches:
 
 
 def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
-    """Return the errors of a batch's input. `endpoint` is the route that all lines must name."""
+    """Return the errors of a batch's input. `endpoint`: the route that all lines must name."""
     errors: list[LineError] = []
     ids: dict[str, int] = {}
     num_lines = 0
@@ -351,7 +354,7 @@ def first_url(pieces: Iterable[bytes]) -> str:
 
 
 def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
-    """Return the batch. Check the input of a new batch, and store its lines or its errors."""
+    """Return the batch. If it is new, check its input, and store its lines or its errors."""
     batch = store.batch(batch_id, None)
     if batch.status != "validating":
         return batch
@@ -367,7 +370,7 @@ def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
 
 
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
-    """Return what is wrong with a line, or None. Add its id and number to `ids`."""
+    """Return what is wrong with a line; None: nothing. Add its id and number to `ids`."""
     try:
         check_json_limits(text)
     except RequestError as error:

@@ -49,21 +49,23 @@ _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WH
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
     UNION ALL SELECT tenant, LENGTH(about) FROM batches
     UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
-"""Query of the bytes stored by all tenants and by one. It counts answers of unfinished batches, which become files."""
+"""Query of the bytes stored by all tenants, and by one. They include answers of unfinished batches,
+which become files.
+"""
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
-"""Query of the input bytes of unfinished batches, of all tenants and of one."""
+"""Query of the input bytes of unfinished batches, of all tenants, and of one."""
 
 
 class PendingLine(NamedTuple):
-    """A line without an answer. Its body is read from the database only when the line is sent."""
+    """A line without an answer. Its body is read from the database only when it is sent."""
 
     number: int
     url: str
 
 
 class BatchStore:
-    """The database of files, batches and their lines. Each call is one transaction. Use it in one thread only.
+    """The database of files, batches and their lines. Each call is one transaction. Only one thread may use it.
 
     A locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. `shares`
     limits all stored bytes, and separately the inputs of unfinished batches.
@@ -91,7 +93,7 @@ class BatchStore:
         os.close(self._lock)
 
     def release_disk_space(self) -> None:
-        """Try to free the disk space that a failed change has used in the write-ahead log."""
+        """Try to free the disk space in the write-ahead log that a failed change has used."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
@@ -112,13 +114,13 @@ class BatchStore:
         return self._shares.room(used, own)
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
-        """Return a file of this tenant; None: of any tenant. Raise RequestNotFoundError if there is no such file."""
+        """Return a file of this tenant (None: of any). Raise RequestNotFoundError if there is none."""
         query = "SELECT about FROM files WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
         row = self._db.execute(query, {"id": file_id, "tenant": tenant}).fetchone()
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """Return up to `limit` files, the newest first, that are older than the file `after`."""
+        """Return up to `limit` files that are older than the file `after`, newest first."""
         if after is not None:
             self.file(after, tenant)
         query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -166,7 +168,7 @@ class BatchStore:
             self._save(batch)
 
     def cancel(self, batch_id: str, now: float) -> Batch:
-        """Mark a batch as cancelling unless it has ended, and return it."""
+        """Mark a batch as cancelling, unless it has ended. Return it."""
         batch = self.batch(batch_id, None)
         if not batch.has_ended and batch.status != "cancelling":
             batch.status, batch.cancelling_at = "cancelling", int(now)
@@ -179,7 +181,7 @@ class BatchStore:
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """Return up to `limit` batches, the newest first, that are older than the batch `after`."""
+        """Return up to `limit` batches that are older than the batch `after`, newest first."""
         if after is not None:
             self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -189,7 +191,7 @@ class BatchStore:
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 
     def tenant_of(self, batch_id: str) -> str:
-        """Return the batch's tenant; empty if there is no such batch."""
+        """Return the batch's tenant; empty: there is no such batch."""
         row = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return "" if row is None else str(row[0])
 
@@ -232,7 +234,7 @@ class BatchStore:
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
         """Write the output and error files of a batch, in the order of its lines, and its final state.
 
-        `unanswered` is the error of lines without an answer; None: omit those lines.
+        `unanswered`: error of lines without an answer; None: omit these lines.
         """
         batch.request_counts = self._counts(batch.id)
         with self._db:
@@ -288,7 +290,7 @@ class BatchStore:
     def _insert(
         self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float, most: float = math.inf
     ) -> None:
-        """Store a file of at most `most` bytes and set `about.bytes` to its size."""
+        """Store a file of at most `most` bytes, and set `about.bytes` to its size."""
         row = (about.id, tenant, b"", now, about.expires_at, 0)
         self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
         about.bytes = 0
@@ -305,7 +307,7 @@ class BatchStore:
         self._db.execute("UPDATE batches SET about = ?, ended = ? WHERE id = ?", row)
 
     def _counted(self, batch: Batch) -> Batch:
-        """Return the batch with current counts. An ended batch stores its counts, but no lines."""
+        """Return the batch with current counts. A batch that has ended stores its counts, but no lines."""
         if not batch.has_ended:
             batch.request_counts = self._counts(batch.id)
         return batch

@@ -1,4 +1,4 @@
-"""Select a response's choices from the generated sequences: samples, the best of several samples, or beams."""
+"""Selects a response's choices from the generated sequences: samples, the best of several samples, or beams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_serving.core.sampling_params import BeamSearchParams, Whole
 
 MAX_N: Final = 128
 MAX_CHOICES: Final = 512
-"""Maximum number of sequences for one HTTP request: prompts times `best_of`."""
+"""Maximum number of sequences of one HTTP request: prompts times `best_of`."""
 COUNT: Final = Whole(1, MAX_N)
 
 
@@ -34,7 +34,7 @@ ONE_CHOICE: Final = Choices()
 
 class ChoiceOutput(NamedTuple):
     choice: int
-    """Index of the prompt times `n`, plus the index of the choice for that prompt."""
+    """Index of the prompt times `n`, plus index of the choice for that prompt."""
     output: RequestOutput
 
 
@@ -66,7 +66,7 @@ async def select_best(
 
 
 async def select_beams(outputs: AsyncIterator[ChoiceOutput], choices: Choices) -> AsyncIterator[ChoiceOutput]:
-    """Yield the `n` best sequences of each prompt's beam search, best first. `outputs` are indexed by prompt."""
+    """Yield the `n` best sequences of each prompt's beam search, best first. `outputs`: one for each prompt."""
     async for prompt, output in outputs:
         if output.finished:
             for rank, beam in enumerate(output.beams or (output,)):  # a failed search has no beams

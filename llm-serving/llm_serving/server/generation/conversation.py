@@ -44,9 +44,9 @@ MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 MIN_EFFORT: Final = "low"
-"""Lowest effort that chat templates know."""
+"""Lowest reasoning effort that chat templates know."""
 MAX_TEMPLATE_FACTOR: Final = 2
-"""Maximum ratio of the rendered conversation's length to the length of its JSON."""
+"""Maximum ratio of the length of the rendered conversation to the length of its JSON."""
 _LIMIT: Final = Whole(1)
 _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
 """Threads for chat templates only. Clients share them fairly, because long conversations take long to render."""
@@ -130,7 +130,9 @@ class ConversationRequest(ProtocolRequest):
 async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> list[int]:
-    """Render a conversation off the event loop and return its token ids. Raise RequestError if it breaks a rule."""
+    """Render a conversation, outside the event loop, and return its token ids. Raise RequestError
+    if it breaks a rule.
+    """
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
@@ -232,7 +234,7 @@ def _template_input(request: ChatCompletionRequest) -> str:
 
 
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
-    """Return the name of the field that limits the output, and its value; None: as many tokens as fit."""
+    """Return (name of the field that limits the output, its value; None: as many tokens as fit)."""
     newer, older = request.max_completion_tokens, request.max_tokens
     for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):
         if given is not None:

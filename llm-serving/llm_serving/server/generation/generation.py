@@ -59,7 +59,7 @@ class Generation:
         self._on_output = on_output
         self._on_close = on_close
         self.on_read: Callable[[RequestOutput], None] | None = None
-        """Called with every output that is read, including those of sequences that are not selected."""
+        """Called with every output, including those of sequences that are not selected."""
         self._tasks: list[asyncio.Task[None]] = []
         self.latest: list[RequestOutput | None] = [None] * len(streams)
 
@@ -69,7 +69,7 @@ class Generation:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response header with the predicted time to first token, in ms since the request's arrival."""
+        """Response header with the predicted time to first token, in ms since the request's arrival."""
         predicted_s = -1.0
         for stream in self._streams:
             if stream.predicted_s is not None:
@@ -83,9 +83,9 @@ class Generation:
         return selected if self._on_output is None else _observed(selected, self._on_output)
 
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
-        """Offer each output to `deliver` before `outputs` yields it. `deliver` returns True if it has sent the output.
+        """Offer each output to `deliver` before `outputs` yields it. `deliver` returns whether it has sent the output.
 
-        Final outputs are not offered, and neither are outputs of several sequences or of a generation with `on_output`.
+        It is not offered final outputs, outputs of several sequences, and outputs of a generation with `on_output`.
         """
         if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
             return
@@ -98,7 +98,7 @@ class Generation:
         stream.take = None if deliver is None else deliver_first
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
-        """Call `listener` with each change of the number of bytes that the reader of `outputs` has not read yet."""
+        """Call `listener` with each change of the number of bytes that the reader of `outputs` has not read."""
         for stream in self._streams:
             stream.report_waiting(listener)
 
@@ -127,7 +127,6 @@ class Generation:
                     await asyncio.sleep(0)
 
     async def aclose(self) -> None:
-        """Abort unfinished sequences, then call `on_close`."""
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close(sum(output.num_output_tokens for output in self.latest if output is not None))
@@ -175,8 +174,9 @@ async def submit(
 ) -> Generation:
     """Submit `choices.best_of` sequences for each prompt to the engine. A beam search is one sequence.
 
-    The sequences of a prompt are forks of the first one, so its KV blocks are computed once. Raise LLMServingError if
-    the engine refuses a sequence; then none runs. `field_names`: field in errors of the engine -> the protocol's name.
+    The sequences of a prompt are forks of the first one, so its KV blocks are computed once. If the engine refuses a
+    sequence, abort all, and raise its LLMServingError. `field_names`: field in errors of the engine -> the protocol's
+    name.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
@@ -259,7 +259,7 @@ def raise_on_failure(output: RequestOutput) -> None:
 
 
 def raise_unless_complete(output: RequestOutput) -> None:
-    """Raise the same errors as `raise_on_failure`, and RequestCancelledError for an aborted request."""
+    """Raise the errors of `raise_on_failure`, and RequestCancelledError for an aborted request."""
     raise_on_failure(output)
     if output.finish_reason is FinishReason.ABORT:
         raise RequestCancelledError
@@ -270,7 +270,7 @@ class ClientGoneError(Exception):
 
 
 async def run_until_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it and raise ClientGoneError if the client disconnects. The body must have been read."""
+    """Await `work`. If the client disconnects, cancel it and raise ClientGoneError. The body must have been read."""
     task = asyncio.current_task()
     assert task is not None
     has_left = has_ended = False

@@ -13,13 +13,14 @@ from llm_serving.server.protocols.openai.schemas import GenerationRequest, Promp
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 MIN_LOGPROB: Final = -9999.0
-"""Represents minus infinity, which JSON lacks. OpenAI uses the same value."""
+"""Stands for minus infinity, which JSON lacks. OpenAI uses the same value."""
 MAX_PROMPT_VALUES: Final = 2**19
-"""Maximum number of prompt logprobs in one response; each takes about 60 bytes of JSON."""
+"""Maximum number of prompt logprobs in a response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""An entry for each prompt token: token id -> logprob, for the token itself and the most likely ones. The entry of the
-first token is None."""
+"""For each prompt token: token id -> logprob, for the token itself and the most likely ones; None
+for the first token.
+"""
 
 
 class TokenOutput(NamedTuple):
@@ -29,7 +30,7 @@ class TokenOutput(NamedTuple):
 
 
 def token_outputs(output: RequestOutput) -> list[TokenOutput]:
-    """Split an output into its tokens, for protocols with one event per token. The last token carries the text."""
+    """Split an output into its tokens, for protocols with one event per token. The last token gets the text."""
     logprobs = [token.logprob for token in output.logprobs] or [0.0] * len(output.token_ids)
     last = len(output.token_ids) - 1
     return [
@@ -39,7 +40,7 @@ def token_outputs(output: RequestOutput) -> list[TokenOutput]:
 
 
 def check_prompt_logprobs(request: GenerationRequest, field: str, choices: Choices) -> None:
-    """Raise RequestError if a request asks for prompt logprobs in `field` and streams or uses beam search."""
+    """Raise RequestError if a request with prompt logprobs, set by `field`, streams or uses beam search."""
     if request.stream:
         raise RequestError("stream", f"must be false with {field}", True)
     if choices.beams is not None:

@@ -46,7 +46,7 @@ class MessageParser:
         self._call_ids: set[str] = set()
 
     def delta(self, output: RequestOutput) -> ChatDelta | None:
-        """Return what an output adds to the message as one delta; None if it adds nothing."""
+        """Return what an output adds to the message, as one delta; None: nothing."""
         deltas = self.deltas(output)
         if len(deltas) <= 1:
             return deltas[0] if deltas else None
@@ -81,7 +81,7 @@ class MessageParser:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content, and no tokens are counted."""
+        """Whether all text is content and no reasoning tokens are counted."""
         return self._parser is None and self._counter is None
 
     @property
@@ -109,7 +109,7 @@ class MessageParser:
 
 
 class MessageFold:
-    """Joins the deltas of one choice to a message. Its content begins with the text `echo`."""
+    """Joins the deltas of one choice to a message. Its content begins with `echo`."""
 
     def __init__(self, echo: str) -> None:
         self._content = [echo]
@@ -152,7 +152,7 @@ class MessageBlock:
     kind: BlockKind
     index: int
     id: str = ""
-    """Id of a call. It is empty for other blocks, and so is `name`."""
+    """Id of a call. For other blocks, `id` and `name` are empty."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
     """Pieces of the block's text or, for a call, of its arguments."""

@@ -46,7 +46,7 @@ class PrecheckInput(NamedTuple):
     max_tokens: int
     """Number of output tokens for which each prompt must leave room."""
     field_names: Mapping[str, str] = NO_RENAMES
-    """Field in errors of the engine -> the protocol's name for it."""
+    """Field in errors of the engine -> the protocol's name."""
     num_choices: int = 1
     """Number of sequences for each prompt."""
     template_factor: int = 1
@@ -70,7 +70,7 @@ class ProtocolRequest(ABC):
 
     id_prefix = ""
     route: ClassVar[str] = ""
-    """Path of the route if its requests can be retried, resumed and coalesced; otherwise empty."""
+    """Path of the route if its requests can be retried, resumed and coalesced, else empty."""
     wants_vectors: ClassVar[bool] = False
 
     def __init__(self, engine: AsyncEngine, http_request: Request, *bodies: CallerFields) -> None:
@@ -79,7 +79,7 @@ class ProtocolRequest(ABC):
         self.body = bodies[0]
         self.caller: HttpCaller = caller_of(engine.config, http_request, *bodies)
         self.adapter: Adapter | None = None
-        """The adapter that answers; None: the base model does."""
+        """The adapter that answers; None: the base model answers."""
         if (adapters := engine.adapters.by_name) and (found := adapter_of(adapters, http_request, bodies)) is not None:
             self.caller, self.adapter = replace(self.caller, adapter=found.number), found
         self.choices: Choices = ONE_CHOICE
@@ -91,14 +91,14 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
-        """Tokenize the prompts and check their lengths. Cancelled when the deadline passes."""
+        """Tokenize the prompts and check their lengths. The pipeline cancels this at the deadline."""
 
     def translate_error(self, error: RequestError) -> RequestError:
         return error
 
 
 class StartedGeneration(NamedTuple):
-    """A running generation, with the properties of the request that its response needs."""
+    """A running generation, and what its response needs of the request."""
 
     generation: Generation
     identity: ResponseIdentity
@@ -109,8 +109,11 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline. Raise LLMServingError if the request breaks a rule, or the engine refuses it, and
-    ClientGoneError if the client disconnects while the model pauses or sleeps.
+    """Run all steps of the pipeline.
+
+    Raises:
+        LLMServingError: The request breaks a rule, or the engine refuses it.
+        ClientGoneError: The client disconnects while the model pauses or sleeps.
     """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
@@ -173,8 +176,10 @@ async def _start(
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
     """Refuse a request early if admission control would refuse it for any number of prompt tokens.
 
-    Raise CapacityError if it cannot be admitted now, UnavailableError if no WorkAgent is ready, and RequestError if it
-    can never be admitted.
+    Raises:
+        CapacityError: It cannot be admitted now.
+        UnavailableError: No WorkAgent is ready.
+        RequestError: It can never be admitted.
     """
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     min_lens = []

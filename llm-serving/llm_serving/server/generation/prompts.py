@@ -11,7 +11,7 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 INLINE_CHARS: Final = 4096
-"""Maximum number of characters tokenized on the event loop. For so few, starting a thread costs more than it saves."""
+"""Maximum number of characters tokenized on the event loop. For so few, a thread would cost more than it saves."""
 
 CALL_CHARS: Final = 64
 """Cost of one tokenizer call, as the number of characters that are tokenized in the same time."""
@@ -75,7 +75,7 @@ def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 
 
 
 def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
-    """Return the last `count` token ids of a prompt; -1: as many as fit with `max_tokens` of output, None: all."""
+    """Return the last `count` token ids of a prompt; -1: as many as fit with `max_tokens` of output; None: all."""
     if count is None:
         return prompt
     if count == -1:

@@ -1,4 +1,4 @@
-"""Responses, which each protocol builds from the outputs of a generation, streaming or not."""
+"""Responses, which each protocol builds from the outputs of a generation, as a stream or as a whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llm_serving.server.request_context import source_of
 
 KEY: Final = "serving_config.max_buffered_response_bytes"
 OUTPUT_BYTES, LOGPROB_BYTES = 128, 256
-"""Estimated memory of an output without its text, and of a logprob with its token."""
+"""Estimated bytes of an output without its text, and of a logprob with its token."""
 RETRY_AFTER_S: Final = 1.0
 
 T = TypeVar("T")
@@ -40,18 +40,18 @@ class ResponseBuilder(ABC):
         raise_unless_complete(output)
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes that a stream sends for an output of a choice; may be empty."""
+        """Return the bytes that a stream sends for an output of a choice, perhaps none."""
         if output.finish_reason is not None:
             self.check(output)
         return self.encode_delta(index, output)
 
     @abstractmethod
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        """Return the delta of an output as bytes of a stream."""
+        """Return the bytes of a stream for the delta of an output."""
 
     @abstractmethod
     def fold(self, index: int, output: RequestOutput) -> None:
-        """Add the delta of an output to the response."""
+        """Add an output to the whole response."""
 
     async def finish(self) -> bytes:
         """Return the bytes that a stream sends after the last output."""
@@ -76,8 +76,7 @@ class ResponseBuilder(ABC):
         return
 
     @abstractmethod
-    async def response(self, headers: dict[str, str]) -> Response:
-        """Return the whole response."""
+    async def response(self, headers: dict[str, str]) -> Response: ...
 
 
 async def respond(
@@ -104,12 +103,14 @@ class BufferedResponse:
     source: str
     cancel: Callable[[], None]
     failure: LLMServingError | None = None
-    """The error with which the response was evicted."""
+    """The error with which the response was evicted; None: it was not."""
     num_bytes: int = 0
 
 
 class ResponseBuffers:
-    """The memory of all unfinished responses that are not streamed, at most `max_bytes`. For the event loop only."""
+    """The memory of all unfinished responses that are not streamed, at most `max_bytes`. Only the event loop may use
+    it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -118,13 +119,13 @@ class ResponseBuffers:
         self.num_bytes = 0
 
     def open(self, source: str, cancel: Callable[[], None]) -> BufferedResponse:
-        """Start accounting for a response. The caller must call `release` at the end."""
+        """Start to count the memory of a response. Call `release` at its end."""
         response = BufferedResponse(source, cancel)
         self._responses.add(response)
         return response
 
     def release(self, response: BufferedResponse) -> None:
-        """Stop accounting for a response. Idempotent."""
+        """Stop counting the memory of a response. A second call has no effect."""
         if response in self._responses:
             self._responses.remove(response)
             self.num_bytes -= response.num_bytes
@@ -133,13 +134,13 @@ class ResponseBuffers:
                 del self._bytes_by_source[response.source]
 
     def add(self, response: BufferedResponse, output: RequestOutput) -> None:
-        """Charge an output to a response. Raise LLMServingError if the response is or was evicted."""
+        """Count an output of a response. Raise LLMServingError if the response is or was evicted."""
         self.grow(response, buffered_bytes(output))
         if response.failure is not None:
             raise response.failure
 
     def grow(self, response: BufferedResponse, num_bytes: int) -> None:
-        """Charge bytes to a response. Beyond the limit, evict the largest response of the client that uses most."""
+        """Count bytes of a response. Beyond the limit, evict the largest response of the client that uses most."""
         if response not in self._responses:
             return
         response.num_bytes += num_bytes
@@ -175,8 +176,9 @@ def buffered_bytes(output: RequestOutput) -> int:
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which builds a response from a generation. Meanwhile, count the response's memory.
 
-    Raise RequestError if the response alone exceeds the memory limit, and UnavailableError if all responses together
-    exceed it and this one was evicted.
+    Raises:
+        RequestError: The response alone exceeds the memory limit.
+        UnavailableError: All responses together exceed it, and this one was evicted.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""Convert request fields to the engine's `SamplingParams` and the number of choices."""
+"""Converts request fields to the engine's `SamplingParams` and the number of choices."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, Choices
 from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio, which spreads the seeds of choices; odd, so that they all differ."""
+"""2^64 divided by the golden ratio, which spreads the seeds of choices. It is odd, so that they all differ."""
 SAME_NAMES: Final = {name: name for name in RULES}
-"""Parameter -> field, in protocols that use the names of `SamplingParams`."""
+"""Parameter -> field, for protocols that use the names of `SamplingParams`."""
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
 _NEUTRAL: Final = {
     "temperature": 0.0,
     **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
 }
-"""Field -> the only value that beam search allows besides null, because it ranks by the model's own logprobs."""
+"""Field -> the only value besides null with beam search, which ranks by the model's own logprobs."""
 
 
 def sampling_params(
@@ -57,7 +57,7 @@ def sampling_params(
         names: Parameter -> field, if the protocol names it differently.
         defaults: Parameter -> default, replacing those of `SamplingParams`.
         least_tokens: Minimum of `max_tokens`.
-        decided: Parameters whose values the route has determined itself.
+        decided: Parameters whose values the route has determined.
     """
     field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
@@ -115,7 +115,7 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
 
 
 async def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each text, with and without a space before it. Raise RequestError if one is empty."""
+    """Return the token ids of each text, with and without a space before it. Raise RequestError if a text is empty."""
     return await asyncio.to_thread(_encode_words, engine, words) if words else ()
 
 
@@ -129,7 +129,7 @@ def _encode_words(engine: AsyncEngine, words: list[str]) -> tuple[tuple[int, ...
 
 
 def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingParams]:
-    """Return the sampling parameters of each sequence for a prompt. A beam search is one sequence."""
+    """Return the sampling parameters of each sequence of a prompt. A beam search is one sequence."""
     if choices.beams is not None:
         return [replace(sampling, temperature=0.0)]
     if choices.best_of > choices.n:  # sequences are ranked by their logprobs
@@ -138,7 +138,7 @@ def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingPar
 
 
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return the parameters of choice 0, 1, ... of a prompt: each has a seed derived from the request's."""
+    """Return the parameters of choice 0, 1, ... of a prompt. Each choice has a seed derived from the request's."""
     if choice == 0:
         return sampling
     own = copy.copy(sampling)  # no second validation: the original parameters have passed it
@@ -192,4 +192,4 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "stop": _stop_strings,
     "logit_bias": _logit_bias,
 }
-"""Parameter -> conversion of its request value to that of `SamplingParams`."""
+"""Parameter -> conversion of the field's value to that of `SamplingParams`."""

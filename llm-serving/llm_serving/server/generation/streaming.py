@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""Headers that tell proxies not to store or buffer the response."""
+"""Response headers with which proxies neither store nor buffer the response."""
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -35,10 +35,9 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """The events of a stream that differ only in one text: what is around the text is encoded once.
+    """The events of a stream that differ only in one text. What is around the text is encoded only once.
 
-    Args:
-        content_of: Returns the content of the event with a text.
+    `content_of`: returns the content of the event with a text.
     """
 
     def __init__(self, content_of: Callable[[str], object]) -> None:
@@ -54,7 +53,7 @@ class Chunks(Protocol):
     """Formats the outputs of a generation as the bytes of a stream."""
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes for an output of a choice; may be empty. Raise LLMServingError if the generation failed."""
+        """Return the bytes for an output of a choice, perhaps none. Raise LLMServingError if the generation failed."""
 
     async def finish(self) -> bytes:
         """Return the bytes after the last output."""
@@ -63,7 +62,7 @@ class Chunks(Protocol):
 class StreamResponse(Response):
     """Sends each output as it arrives, and closes the generation at the end or when the client disconnects.
 
-    `error_chunk` formats an error as the last chunk, because the status has already been sent.
+    `error_chunk`: formats an error as the last chunk, because the status has already been sent.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Structured output: reading it from the fields of several protocols, and compiling it to a constraint on tokens."""
+"""Structured output: reads it from the fields of several protocols, and compiles it to a constraint on tokens."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class StructuredOutput:
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for; None if any text is allowed.
+    """Return the structured output that a request asks for; None: any text is allowed.
 
-    Raise RequestError if there are several, or one breaks a rule. `names`: parameter -> the protocol's name for it.
+    Raise RequestError if there are several, or if one breaks a rule. `names`: parameter -> the protocol's name.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -85,9 +85,9 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output off the event loop. Clients (`source`) share the compilers fairly.
+    """Compile a structured output outside the event loop. Clients (`source`) share the compilers fairly.
 
-    Raise RequestError if it cannot be compiled, and CapacityError if the compilers were busy for `MAX_WAIT_S`.
+    Raise RequestError if it cannot be compiled, CapacityError if the compilers were busy for `MAX_WAIT_S`.
     """
     if not engine.constraints.can_end:
         raise RequestError(output.field, "is not supported: the model has no token that ends an answer")
@@ -211,7 +211,7 @@ def _response_format(field: str, value: Any, whitespace: str | None) -> Structur
 
 
 def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutput | None:
-    """Read vLLM's object. Each of its keys means the same as the field `guided_...` of that name."""
+    """Read vLLM's object. Each of its keys means the same as the field `guided_...` with its name."""
     if not isinstance(value, dict):
         raise RequestError(field, "must be an object", value)
     readers: dict[str, _Read] = {

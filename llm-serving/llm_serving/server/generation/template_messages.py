@@ -1,4 +1,4 @@
-"""Adapts messages to what a chat template reads: its names of roles and fields, and its types of values."""
+"""Adapts messages to what a chat template reads: its roles, fields and types of values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NO_CONTENT: Final = re.compile(r"\[['\"]content['\"]\] is none\b")
 _ARGUMENTS_AS_TEXT: Final = re.compile(
     r"\+\s*\w+(?:\[['\"]function['\"]\]|\.function)?(?:\[['\"]arguments['\"]\]|\.arguments)\s*(?:\+|-?\}\})"
 )
-"""Matches templates that append a call's arguments to a string, so the arguments must be a string."""
+"""Matches templates that append a call's arguments to a string, so that the arguments must be a string."""
 _TOOLS: Final = re.compile(r"\btools\b")
 _ONE_TEXT: Final = "message.content and message.thinking"
-"""Text of templates (gpt-oss) that reject a message with calls, `content` and `thinking`."""
+"""Text in templates (gpt-oss) that reject a message with calls, `content` and `thinking`."""
 
 
 def template_role(template: str, role: str) -> str:
@@ -49,7 +49,7 @@ def shows_tools(template: str) -> bool:
 
 
 def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return the messages with a text appended to the system message, or in a new one if there is none."""
+    """Append a text to the system message, or to a new one if there is none."""
     first = messages[0]
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
@@ -57,7 +57,7 @@ def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str
 
 
 def with_shown_calls(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with calls appended to their content if the template does not render calls."""
+    """Append calls to the content of their messages, if the template does not render calls."""
     name = None if "tool_calls" in template else format_in(template)
     write = None if name is None else TOOL_FORMATS[name].written
     if write is None:

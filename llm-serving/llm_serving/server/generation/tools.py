@@ -111,12 +111,12 @@ class OfferedTools:
     callees: tuple[Callee, ...] = ()
     """The tools that `tool_choice` allows the model to call."""
     must_call: bool = False
-    """Whether the output must consist of calls only."""
+    """Whether the output must consist only of calls."""
     max_calls: int | None = None
 
     @property
     def constrained_by(self) -> str | None:
-        """The field that constrains the output to calls or their schemas; None if the output is not constrained."""
+        """The field that constrains the output to calls or their schemas; None: the output is not constrained."""
         if self.must_call:
             return "tool_choice"
         return "tools" if any(each.strict for each in self.callees) else None
@@ -126,7 +126,7 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that a request offers, if any. Raise RequestError if they are malformed or not supported."""
+    """Return the tools that a request offers; None: none. Raise RequestError if they are malformed or not supported."""
     choice, chosen = _tool_choice(request)
     if not request.tools:
         return None
@@ -190,7 +190,7 @@ def chat_output(
 def output_parser(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
 ) -> AnswerParser | None:
-    """Return the parser for one choice's text; None if all text is content."""
+    """Return the parser for one choice's text; None: all text is content."""
     reasoning = _reasoning_of(engine, request, prompt)
     if reasoning is None and offered is None:
         return None
@@ -206,7 +206,7 @@ def output_parser(
 def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
-    """Return the counter of one choice's reasoning tokens; None if they cannot be counted."""
+    """Return the counter of one choice's reasoning tokens; None: they cannot be counted."""
     reasoning, tokenizer = _reasoning_of(engine, request, prompt), engine.tokenizer
     if reasoning is None or reasoning.is_open is None:
         return None
@@ -224,7 +224,7 @@ def reasoning_counter(
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
-    """Convert a message's call into the form that chat templates read. Raise RequestError if it is malformed."""
+    """Convert a message's call to the form that chat templates read. Raise RequestError if it is malformed."""
     if call.type != "function":
         raise RequestError(f"{field}.type", "must be function", call.type)
     arguments = arguments_of(f"{field}.function.arguments", call.function.arguments)
@@ -233,7 +233,7 @@ def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
 
 
 def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call; {} for an empty text. Raise RequestError unless they are a JSON object."""
+    """Return the arguments of a call; {} for an empty text. Raise RequestError if they are no JSON object."""
     arguments: Any = given
     if isinstance(given, str):
         try:
@@ -269,7 +269,7 @@ def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
 
 
 def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
-    """Return how the reasoning of an answer starts; None if the answer has neither reasoning nor channels."""
+    """Return how the reasoning of an answer starts; None: the answer has neither reasoning nor channels."""
     form = _format_of_parts(engine)
     if form is None:
         return None

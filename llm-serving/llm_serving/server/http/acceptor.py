@@ -1,4 +1,4 @@
-"""Accepts connections within the limits, makes their TLS handshakes, and counts the bytes that they buffer."""
+"""Accepts connections within the limits, does their TLS handshakes, and counts the bytes that they buffer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ EXHAUSTED_PAUSE_S: Final = 0.25
 """Seconds until the next attempt if the system has no file descriptor for a connection."""
 TLS_SHUTDOWN_S: Final = 2.0
 HANDSHAKES_AT_ONCE: Final = 2
-"""Maximum number of TLS handshakes begun in one iteration of the event loop. Each takes about a millisecond."""
+"""Maximum number of TLS handshakes begun in one iteration of the event loop. Each takes about 1 ms."""
 ESTABLISHED: Final = 1
-"""State of a TCP connection in Linux's `tcp_states.h`."""
+"""State of an open TCP connection in Linux's `tcp_states.h`."""
 MAX_RETRY_AFTER_S: Final = 8
 
 
@@ -37,7 +37,7 @@ class ConnectionLimits:
     """The number of connections and of the bytes that they buffer, in total and by address.
 
     At a limit, an idle connection of the address with the most connections is closed. An IPv6 address counts as its /64
-    network. `on_refused` gets the address and status if input is refused before it is a request.
+    network. `on_refused`: called with the address and status if input is refused before it is a request.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ConnectionLimits:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """Stop counting a connection. Idempotent."""
+        """Stop counting a connection. A second call has no effect."""
         group = self._by_address.get(connection.address, {})
         if connection not in group:
             return
@@ -84,7 +84,7 @@ class ConnectionLimits:
             del self._by_address[connection.address]
 
     def weigh(self, connection: Connection, weight: int) -> None:
-        """Record how many bytes a connection buffers. Refuse the largest connections while the total is too large."""
+        """Record how many bytes a connection buffers. While the total is too large, refuse the largest connections."""
         if connection not in self._by_address.get(connection.address, ()):
             return
         self.num_bytes += weight - connection.weight
@@ -103,11 +103,13 @@ class ConnectionLimits:
         return (connection for group in self._by_address.values() for connection in group)
 
     def retry_after_s(self) -> int:
-        """Return after how many seconds a refused client may retry; random, so that retries are spread."""
+        """Return after how many seconds a refused client may retry: a random number, so that retries are spread."""
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the oldest connection of a group that is idle and has no unread bytes. Return whether there was one."""
+        """Close the oldest connection of a group that is idle and has no unread bytes. Return False
+        if there is none.
+        """
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)
@@ -119,13 +121,13 @@ class ConnectionLimits:
 class Acceptor:
     """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
-    Few TLS handshakes begin at a time, alternating between addresses, so hundreds of one client do not delay other
+    Few TLS handshakes begin at a time, from each address in turn, so that hundreds of one client do not delay other
     clients. If no file descriptor is free, connections wait in the kernel.
 
     Args:
         listener: The caller closes it.
         new_connection: Creates the protocol of a connection.
-        limits: Section `serving_config`; may be replaced later, for new connections.
+        limits: Section `serving_config`. It may be replaced later, for new connections.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
-        """Address -> connections whose TLS handshake has not begun. Addresses are in the order of service."""
+        """Address -> connections whose TLS handshake has not begun. The first address is next."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_exhausted = False
         listener.setblocking(False)

@@ -1,4 +1,4 @@
-"""One client connection: limits in front of uvicorn's HTTP protocol, using only public interfaces of asyncio."""
+"""One client connection: limits in front of uvicorn's HTTP protocol, with only public interfaces of asyncio."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ _CONNECTION_KEY: Final = "connection"
 class Connection(asyncio.Protocol):
     """The transport of uvicorn's protocol. It passes on one checked request at a time.
 
-    uvicorn receives a head when it is complete and rewritten, and the next request when the previous response is
-    complete. So a connection runs at most one request, whose application is notified when the client disconnects.
-    `config` is uvicorn's; its application is wrapped by `within_connection`.
+    uvicorn receives a request head when it is complete and rewritten, and the next request when the previous response
+    is complete. So a connection runs at most one request, whose application is notified when the client disconnects.
+    `config`:
+    uvicorn's; its application is wrapped by `within_connection`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """Whether bytes have arrived that the event loop has not read yet."""
+        """Whether bytes have arrived that the event loop has not read."""
         try:
             return self._socket is not None and bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
@@ -100,7 +101,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def can_write(self) -> bool:
-        """Whether the client reads its response and has not disconnected."""
+        """Whether the client reads its response and is connected."""
         return not (self._write_paused or self._is_closing)
 
     # Calls of the event loop
@@ -171,7 +172,7 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _advance(self) -> None:
-        """Pass to uvicorn the buffered bytes that the state of the current request lets it receive."""
+        """Pass to uvicorn as many buffered bytes as it may receive in the state of the current request."""
         try:
             while self._held and not self._is_closing:
                 before = len(self._held)
@@ -233,7 +234,9 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Pause reading while the application does not read the body, or too many pipelined bytes are buffered."""
+        """Pause reading while the application does not read the body, or while too many pipelined
+        bytes are buffered.
+        """
         request = self.request
         is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
         waits = not request.is_complete or self._write_paused
@@ -243,7 +246,6 @@ class Connection(asyncio.Protocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def update_weight(self) -> None:
-        """Report the bytes that the connection buffers to `ConnectionLimits`."""
         request = NO_REQUEST if self._is_closing else self.request
         weight = len(self._held) + request.num_held
         if self._write_paused and self._transport is not None:
@@ -333,12 +335,12 @@ class Connection(asyncio.Protocol):
         self._update_reading()
 
     def resume_reading(self) -> None:
-        """Resume the body in the next iteration of the event loop, because uvicorn is still in a call."""
+        """Continue to pass on the body in the next iteration of the event loop, because uvicorn is still in a call."""
         self._app_paused = False
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection when everything written is sent. A client that still sends gets time to read it."""
+        """Close the connection once everything written is sent. A client that still sends gets time to read it."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
@@ -387,7 +389,9 @@ def _discard(data: bytes) -> None:
 
 
 class StartPacer:
-    """Starts few requests in each iteration of the event loop, so hundreds of requests do not delay a health probe."""
+    """Starts few requests in each iteration of the event loop, so that hundreds of requests do not delay a health
+    probe.
+    """
 
     def __init__(self) -> None:
         self._num_started = 0

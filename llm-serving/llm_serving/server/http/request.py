@@ -26,22 +26,25 @@ LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
 """A valid request line. The parser also accepts lines that a proxy may read differently."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-"""A header to ignore (RFC 9110, 7.8): the parser would stop at the body, and Java's client always sends it."""
+"""A header that is ignored (RFC 9110, 7.8), because with it the parser stops before the body. Java's client always
+sends it.
+"""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
-"""Scope key: the time at which the head of the request had arrived, by `core.timings.monotonic`."""
+"""Scope key: when the head of the request had arrived, by `core.timings.monotonic`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope key: a function that sets the maximum number of body bytes that count as buffered. Routes that spool long
-bodies to disk call it."""
+"""Scope key: a function that sets the maximum number of body bytes that count as buffered. Routes that write long
+bodies to disk call it.
+"""
 UNSENT_KEY: Final = "llm_serving.unsent"
-"""Scope key: a function that adds to the number of produced but unsent response bytes."""
+"""Scope key: a function that adds to the number of produced, unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"
 """Scope key: the method `write_chunk` of the connection's `HttpRequest`."""
 SLICE_BYTES: Final = 16 * 1024
 """Number of bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4
-"""Minimum bytes of content per byte of framing in a chunked body, because tiny chunks take much time."""
+"""Minimum bytes of content per byte of framing in a chunked body. Tiny chunks would take much time."""
 UNSENT_STEP_BYTES: Final = 16 * 1024
 
 T = TypeVar("T")
@@ -94,7 +97,7 @@ class RequestHead(NamedTuple):
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if a head, or its first `size` bytes, exceed a limit or are not HTTP."""
+    """Raise RefusedError if a head, or its first `size` bytes, exceeds a limit or is not HTTP."""
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL
@@ -191,7 +194,7 @@ class _Chunks:
 
 
 class NoRequest:
-    """Stands for the request of a connection before its first request and after its end."""
+    """Stands for the request of a connection before its first request and between requests."""
 
     in_body = is_started = False
     is_complete = True
@@ -217,7 +220,7 @@ class HttpRequest:
         self._must_close = head.expects_continue or head.body_length is None or head.body_length > most
         self._arrived = monotonic()
         self.num_unsent = 0
-        """Number of produced but unsent bytes of the response."""
+        """Number of produced, unsent bytes of the response."""
         self._num_body = self._num_framing = 0
         self._is_received = self._is_digested = self._is_chunked = False
         if head.body_length is None:
@@ -227,7 +230,7 @@ class HttpRequest:
 
     @property
     def num_held(self) -> int:
-        """Number of bytes of the body that the application has not parsed yet."""
+        """Number of bytes of the body that the application has not parsed."""
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:

@@ -37,7 +37,7 @@ RELOAD_SIGNAL: Final = signal.SIGHUP
 CERTIFICATE_PERIOD_S: Final = 5.0
 """Seconds between two checks of the certificate files for changes."""
 NO_TIMEOUT: Final = 10**6
-"""Seconds that disable uvicorn's keep-alive timeout, because `Connection` has its own."""
+"""Seconds that switch uvicorn's keep-alive timeout off, because `Connection` has its own."""
 
 
 def check_variables(limits: ServerConfig) -> None:
@@ -140,7 +140,7 @@ class HttpServer(uvicorn.Server):
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, in place of uvicorn's own listening."""
+        """Accept connections. This replaces uvicorn's own method."""
         await self.lifespan.startup()
 
         context = None
@@ -162,10 +162,10 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(0)  # the transports end in the next iteration of the event loop
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
-        """Serve within `surroundings` until SIGINT or SIGTERM. Call it in the main thread.
+        """Serve within `surroundings` until SIGINT or SIGTERM. Call this in the main thread.
 
         The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
-        files, except in a terminal, where the signal means that the terminal closes.
+        files, except in a terminal, where it means that the terminal closes.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
@@ -191,11 +191,11 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end(self) -> None:
-        """Stop as after the first signal. Call it on the event loop."""
+        """Stop as after the first signal. Call this on the event loop."""
         self.should_exit = True
 
     def reload(self) -> None:
-        """Reload the certificate and other files. Call it on the event loop."""
+        """Reload the certificate and other files. Call this on the event loop."""
         logger.info("%s: reopening the logs, reloading certificates and the YAML", RELOAD_SIGNAL.name)
         if self._certificate is not None:
             self._certificate.reload_if_changed()

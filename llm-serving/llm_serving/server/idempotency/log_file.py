@@ -1,4 +1,4 @@
-"""Records of accepted requests in files that stay readable, even if the process is killed.
+"""Records of accepted requests in files that stay readable even if the process is killed.
 
 A file `requests-N.log` holds records: length and CRC-32 of the content as little-endian 32-bit integers, then the
 content as MessagePack. Reading stops at a damaged record, which is removed before the next record is appended.
@@ -156,7 +156,7 @@ class LogFile:
 
 
 def _records(path: Path, data: bytes) -> Iterator[tuple[AcceptedRequest, int]]:
-    """Yield each valid record of a file with the offset of its end."""
+    """Yield (record, offset of its end) for each valid record of a file."""
     offset = 0
     while offset + _HEAD.size <= len(data):
         length, checksum = _HEAD.unpack_from(data, offset)

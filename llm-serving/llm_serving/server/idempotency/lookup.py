@@ -1,4 +1,4 @@
-"""Claiming a request: it is new, a retry with the same key, or it resumes a stream."""
+"""Claims a request: it is new, a retry with the same key, or it resumes a stream."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def claim_request(
 ) -> AsyncIterator[ClaimedRequest]:
     """Yield a request with the identity of its response. No other request gets its key until the context exits.
 
-    A request that can be retried or resumed gets a seed, derived from key, tenant and body, so the tokens are the same
-    even if its record has been evicted. `num_streams` is the number of choices of all prompts.
+    A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
+    same even if its record has been evicted. `num_streams`: number of choices of all prompts.
 
     Raises:
         RequestError: The key or the event id is malformed, or belongs to another request.

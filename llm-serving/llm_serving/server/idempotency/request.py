@@ -25,7 +25,7 @@ from llm_serving.server.parsing.caller import HttpCaller
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 MAX_NUMBERED_CHOICES: Final = 16
-"""Maximum number of choices of a stream with event ids, because each id has a number for each choice."""
+"""Maximum number of choices of a stream with event ids. Each id has a number for each choice."""
 END: Final = "end"
 _COUNT: Final = r"(?:0|[1-9][0-9]{0,8})"
 _POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_NUMBERED_CHOICES - 1}}})(?:\+({_COUNT}|{END}))?")
@@ -68,7 +68,7 @@ def digest_of(content: bytes) -> bytes:
 
 
 class SharingRules(NamedTuple):
-    """Configuration of responses that several requests share."""
+    """How several requests may share a response, as configured."""
 
     coalesces_identical: bool
     grace_s: float
@@ -107,11 +107,11 @@ class IdempotentRequest:
 
     @property
     def stream_id(self) -> str:
-        """Id of a stream that can be resumed; otherwise empty."""
+        """Id of the stream; empty: it cannot be resumed."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def id_generator(self, choice: int) -> Random:
-        """Return the generator of a choice's random ids, such as those of tool calls.
+        """Return the random generator for a choice's ids, such as those of tool calls.
 
         It has the same seed for each repetition of a recorded request. Ids of other requests are unpredictable.
         """
@@ -127,7 +127,7 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how identical or repeated requests share the response; None if they do not."""
+        """Return how identical or repeated requests share the response; None: they do not."""
         if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
@@ -163,7 +163,7 @@ def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
 
 
 def _distinctive(sampling: SamplingParams) -> object:
-    """Return the sampling parameters that affect the response. With greedy sampling the seed does not."""
+    """Return the sampling parameters that affect the response. With greedy sampling, the seed does not."""
     content = msgspec.to_builtins(sampling)
     if sampling.greedy:
         del content["seed"]

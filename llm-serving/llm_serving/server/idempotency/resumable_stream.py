@@ -12,7 +12,7 @@ _BLANK: Final = b"\n\n"
 
 
 class NumberedPieces:
-    """Adds an id to each event of `pieces`. Events that the client has read are omitted."""
+    """Adds an id to each event of `pieces`, and omits the events that the client has read."""
 
     def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:
         assert len(position.num_read) in (0, num_choices)

@@ -1,4 +1,4 @@
-"""Accepted requests by stream and key: the latest, up to a number of bytes and an age."""
+"""Accepted requests by stream and key: the latest ones, up to a number of bytes and an age."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
 OVERHEAD_BYTES: Final = 1024
-"""Estimated memory of a record without the request and its names."""
+"""Estimated bytes of a record without the request and its names."""
 
 
 class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -44,7 +44,7 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     created: int
     """Seconds since the epoch, as in the response."""
     model: bytes
-    """Digest of the model, its configuration and kernels, on which the response depends."""
+    """Digest of what the response depends on: the model, its configuration and kernels."""
     prompts: bytes
     accepted_at: float
     """Seconds since the epoch."""
@@ -70,7 +70,7 @@ class Claim:
 
 
 class AcceptedRequests:
-    """The accepted requests that clients may repeat. For the event loop only.
+    """The accepted requests that clients may repeat. Only the event loop may use it.
 
     Args:
         quota: Memory for the records; with 0 bytes no record is kept.
@@ -90,7 +90,7 @@ class AcceptedRequests:
         self._records: dict[str, AcceptedRequest] = {}
         """Stream -> its record, oldest first."""
         self._known_until: dict[str, float] = {}
-        """Stream -> time on `clock` when its record expires."""
+        """Stream -> time on `clock` at which its record expires."""
         self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         self.log: Log | None = None
@@ -99,7 +99,7 @@ class AcceptedRequests:
         return len(self._records)
 
     def peek(self, stream_id: str) -> AcceptedRequest | None:
-        """Return the record of a stream, of any tenant; None if there is none."""
+        """Return the record of a stream, of any tenant; None: there is none."""
         return self._records.get(stream_id)
 
     @property
@@ -137,13 +137,15 @@ class AcceptedRequests:
             return claim
 
     def settle(self, claim: Claim) -> None:
-        """Release a claimed key, whose request was added or refused. Idempotent."""
+        """Release a claimed key, whose request was added or refused. A second call has no effect."""
         if self._claims.get(claim.name) is claim:
             del self._claims[claim.name]
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keep a record, and log it if there is a log. If memory is full, evict older ones of the largest tenant."""
+        """Keep a record, and log it if there is a log. If memory is full, evict older ones of the tenant that uses
+        most.
+        """
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
@@ -183,7 +185,7 @@ def _check(key: str, known: bytes, digest: bytes) -> None:
 
 
 class ModelState:
-    """The sizes and times of the model's files, and its configuration, when the server started."""
+    """The model's configuration, and the sizes and times of its files, when the server started."""
 
     def __init__(self, config: ServingConfig) -> None:
         model = config.model
@@ -204,6 +206,7 @@ class ModelState:
         self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
     ) -> bytes:
         """Return a digest that is equal only for models, adapters and configurations that give the same responses.
+
         `adapter`: number of the request's adapter; 0: none.
         """
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))

@@ -27,10 +27,10 @@ from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 logger = get_logger(__name__)
 STANDARD_OUTPUT: Final = Path("-")
 REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
-"""Limits of access log lines for refused requests (4xx, 503), so that other lines are not rotated away."""
+"""Limits of access log lines for refused requests (4xx, 503), so that they do not displace other lines."""
 _encode: Final = msgspec.json.Encoder().encode
 OTHER: Final = "other"
-"""Reported for a route or method that the server does not have."""
+"""Stands for a route or method that the server does not have."""
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
 """Routes that monitoring polls. They are counted in the metrics, and logged only when they fail."""
@@ -80,9 +80,9 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     cached_tokens: int | None = None
     output_tokens: int | None = None
     finish: str | None = None
-    """Finish reasons of all choices, sorted and separated by commas; `abort` if the client disconnected."""
+    """Finish reasons of all choices, sorted and separated by commas; `abort`: the client disconnected."""
     queue_ms: float | None = None
-    """Time from the arrival at the engine until the first scheduling."""
+    """Time from the arrival at the engine to the first scheduling."""
     ttft_ms: float | None = None
     error: str | None = None
     suppressed: int | None = None
@@ -90,7 +90,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class AccessLog:
-    """Writes one line for each request with `put`, which does not block. Lines of refused requests are rate-limited."""
+    """Writes one line for each request with `put`, which does not block. Lines of refused requests are limited."""
 
     def __init__(
         self,
@@ -132,7 +132,10 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Open the configured access log, if any; return it and a function that closes it. Raise ConfigError on failure."""
+    """Open the configured access log. Return it (None: none is configured) and a function that closes it.
+
+    Raise ConfigError if it cannot be opened.
+    """
     path = serving.access_log
     if path is None:
         return None, lambda: None

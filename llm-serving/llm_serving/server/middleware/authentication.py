@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 PAGE_METHODS: Final = ("GET", "HEAD")
 WRONG_KEYS_PER_MINUTE: Final = 20
 MAX_ADDRESSES: Final = 4096
-"""Maximum number of addresses with recorded failures, the latest. An IPv6 address counts as its /64 network."""
+"""Maximum number of addresses with recorded failures: the latest. An IPv6 address counts as its /64 network."""
 LOG_INTERVAL_S: Final = 10.0
 
 K = TypeVar("K")
@@ -33,19 +33,19 @@ V = TypeVar("V")
 
 
 class FailedKeys:
-    """Failed authentication attempts by client address. For the event loop only."""
+    """Failed authentication attempts by client address. Only the event loop may use it."""
 
     def __init__(self, clock: Clock, refused: Callable[[str], None]) -> None:
         self._clock = clock
         self._refused = refused
         self._addresses: OrderedDict[str, TokenBucket] = OrderedDict()
         self._succeeded: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        """(address, key hash) pairs that succeeded. They remain valid when other clients at the address fail."""
+        """(address, key hash) pairs that succeeded. They stay valid when other clients at the address fail."""
         self._num_unlogged = 0
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if an address presented too many unknown keys. Keys that worked there before pass."""
+        """Raise RateLimitError if an address presented too many unknown keys. Keys that were valid there pass."""
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:
@@ -91,7 +91,8 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 class ApiKeyAuthentication:
     """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    It stores the key's row in the request's scope. `open_paths` need no key; `open_pages` need none for GET and HEAD.
+    It stores the key's configuration in the request's scope. `open_paths` need no key; `open_pages` need none for GET
+    and HEAD.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ApiKeyAuthentication:
         await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
-        """Return the row of the presented key. Raise AuthenticationError unless the request has one known key."""
+        """Return the configuration of the presented key. Raise AuthenticationError unless there is one known key."""
         if len(shown) != 1:
             self._failures.failed(client, shown=False)
             rule = "an API key is needed" if not shown else "one API key is needed, not several"
@@ -153,7 +154,7 @@ class ApiKeyAuthentication:
 
 
 def tenant_seen(connection: HTTPConnection) -> str | None:
-    """Return the tenant whose requests the caller may see and control; None: all (administrators, no API keys)."""
+    """Return the tenant whose requests the caller may see and control; None: all (an administrator, or no API keys)."""
     key = api_key_of(connection)
     return None if key is None or key.admin else key.name
 

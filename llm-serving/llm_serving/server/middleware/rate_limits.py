@@ -37,7 +37,7 @@ class TokenBucket:
 
 
 class Quota:
-    """The rate limits of one API key, counted on the event loop. Each limit may be absent.
+    """The rate limits of one API key, any of which may be absent. Only the event loop may use it.
 
     A request withdraws its prompt tokens and all tokens that it may generate. When it ends, tokens that it did not
     generate are refunded. A request larger than the limit per minute waits until the bucket is full.
@@ -65,7 +65,7 @@ class Quota:
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
         """Withdraw the tokens of a request. Raise RateLimitError if the limit of tokens per minute is exceeded.
 
-        Return a function to call at the end with the number of generated tokens; None without a limit.
+        Return a function to call at the end with the number of generated tokens; None: there is no limit.
         """
         if "tokens" not in self._buckets:
             return None

@@ -34,7 +34,7 @@ MAX_ANSWER_BYTES: Final = 2**16
 SEND_EVERY_S: Final = 1.0
 """Seconds between two messages, unless `MAX_SENT` spans are waiting."""
 TIMEOUT_S: Final = 5.0
-"""Seconds allowed for one message, and for the export when the process exits."""
+"""Maximum seconds of a message, and of the export when the process exits."""
 _SERVER, _INTERNAL = 2, 1
 _ERROR: Final = 2
 
@@ -46,7 +46,7 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str = ""
-    """Id of the client's span from `traceparent`; empty if the header is missing or invalid."""
+    """Id of the client's span from `traceparent`; empty: the header is missing or invalid."""
 
     @property
     def header(self) -> bytes:
@@ -54,7 +54,7 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return a request's trace context, which is new without a valid `traceparent`; None if it is not to be sampled."""
+    """Return a request's trace context, a new one without a valid `traceparent`; None: the request is not sampled."""
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):
@@ -65,7 +65,9 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
 
 
 def spans_of(context: TraceContext, request: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
-    """Yield a request's spans. `now` is on the engine's clock, which showed 0 at `epoch` (both in seconds)."""
+    """Yield a request's spans. `now`: on the engine's clock. `epoch`: when that clock showed 0, in seconds since the
+    epoch.
+    """
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
         ids = {"traceId": context.trace_id, "spanId": span_id} | ({"parentSpanId": parent_id} if parent_id else {})
@@ -100,7 +102,7 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
 
 
 class Tracer:
-    """Exports spans in its own thread. `send` sends a message, or raises OSError or HTTPException."""
+    """Exports spans in its own thread. `send`: sends a message, or raises OSError or HTTPException."""
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:
         self._send = send

@@ -1,1 +1,1 @@
-"""Reading a request (body, headers, caller), and error responses in the form of each protocol."""
+"""Reads requests (body, headers, caller), and builds error responses in the form of each protocol."""

@@ -1,4 +1,4 @@
-"""Reading a request body: limiting its size and decoding cost, decoding it strictly, checking unsupported fields.
+"""Reads a request body: limits its size and decoding cost, decodes it strictly, and checks unsupported fields.
 
 Decoding cannot be interrupted, and its cost depends on the number of values, so they are counted first. A field that no
 struct has is refused if it might change a response; otherwise `x-ignored-parameters` names it. null means absent.
@@ -33,18 +33,18 @@ MAX_VALUES: Final = 2**19
 MAX_TEXTS: Final = 2**16
 """Maximum number of strings, names included. Decoding them takes about 5 ms."""
 MAX_CONTAINERS: Final = 2**15
-"""Maximum number of lists, objects and names together, each about 0.5 us. 4,096 messages have fewer."""
+"""Maximum number of lists, objects and names together. Each takes about 0.5 us. 4,096 messages have fewer."""
 MAX_DIGITS: Final = 64
 """Maximum number of digits in a number. The time to decode an integer grows with the square of its digits."""
 MAX_ECHOED_BYTES: Final = 2**16
-"""Maximum size of a body whose errors report the wrong value, because that requires decoding it a second time."""
+"""Maximum size of a body whose errors report the wrong value, for which it is decoded a second time."""
 IGNORED_HEADER: Final = "x-ignored-parameters"
 MAX_NAMED: Final = 20
 MAX_NEUTRAL_BYTES: Final = 64
 MAX_NAME_CHARS: Final = 60
 EMPTY_BODIES: Final = (b"", b"{}", b"null")
 ANY_MODEL: Final = "*"
-"""The alias that matches every name."""
+"""The alias that matches every model name."""
 
 BODIES: Final[Mapping[type, BodyFields]] = {
     **openai_fields.UNSUPPORTED,
@@ -60,7 +60,7 @@ _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"000000000")
 _CUT_OFF: Final = "Input data was truncated"
 _HALF_PAIR: Final = re.compile(r"(?:surrogate pair|end of hex escape) \((byte \d+)\)")
 _STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
-"""A step of a path: the name of a field, or the index of an item."""
+"""A part of a path: the name of a field, or the index of an item."""
 _HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
 
 T = TypeVar("T")
@@ -71,10 +71,10 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """Read the body of a request and check its unsupported fields. A long body is decoded off the event loop.
+    """Read the body of a request and check its unsupported fields. A long body is decoded outside the event loop.
 
-    Raise RequestError, which names the field or limit, or ClientDisconnect. The request's state gets the ignored
-    fields.
+    Store the ignored fields in the request's state. Raise RequestError, which names the field or limit, or
+    ClientDisconnect.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:
@@ -129,7 +129,7 @@ async def check_no_body(request: Request, limits: ServerConfig) -> None:
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:
-    """Raise ModelNotFoundError unless the field `model` is absent or means the served model."""
+    """Raise ModelNotFoundError unless the field `model` is absent or names the served model."""
     served, aliases = engine.config.model.model_name, engine.config.model.model_aliases
     if name and name != served and name not in aliases and ANY_MODEL not in aliases:
         if name in (adapters := engine.adapters.by_name):
@@ -165,7 +165,7 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None:
-    """Return a name that occurs twice in an object, not counting nested objects; None if there is none."""
+    """Return a name that occurs twice in an object, without its nested objects; None: there is none."""
     # Each name is followed by a colon; all other colons are inside names and values.
     inside = sum(name.count(":") + bytes(value).count(b":") for name, value in content.items())
     if text.count(b":") <= len(content) + inside:
@@ -177,7 +177,7 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     repeated: str | None = None
 
     def check_names(pairs: list[tuple[str, Any]]) -> None:
-        """Check one object. The decoder calls this function for each object, the outermost last."""
+        """Check one object. The decoder calls this for each object, the outermost last."""
         nonlocal repeated
         names = {name for name, _ in pairs}
         found = None if len(names) == len(pairs) else Counter(name for name, _ in pairs).most_common(1)[0][0]

@@ -39,14 +39,14 @@ class HttpCaller(Caller):
     """The caller, with fields that only the HTTP server needs."""
 
     context: RequestContext | None = field(default=None, compare=False)
-    """The log record of the HTTP request; None outside HTTP requests."""
+    """The log record of the HTTP request; None: there is no HTTP request."""
     quota: Quota | None = field(default=None, compare=False)
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
     """Return the caller of a request, given its body and nested objects that may have the same fields.
 
-    Raise RequestError if a field breaks its rule, and PermissionDeniedError if the API key does not allow the priority.
+    Raise RequestError if a field breaks its rule, PermissionDeniedError if the API key does not allow the priority.
     """
     key, context = api_key_of(http_request), request_context_of(http_request)
     names = {}
@@ -94,7 +94,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
 
 
 async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[T]) -> T:
-    """Return the result of `work`. At the deadline on the clock, if any, cancel it and raise TimedOutError."""
+    """Return the result of `work`. At the deadline, if any, cancel it and raise TimedOutError."""
     if deadline is None:
         return await work
     try:
@@ -116,7 +116,7 @@ class PriorityCeiling(NamedTuple):
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """Return the ceiling of requests with this key, or without a key; None if there is no ceiling."""
+    """Return the ceiling of requests with this key, or without a key; None: there is no ceiling."""
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None
@@ -128,7 +128,9 @@ def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | N
 def requested_priority(
     config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
 ) -> int | None:
-    """Return the requested priority, by number or by class; None if not given. Raise RequestError if not allowed."""
+    """Return the requested priority, given by number or by class; None: not given. Raise
+    RequestError if not allowed.
+    """
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
         raise RequestError("priority_class", "must not be given together with `priority`")
@@ -157,7 +159,7 @@ def _with_headers(http_request: Request, priority: int | None, class_name: str |
 
 
 def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> str | None:
-    """Return the name of the class that a `service_tier` selects, or None."""
+    """Return the name of the class that a `service_tier` selects; None: it selects none."""
     tiers = {each.service_tier: each.name for each in config.request_classes if each.service_tier is not None}
     if not tiers:
         note_ignored(http_request, "service_tier")

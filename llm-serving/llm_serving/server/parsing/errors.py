@@ -47,15 +47,16 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (CapacityError, "rate_limit_error", "queue_full"),
     (UnavailableError, "service_unavailable_error", "unavailable"),
 )
-"""(exception class, type and code of OpenAI's error body); the first match is used."""
+"""(exception class, type and code of OpenAI's error body). The first match is used."""
 
 FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
-"""Like `Retry-After`, but in milliseconds. The client libraries of OpenAI and Anthropic read it."""
+"""`Retry-After` in milliseconds, which the client libraries of OpenAI and Anthropic read."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
 """Predicted milliseconds from the request's arrival to its first token. For a refused request: from now, if the client
-retries after `Retry-After`."""
+retries after `Retry-After`.
+"""
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:

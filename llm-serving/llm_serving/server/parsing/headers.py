@@ -1,4 +1,4 @@
-"""Query parameters, headers and the request id of a request. Unsupported ones are refused or named as ignored."""
+"""Query parameters, headers and the id of a request. Unsupported ones are refused or named as ignored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_headers(request: Request) -> list[str]:
 
 
 def read_header(request: Request, name: str) -> str | None:
-    """Return a checked header for a route that supports it; None if it is absent."""
+    """Return a checked header for a route that supports it; None: it is absent."""
     value = request.headers.get(name)
     if value is not None:
         request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)
@@ -95,7 +95,7 @@ class ResponseIdentity:
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
     """Return a response's identity, with the body's `request_id`, else the header `x-request-id`, else a random id.
 
-    Raise RequestError if the body's `request_id` is malformed. `prefix` begins the id of the response.
+    Raise RequestError if the body's `request_id` is malformed. `prefix`: begins the id of the response.
     """
     if request_id is None:
         request_id = request_id_of(http_request)
@@ -106,6 +106,6 @@ def identify(engine: AsyncEngine, http_request: Request, request_id: str | None,
 
 
 def request_id_of(http_request: Request) -> str:
-    """Return the header `x-request-id` if it is a valid id, otherwise a random id."""
+    """Return the header `x-request-id` if it is a valid id, else a random id."""
     header = http_request.headers.get(REQUEST_ID_HEADER, "")
     return header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Running work off the event loop: in a thread if it takes long, or in threads that clients share fairly.
+"""Runs work outside the event loop: in a thread if it takes long, or in threads that clients share fairly.
 
 A call of a C library keeps the GIL. So work in threads consists of short calls, or is limited before it starts.
 """
@@ -23,7 +23,7 @@ INLINE_ITEMS: Final = 2**11
 INLINE_TOKENS: Final = 64
 """Maximum number of tokens with logprobs processed on the event loop. Each may have twenty top logprobs."""
 ITEMS_AT_ONCE: Final = 2**8
-"""Number of list items that are encoded as JSON in one call."""
+"""Number of list items that one call encodes as JSON."""
 
 T = TypeVar("T")
 _encode: Final = msgspec.json.Encoder().encode
@@ -39,7 +39,7 @@ class Long(msgspec.Struct):
 
 
 def encode_in_parts(content: Any) -> bytes:
-    """Return the result of `msgspec.json.encode`, computed in many short calls, for a thread next to the event loop."""
+    """Do the same as `msgspec.json.encode` in many short calls, for a thread next to the event loop."""
     return b"".join(_parts(content))
 
 
@@ -106,12 +106,12 @@ class FairThreads:
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Work]] = {}
         self._used_s: dict[str, float] = {}
-        """Client -> seconds used, for clients that have used more than `_served_s`."""
+        """Client -> seconds used, if more than `_served_s`."""
         self._served_s = 0.0
-        """Seconds used by the client served last, at the time when it was served."""
+        """Seconds that the client served last had used when it was served."""
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work of a client. Cancelling its future before it starts removes it."""
+        """Queue work of a client. If its future is cancelled before it starts, it is removed."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))

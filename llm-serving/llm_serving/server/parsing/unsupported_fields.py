@@ -35,7 +35,7 @@ class BodyFields:
     rows: Rows = field(default_factory=dict)
     unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
     nested: Mapping[str, type] = field(default_factory=dict)
-    """Field -> struct of the object (or of the objects in the list) that it contains."""
+    """Field -> struct of the object, or of the objects in the list, that it contains."""
 
 
 NEVER_NEUTRAL: Final = ()

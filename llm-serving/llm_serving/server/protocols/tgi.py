@@ -42,7 +42,7 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Continue a prompt. `stream` None: the field of the body applies, and a non-streaming response is a list."""
+    """Continue a prompt. `stream` None: the field of the body decides, and a response that is no stream is a list."""
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream
@@ -145,7 +145,7 @@ class _Sequence:
 
 
 class TGIBuilder(ResponseBuilder):
-    """Builds TGI's response. `as_list` wraps a non-streaming response in a list."""
+    """Builds TGI's response. `as_list`: whether a response that is no stream is a list."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class TGIBuilder(ResponseBuilder):
         self._prompt_logprobs: PromptLogprobs | None = None
 
     def _add(self, index: int, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
-        """Add an output; return its tokens, and for each token the most likely ones."""
+        """Add an output. Return its tokens, and for each token the most likely ones."""
         if (sequence := self._sequences.get(index)) is None:
             sequence = self._sequences[index] = _Sequence([self._beginning])
         sequence.texts.append(output.text)
@@ -216,7 +216,7 @@ class TGIBuilder(ResponseBuilder):
         return details | {"top_tokens": sequence.top_tokens} if self._parameters.top_n_tokens else details
 
     def _prefill(self) -> list[JsonObject]:
-        """Return the tokens of the prompt; the first has no log-probability."""
+        """Return the tokens of the prompt. The first has no log-probability."""
         values = [] if self._prompt_logprobs is None else self._prompt_logprobs.logprobs.tolist()
         logprobs = [None, *(max(value, MIN_LOGPROB) for value in values)]
         return [
@@ -225,7 +225,9 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return a token with the text that it completes. A special token that completes text is not marked special."""
+        """Return a token with the text that it completes. A special token that completes text is
+        not marked as special.
+        """
         special = token_id in self._tokenizer.special_token_ids and not text
         return {
             "id": token_id,

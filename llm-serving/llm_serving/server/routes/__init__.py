@@ -1,4 +1,4 @@
-"""The table of all endpoints; each module of a protocol or of a group of routes has its own part."""
+"""The table of all endpoints, joined from the tables of all modules with routes."""
 
 from typing import Final
 

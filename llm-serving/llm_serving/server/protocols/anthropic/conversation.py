@@ -1,4 +1,4 @@
-"""Translation of the conversations and tools of Anthropic's messages to those of chat completions."""
+"""Translates the conversations and tools of Anthropic's messages to those of chat completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llm_serving.server.protocols.openai.schemas import (
 )
 
 _WITHOUT_BUDGET: Final = ("disabled", "adaptive")
-"""Types of `thinking` that set no budget: `disabled` means no reasoning, `adaptive` unlimited reasoning."""
+"""Types of `thinking` that set no budget. `disabled`: no reasoning. `adaptive`: unlimited reasoning."""
 _FIELDS: Final[dict[str, frozenset[str]]] = {
     "text": frozenset({"text"}),
     "thinking": frozenset({"thinking"}),
@@ -130,7 +130,7 @@ def _assistant_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMess
 
 
 def _user_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
-    """Return a message for each tool result and for the texts between tool results, in the order of the blocks."""
+    """Return a message for each tool result and for the texts between them, in the order of the blocks."""
     messages: list[ChatMessage] = []
     texts: list[ContentPart] = []
     for i, block in enumerate(blocks):

@@ -77,7 +77,7 @@ _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (UnavailableError, "overloaded_error"),
     (TimedOutError, "timeout_error"),
 )
-"""(exception class, error type); the first match is used."""
+"""(exception class, error type). The first match is used."""
 _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
 """Response headers with the request id. Clients of this protocol read the second one."""
 
@@ -150,7 +150,7 @@ class _MessagesRequest(ConversationRequest):
 
 
 def _continues_last(turns: list[ConversationTurn]) -> bool:
-    """Return whether the last message is the assistant's, so that the response continues it."""
+    """Return whether the last message is the assistant's. The response then continues it."""
     return bool(turns) and turns[-1].role == "assistant"
 
 

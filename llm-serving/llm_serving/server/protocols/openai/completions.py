@@ -156,7 +156,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
-        """Return the part of a choice that an output adds; None if the stream sends nothing for it."""
+        """Return what an output adds to a choice; None: the stream sends nothing for it."""
         body = self._body
         self.add_usage(index, output)
         is_first = index not in self._started
@@ -255,7 +255,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Append tokens, of which the first begins at `offset`, and move `offset` to the end of the last."""
+        """Append tokens, the first of which begins at `offset`, and move `offset` to the end of the last."""
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)
@@ -271,7 +271,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
 
 
 def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Append the second to the first, and return the first."""
+    """Append `second` to `first`. Return `first`."""
     first.tokens += second.tokens
     first.token_logprobs += second.token_logprobs
     first.top_logprobs += second.top_logprobs

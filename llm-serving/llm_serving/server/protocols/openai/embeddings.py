@@ -38,24 +38,24 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 MAX_INPUTS: Final = 2048
 """Maximum number of texts in one request (OpenAI's limit)."""
 COUNTED_CHARS: Final = 2**18
-"""Maximum characters of a text that is always tokenized, even if it seems too long for the model: the request may
+"""Maximum characters of a text that is always tokenized, even if it seems too long for the model. The request may
 truncate it, or an encoder may replace a long unknown word by one token. Tokenizing so many takes about a second.
 """
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
 MAX_VALUES: Final = 2**22
-"""Maximum number of values in one response; each takes about 20 bytes of JSON."""
+"""Maximum number of values in a response; each takes about 20 bytes of JSON."""
 
 FieldName = Callable[[int], str]
 """Returns the request field of the text with an index, for errors."""
 
 
 class TextVectors(NamedTuple):
-    """The vectors of a request's texts, with the other values that its response needs."""
+    """The vectors of a request's texts, and what else its response needs."""
 
     identity: ResponseIdentity
     vectors: list[Float32Array]
-    """[hidden size] each: the last hidden state, the input of the LM head."""
+    """[hidden size] each: the hidden state that is the input of the LM head."""
     usage: TokensUsage
     headers: dict[str, str]
 
@@ -71,11 +71,14 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the embedding of each text, or the score of each pair. Raise LLMServingError if the model has no pooling,
-    or if a text is refused.
+    """Compute the embedding of each text, or the score of each pair.
 
-    `field_name` names a text in errors; `prefix` begins the response's id. `truncations` are the maximum numbers of
-    tokens of each text; None: `truncate_prompt_tokens` of the body for all.
+    Raise LLMServingError if the model has no pooling, or if a text is refused.
+
+    Args:
+        field_name: Names a text in errors.
+        prefix: Begins the response's id.
+        truncations: Maximum number of tokens of each text; None: `truncate_prompt_tokens` of the body for all.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
@@ -127,13 +130,13 @@ class _TextsRequest(ProtocolRequest):
 
 
 def normalised(vector: Float32Array) -> Float32Array:
-    """Return a vector ([H]) divided by its length; a zero vector stays zero."""
+    """Return a vector [H] divided by its length; a zero vector stays zero."""
     length = math.sqrt(_product(vector, vector))
     return vector if length == 0.0 else (vector.astype(np.float64) / length).astype(np.float32)
 
 
 def cosine(first: Float32Array, second: Float32Array) -> float:
-    """Return the cosine similarity of two vectors ([H]), from -1 to 1; 0 if one is zero."""
+    """Return the cosine similarity of two vectors [H], from -1 to 1; 0 if one is zero."""
     lengths = math.sqrt(_product(first, first) * _product(second, second))
     return 0.0 if lengths == 0.0 else max(-1.0, min(1.0, _product(first, second) / lengths))
 

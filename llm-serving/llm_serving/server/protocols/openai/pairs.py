@@ -25,13 +25,13 @@ class TextPair(NamedTuple):
 
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:
-    """Return the token ids of a pair. With `max_tokens`, cut the pair to that number of tokens.
-
-    Raise RequestError if the model's chat template rejects the pair, or `max_tokens` is below the number of tokens that
-    are never cut.
+    """Return the token ids of a pair. With `max_tokens`, cut the pair to this number of tokens.
 
     An encoder reads both texts with the special tokens of its tokenizer. A decoder reads the text of a template: the
     chat template of the folder if it has a role `document`, otherwise `Pooling.pair_template`.
+
+    Raise RequestError if the model's chat template rejects the pair, or if `max_tokens` is below the number of tokens
+    that are never cut.
     """
     pooling, tokenizer = engine.pooling, engine.tokenizer
     assert pooling is not None

@@ -1,4 +1,4 @@
-"""Code shared by the OpenAI routes: usage, end of stream, whole responses, paging and metadata."""
+"""Code that the OpenAI routes share: usage, end of stream, whole responses, paging and metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llm_serving.server.protocols.openai.schemas import (
 )
 
 MAX_INLINE_TOKENS: Final = 256
-"""Responses with more tokens are encoded off the event loop if they report more than text."""
+"""Responses with more tokens are encoded outside the event loop if they report more than text."""
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
@@ -48,7 +48,7 @@ class StreamedUsage(NamedTuple):
     in_every_chunk: bool = False
 
     def of_output(self, output: RequestOutput) -> Usage | UnsetType | None:
-        """Return the usage of a choice so far; null if only the end of the stream reports it."""
+        """Return the usage of a choice so far; null: only the end of the stream reports it."""
         if self.in_every_chunk:
             return usage_of(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
         return None if self.at_end else UNSET
@@ -65,13 +65,13 @@ def streamed_usage(request: GenerationRequest) -> StreamedUsage:
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    """Base of the builders of completions and chat. `usage` selects the chunks that report the usage."""
+    """Base of the builders of completions and chat. `usage`: which chunks report the usage."""
 
     def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
         self._streamed_usage = usage
         self._n = n
         self._tokens_of_prompt: dict[int, tuple[int, int]] = {}
-        """Number of a prompt -> (number of its tokens, number of those that were cached)."""
+        """Index of a prompt -> (number of its tokens, how many of them were cached)."""
         self._tokens_of_choice: dict[int, int] = {}
         self._identity = started.identity
         self._receipt = started.receipt
@@ -84,7 +84,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         self._started: set[int] = set()
         """Choices that have sent a delta."""
         self._text_events: dict[int, TextEvents] = {}
-        """Events of the choices of which further chunks report only text."""
+        """Choice -> its events, if further chunks report only text."""
         self._whole: Completion | ChatCompletion | None = None
 
     check = staticmethod(raise_on_failure)
@@ -99,7 +99,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         return events.event(output.text) if output.text else b""  # the last chunk counts the tokens
 
     def add_usage(self, index: int, output: RequestOutput) -> None:
-        """Count the tokens of an output; each prompt counts once, however many choices it has."""
+        """Count the tokens of an output. Each prompt counts once, however many choices it has."""
         self._tokens_of_prompt[index // self._n] = (output.num_prompt_tokens, output.num_cached_tokens)
         self._tokens_of_choice[index] = output.num_output_tokens
 
@@ -174,6 +174,8 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def page_of(http_request: Request) -> tuple[int, str | None]:
-    """Return the maximum number of rows on a page, and the id of the row before its first; None for the first page."""
+    """Return the maximum number of rows on a page, and the id of the row before its first; None: it
+    is the first page.
+    """
     limit = query_integer(http_request, "limit", DEFAULT_ROWS, MAX_ROWS)
     return limit, http_request.query_params.get("after") or None

@@ -22,7 +22,7 @@ class StoredResponse:
     input: list[ChatMessage]
     """The conversation before the response, without instructions."""
     output: ChatMessage | None = None
-    """The response as a message, once it has ended."""
+    """The response as a message; None: it has not ended."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -45,7 +45,7 @@ def _chars_of(message: ChatMessage) -> int:
 class ResponseStore:
     """Stores finished responses up to a number of bytes, and as many bytes of responses in progress.
 
-    When it is full, it evicts the oldest response of the tenant that uses most bytes. For the event loop only.
+    When it is full, it evicts the oldest response of the tenant that uses most bytes. Only the event loop may use it.
     """
 
     def __init__(self, quota: TenantQuota) -> None:
@@ -70,7 +70,7 @@ class ResponseStore:
         self._in_progress.add(stored.response.id, tenant, num_bytes)
 
     def add(self, stored: StoredResponse) -> bool:
-        """Store a finished response and evict older ones to make room. Return False if it is too large."""
+        """Store a finished response, and evict older ones to make room. Return False if it is too large."""
         self.remove(stored.response.id)
         num_bytes = _size_of(stored)
         older = self._finished.evictions(stored.tenant, num_bytes)
@@ -83,7 +83,7 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
-        """Return a response of a tenant, or with tenant None, of any. Raise RequestNotFoundError if there is none."""
+        """Return a response of a tenant (None: of any). Raise RequestNotFoundError if there is none."""
         stored = self._stored.get(response_id)
         if stored is None or tenant not in (None, stored.tenant):
             raise RequestNotFoundError("response_id", "must be the id of a stored response")

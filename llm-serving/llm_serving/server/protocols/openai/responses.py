@@ -1,4 +1,4 @@
-"""OpenAI's responses, translated to chat completions: POST /v1/responses, and routes of stored responses."""
+"""OpenAI's responses, translated to chat completions: POST /v1/responses, and the routes of stored responses."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._close("cancelled", "incomplete")
 
     def _add(self, output: RequestOutput) -> list[BlockDelta]:
-        """Add an output, and close and store the response after the last one."""
+        """Add an output. After the last one, close and store the response."""
         deltas = self._blocks.add(output)
         if not output.finished:
             return deltas

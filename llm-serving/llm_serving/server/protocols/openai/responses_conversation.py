@@ -1,4 +1,4 @@
-"""Translation of the conversations and tools of OpenAI's responses to those of chat completions, and back."""
+"""Translates the conversations and tools of OpenAI's responses to those of chat completions, and back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. The assistant's consecutive items become one. Raise RequestError."""
+    """Return the conversation as chat messages. The assistant's consecutive items become one message. Raise
+    RequestError if an item breaks a rule.
+    """
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -76,7 +78,7 @@ def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
 
 
 def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
-    """Return a conversation as items, the inverse of `messages_of`. `name` becomes part of the items' ids."""
+    """Return a conversation as items, the inverse of `messages_of`. `name`: becomes part of the items' ids."""
     items: list[GivenItem] = []
 
     def new_id(prefix: str) -> str:
