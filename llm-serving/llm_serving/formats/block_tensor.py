@@ -21,11 +21,13 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Number of weight rows that are packed together (a panel) and computed together by a kernel. If tensors are stacked
-into one weight, the rows of each but the last must be a multiple of it. Widths of experts are padded to a multiple.
+"""Number of weight rows that a kernel packs and computes together (a panel).
+
+If tensors are stacked into one weight, the rows of each but the last must be a multiple of it. Widths of experts are
+padded to a multiple.
 """
 _AT_ONCE: Final = 2**22
-"""Number of elements that are dequantized at a time, which limits the size of temporary copies."""
+"""Number of elements that are dequantized at a time, which limits temporary memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +69,7 @@ class BlockTensor:
         return self._numbers(self.scales, self.units)
 
     def group_minima(self) -> Float32Array | None:
-        """Return the minimum of each group, [out, groups]; None: no minima. Products with units are exact."""
+        """Return the minimum of each group, [out, groups]; None: there are none. Products with units are exact."""
         return None if self.minima is None else self._numbers(self.minima, self.minimum_units)
 
     def _numbers(self, numbers: NDArray[Any], units: NDArray[np.float16] | None) -> Float32Array:
@@ -77,7 +79,7 @@ class BlockTensor:
         return values
 
     def dequantized(self) -> Float32Array:
-        """Return the values, float32 [out, in]. The product is rounded to float32, and so is the difference."""
+        """Return the values, float32 [out, in]. The product and the difference are each rounded to float32."""
         out, width = self.shape
         values = np.empty((out, width), np.float32)
         step = max(1, _AT_ONCE // max(1, width))
@@ -92,7 +94,7 @@ class BlockTensor:
         return values
 
     def select(self, rows: NDArray[np.integer[Any]]) -> BlockTensor:
-        """Return these rows in this order; a negative number stands for a row of zeros."""
+        """Return these rows in this order. A negative number stands for a row of zeros."""
         known, zeros = np.maximum(rows, 0), rows < 0
 
         def of(numbers: NDArray[Any] | None) -> Any:

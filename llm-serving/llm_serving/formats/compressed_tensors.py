@@ -41,8 +41,10 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """4-bit and 8-bit integer weights; `formats.fp8` reads 8-bit floating point. `group_size`: columns of a group; 0:
-    derived from the number of groups. `bits`: bits of the quantized values where each is stored in one byte.
+    """4-bit and 8-bit integer weights. (`formats.fp8` reads 8-bit floating point.)
+
+    `group_size`: columns of a group; 0: derived from the number of groups. `bits`: bits of the quantized values if each
+    takes one byte.
     """
 
     description: str
@@ -84,7 +86,9 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Check that zero points have the shape of the scales or, if they are packed in words, the shape `packed`."""
+        """Raise ModelError unless zero points have the shape of the scales or, if they are packed in words, the shape
+        `packed`.
+        """
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -155,7 +159,7 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays that store a symmetric tensor, by name ending, in the format `pack-quantized` if `packed`, else
+    """Return the arrays that store a symmetric tensor, by name ending: in the format `pack-quantized` if `packed`, else
     in `int-quantized`.
     """
     assert tensor.zeros is None

@@ -28,8 +28,10 @@ def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
     """Compare names and shapes of the model's tensors (`expected`) and of the files (`found`), before any tensor is
-    read. `optional`: unused tensors that the files may contain. Raise ModelError, which begins with `where` and lists
-    some tensors, if tensors are missing, unexpected or of another shape.
+    read.
+
+    Raise ModelError, which begins with `where` and lists some tensors, if tensors are missing, unexpected or of another
+    shape. `optional`: unused tensors that the files may contain.
     """
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -64,7 +66,7 @@ _IN_FOLDERS: Final = (".safetensors", ".ckpt")
 """Supported suffixes of weight files. If a folder has files of several formats, the first suffix is used."""
 
 _PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
-"""Patterns of pickle files, which are never read. The hint how to convert them names the first match."""
+"""Patterns of pickle files, which are never read. The first match is named in the hint how to convert them."""
 _META: Final = "consolidated*.pth"
 """Pattern of weight files in Meta's format, which has its own tensor names and configuration."""
 
@@ -75,8 +77,9 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: those that the index lists, else the usual single file, else all files of
-    the first supported format. Raise ModelError if there are none.
+    """Return the weight files of a folder. Raise ModelError if there are none.
+
+    They are those that the index lists, else the usual single file, else all files of the first supported format.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -108,8 +111,9 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
-    """Return every tensor of a folder or file by its stored name. `packed` also allows types of quantized weights.
-    Raise ModelError if a file is missing, damaged or of an unsupported format, or two tensors have the same name.
+    """Return every tensor of a folder or file by its stored name. `packed`: also allow types of quantized weights.
+
+    Raise ModelError if a file is missing, damaged or of an unsupported format, or if two tensors have the same name.
     """
     files = weight_files(source) if source.is_dir() else [source]
     tensors: dict[str, ReadableTensor] = {}
@@ -127,7 +131,7 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
 
 
 def how_to_convert(folder: Path) -> str:
-    """Return how to convert a folder without supported weights, for an error; empty if it has no weights at all."""
+    """Return how to convert a folder without supported weights, for an error; empty: it has no weights at all."""
     for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0], pattern)
@@ -145,8 +149,8 @@ def how_to_convert_file(file: Path) -> str:
 
 
 def convert_command(source: Path, yaml: Path | None = None) -> str:
-    """Return the command that converts MindFormers weights to a Hugging Face folder. If `yaml` is None, the command has
-    the placeholder `YAML`.
+    """Return the command that converts MindFormers weights to a Hugging Face folder. `yaml` None: the command has the
+    placeholder `YAML`.
     """
     config = "YAML" if yaml is None else shlex.quote(str(yaml))
     return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"

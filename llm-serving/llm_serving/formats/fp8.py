@@ -43,8 +43,9 @@ class Fp8:
         return assemble_weights(left, ("weight", *SCALES), self.packed)
 
     def packed(self, name: str, parts: Parts) -> ReadableTensor:
-        """Combine the parts of one weight. Return an unquantized weight unchanged. Raise ModelError if the parts do not
-        match each other.
+        """Combine the parts of one weight. Return an unquantized weight unchanged.
+
+        Raise ModelError if the parts do not match each other.
         """
         weight = parts.get("weight")
         if weight is not None and weight.dtype in NUMPY_DTYPES and len(parts) == 1:
@@ -62,7 +63,7 @@ class Fp8:
         return PackedTensor(name, (out, width), parts, lambda arrays: _values(arrays["weight"], arrays[ending], block))
 
     def _block_of(self, scale: tuple[int, ...], out: int, width: int) -> tuple[int, int] | None:
-        """Return the rows and columns that share a scale; None if the shape of the scale does not match."""
+        """Return the rows and columns that share a scale; None: the shape of the scale does not match."""
         if scale in ((), (1,), (1, 1)):
             return max(1, out), max(1, width)
         if scale in ((out,), (out, 1)):
@@ -87,8 +88,8 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """Return the values of the 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. All exponent and fraction
-    bits set means NaN.
+    """Return the values of the 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. If all exponent and
+    fraction bits are set, the value is NaN.
     """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7

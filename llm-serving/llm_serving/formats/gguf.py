@@ -91,9 +91,10 @@ def files_of(file: Path) -> list[Path]:
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file (or of the first part and all others), without weights. `texts`: whether to read arrays
-    of strings, such as the tokens of a tokenizer. Raise ModelError if a file is no GGUF file, is damaged or has an
-    unsupported tensor type, or a part is missing or is not the first one.
+    """Read the header of a file, or of the first part and all others, without weights.
+
+    `texts`: whether to read arrays of strings, such as the tokens of a tokenizer. Raise ModelError if a file is no GGUF
+    file, is damaged or has an unsupported tensor type, or if a part is missing or is not the first one.
     """
     first = _read_file(file, texts)
     count = max(1, _part_number(first, "split.count", 1, _MAX_PARTS))

@@ -38,7 +38,7 @@ from llm_serving.formats.stored_tensor import Array
 Uint8Array = NDArray[np.uint8]
 
 _AT_ONCE: Final = 2**24
-"""Number of elements that are unpacked at a time, which limits the size of temporary copies."""
+"""Number of elements that are unpacked at a time, which limits temporary memory."""
 _LINE: Final = 64
 
 
@@ -54,8 +54,9 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type. `unpack`: function of the bytes of n blocks, [n, num_bytes]. `bits` and `zero` are those of
-    `BlockTensor`, and `group` is its `group_size`.
+    """A block type. `unpack`: function of the bytes of n blocks, [n, num_bytes].
+
+    `bits` and `zero` are those of `BlockTensor`, and `group` is its `group_size`.
     """
 
     name: str
@@ -164,8 +165,9 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The first four are in the low bits of a byte, the
-    other four are split between two bytes.
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each.
+
+    The first four are in the low bits of a byte, the other four are split between two bytes.
     """
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
@@ -247,7 +249,7 @@ BLOCKS: Final[Mapping[int, BlockType]] = {
 
 
 BLOCKS_PART: Final = "blocks"
-"""Name, in a `PackedTensor`, of the array with the blocks, [rows, bytes of a row]."""
+"""Name of the array with the blocks, [rows, bytes of a row], in a `PackedTensor`."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def rows_of(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> Reada
 
 
 def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTensor:
-    """Return the rows of a tensor with the numbers in `order`. Blocks keep their bytes."""
+    """Return the rows of a tensor with the indices in `order`. Blocks keep their bytes."""
     shape = (len(order), *tensor.shape[1:])
     if isinstance(tensor, PackedTensor):
         return replace(tensor, shape=shape, order=order)
@@ -149,8 +149,9 @@ def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows with value heads grouped by key head. The file has the first value head of every group, then the
-    second of every group, and so on. Rows before these heads keep their position.
+    """Return the rows with value heads grouped by key head. Rows before these heads keep their position.
+
+    The file has the first value head of every group, then the second of every group, and so on.
     """
     own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
     first = tensor.shape[0] - heads.linear_values * own

@@ -143,8 +143,9 @@ _TABLES_OF_LAYERS: Final[Mapping[str, str]] = {
 
 
 def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
-    """Return the names of a Mamba-2 mixer with the prefix `at`. Some of its vectors are matrices in the file, with one
-    column or with one row per group.
+    """Return the names of a Mamba-2 mixer with the prefix `at`.
+
+    Some of its vectors are matrices in the file, with one column or with one row per group.
     """
     return {
         "ssm_in": f"{at}in_proj",
@@ -187,7 +188,7 @@ _DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_norm": (NamedLayout("linear_attn.norm", flat),),
     "ssm_out": "linear_attn.out_proj",
 }
-"""Qwen3-Next. `ssm_in` occurs in files of 2025, in place of `attn_qkv` and `attn_gate`."""
+"""Qwen3-Next. In files of 2025, `ssm_in` replaces `attn_qkv` and `attn_gate`."""
 _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     **_DELTA,
     "attn_qkv": (NamedLayout("linear_attn.in_proj_qkv", untiled),),
@@ -199,7 +200,7 @@ _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_a": (NamedLayout("linear_attn.A_log", untiled_rates),),
     "ssm_out": (NamedLayout("linear_attn.out_proj", untiled_columns),),
 }
-"""Qwen3.5: like `_DELTA`, but the value heads are in another order."""
+"""Qwen3.5: `_DELTA` with the value heads in another order."""
 _SHARED_MLP: Final[Mapping[str, str]] = {
     f"ffn_{part}{ending}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for ending in ("", "_shexp")
 }

@@ -37,7 +37,7 @@ FREQUENCIES: Final = "rope_freqs.weight"
 SHORT_FREQUENCIES: Final = "rope_factors_short.weight"
 LONG_FREQUENCIES: Final = "rope_factors_long.weight"
 _NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
-"""Tensors that are not weights: divisors of the rotary frequencies. `models.gguf` adds them to the configuration."""
+"""Tensors that are no weights but divisors of the rotary frequencies. `models.gguf` adds them to the configuration."""
 
 _QUERY, _KEY = ".q_proj", ".k_proj"
 _ONE_ROW: Final = ("shared_expert_gate", "mlp.moe_statics.e_score_correction_bias")
@@ -57,9 +57,10 @@ _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. `architecture` is
-    a key of `NAMINGS`. Raise ModelError if two tensors get the same name, or the shape of a tensor does not match the
-    numbers of heads.
+    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept.
+
+    `architecture`: a key of `NAMINGS`. Raise ModelError if two tensors get the same name, or if the shape of a tensor
+    does not match the numbers of heads.
     """
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}

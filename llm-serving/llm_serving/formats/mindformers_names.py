@@ -44,7 +44,7 @@ _CORE: Final = (
     (".mlp.linear_fc2.", ".mlp.down_proj."),
     (".pre_mlp_layernorm.", ".post_attention_layernorm."),
 )
-"""The same as `_NAMES`, for newer networks."""
+"""`_NAMES` of newer networks."""
 _CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
 
 QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_qkv)\.(?P<kind>weight|bias)$")
@@ -85,6 +85,7 @@ def is_fused(name: str) -> bool:
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
     """Return the projections of a fused tensor by their Hugging Face names; for any other tensor, only the tensor.
+
     `name`: MindFormers' name. `array`: [rows, columns], or [rows] for a bias.
     """
     if match := QKV.match(name):

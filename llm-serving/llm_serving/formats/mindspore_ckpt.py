@@ -39,7 +39,7 @@ _TRAINING: Final = re.compile(
     r"^(global_step|learning_rate|loss_scale|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|"
     r"current_step_step|beta[12]_power|network_.*|weight_decay)$"
 )
-"""Names of training state that a checkpoint may contain in addition to weights."""
+"""Names of training state that a checkpoint may contain besides weights."""
 
 
 class _CheckpointPiece(NamedTuple):
@@ -51,8 +51,9 @@ class _CheckpointPiece(NamedTuple):
 
 
 def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name, without training state. Raise ModelError if the file is not a checkpoint,
-    is truncated or encrypted, or has a weight of an unsupported type.
+    """Return the tensors of one file by name, without training state.
+
+    Raise ModelError if the file is not a checkpoint, is truncated or encrypted, or has a weight of an unsupported type.
     """
     with open_regular(file) as stream:
         if not os.fstat(stream.fileno()).st_size:
@@ -133,8 +134,8 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return the number of the protobuf field at `at`, and the start and end of its content. The content of an integer
-    is its varint.
+    """Return the number of the protobuf field at `at`, and the start and end of its content. For an integer, the
+    content is its varint.
     """
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7

@@ -26,7 +26,7 @@ _GROUP: Final = 32
 _BYTES: Final = _GROUP // 2
 _EXPONENT_BIAS: Final = 127
 _MAX_EXPONENT: Final = 120
-"""Maximum exponent of a scale, with which all values are finite. The stored byte 255 means NaN."""
+"""Maximum exponent of a scale. With it all values are finite. The stored byte 255 means NaN."""
 TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)], np.int8)
 """Twice the value of each of the sixteen bit patterns of e2m1."""
 

@@ -101,8 +101,9 @@ class PeftAdapter:
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Read an adapter. Its matrices are read once, so the fingerprint is that of the returned values. Raise ModelError,
-    which names file, field, rule and value, if it is damaged or needs something that is not served.
+    """Read an adapter. Its files are read once, so the fingerprint is that of the returned values.
+
+    Raise ModelError, which names file, field, rule and value, if it is damaged or needs something that is not served.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
@@ -139,7 +140,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
 
 
 def _array(path: Path, data: NDArray[np.uint8], tensor: StoredTensor) -> Array:
-    """Return a tensor of the file that `data` is the content of."""
+    """Return a tensor of a file. `data`: content of the file."""
     ((start, num_bytes),) = tensor.pieces
     if start + num_bytes > len(data):
         raise ModelError(f"{path}: must not change while it is read")

@@ -1,4 +1,4 @@
-"""Select the quantization scheme that a config.json specifies."""
+"""Selects the quantization scheme that a config.json specifies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
-    """The configuration is not supported. The message ends a sentence that begins with `quantization_config`."""
+    """The configuration is not supported. The message is the end of a sentence that begins with
+    `quantization_config`.
+    """
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of a model's weights, or None. Raise ModelError, which names `where`, if unsupported."""
+    """Return the scheme of a model's weights; None: they are not quantized. Raise ModelError, which names `where`, if
+    it is not supported.
+    """
     description = describe_quantization(config)
     if description is None:
         return None

@@ -1,4 +1,4 @@
-"""Quantized matrices of 8 and 4 bits in memory, and rounding a matrix to them.
+"""Quantized matrices of 8 and 4 bits in memory, and how a matrix is rounded to them.
 
 value = (qvalue - zero) * scale. Each group of columns of a row has a scale and, unless it is symmetric, a zero point.
 In memory each quantized value takes a byte; files pack them into words of 32 bits, the lowest bits first.
@@ -21,22 +21,22 @@ SYMMETRIC_ZERO: Final = 8
 _SAFE_SCALE: Final = 2.0**100
 """Maximum scale with which no dequantized value can be infinite. Only values with larger scales are checked."""
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
-"""Divisors for symmetric 4-bit values: the largest element of a group, divided by each of them, gives a scale to try. A
+"""Divisors for symmetric 4-bit values. The largest element of a group, divided by each of them, gives a scale to try. A
 large scale represents the largest element better, a small scale the other elements.
 """
 _LANES: Final = 16
 """Number of partial sums of a group's squared error. Column j is added to sum j % 16, as the kernels do."""
 _AT_ONCE: Final = 2**22
-"""Number of elements that are rounded at a time, which limits the float32 copies of a large matrix."""
+"""Number of elements that are rounded at a time, which limits temporary memory."""
 
 
 class QValuesForm(NamedTuple):
-    """Layout of quantized values, which decides whether a matmul kernel can use them.
+    """Layout of quantized values. It decides whether a matmul kernel can use them.
 
     Attributes:
         group_size: Columns of a group; 0: a row is one group.
         in_order: Whether the columns of a group are adjacent, that is, without GPTQ's act-order.
-        has_zeros: Whether 8-bit values have zero points. Kernels support zero points of 4-bit values only.
+        has_zeros: Whether 8-bit values have zero points. Kernels support zero points only of 4-bit values.
     """
 
     bits: int
@@ -165,7 +165,7 @@ def check_values(values: NDArray[np.float32]) -> None:
 
 
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Return the group of each column; None if groups are consecutive columns. Raise ModelError if a group is out of
+    """Return the group of each column; None: groups are consecutive columns. Raise ModelError if a group is out of
     range.
     """
     columns = np.array(given, np.int32)
@@ -182,8 +182,12 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor:
-    """Return a tensor of unsigned quantized values [out, in]. `scales`: float32 [out, groups]. `zeros`: [out, groups];
-    None: the middle of the range. `columns`: `g_idx` of `QuantizedTensor`.
+    """Return a tensor of unsigned quantized values [out, in].
+
+    Args:
+        scales: float32 [out, groups].
+        zeros: [out, groups]; None: the middle of the range.
+        columns: `g_idx` of `QuantizedTensor`.
     """
     if zeros is not None and (zeros == 2 ** (bits - 1)).all():
         zeros = None
@@ -198,8 +202,10 @@ def _signed(values: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
-    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127. The weight is
-    float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or an element is infinite or NaN.
+    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127.
+
+    The weight is float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or if an element is
+    infinite or NaN.
     """
     _check(weight)
     qvalues = np.empty(weight.shape, np.int8)
@@ -212,12 +218,12 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 
 
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
-    """Quantize each group of `group_size` columns to 4 bits. Arguments and errors are those of `quantize_w8`; also
-    raise ModelError if the group size does not divide the columns.
+    """Quantize each group of `group_size` columns to 4 bits. The weight is as for `quantize_w8`.
 
     Symmetric values are -8 to 7 times a scale, which may be negative: the largest element divided by the one of `STEPS`
     that gives the smallest squared error of the group. Asymmetric values divide the range from the smallest to the
-    largest element into 15 steps and represent 0 exactly; their zero points are stored.
+    largest element into 15 steps and represent 0 exactly; their zero points are stored. Raise the errors of
+    `quantize_w8`, and ModelError if the group size does not divide the columns.
     """
     _check(weight)
     out, width = weight.shape

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read here because the safetensors package has no NumPy type for bfloat16.
+"""Reads the header of a safetensors file. (The safetensors package has no NumPy type for bfloat16.)
 
 A file consists of the length of the header (8 bytes, little-endian), a JSON header with names, types, shapes and
 offsets, and the data.
@@ -24,8 +24,10 @@ _NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. `packed` also allows types that only quantized weights use. Raise
-    ModelError if the file is not a safetensors file, is truncated, or has overlapping tensors or an unsupported type.
+    """Return the tensors of one file by name. `packed`: also allow types that only quantized weights use.
+
+    Raise ModelError if the file is not a safetensors file, is truncated, or has overlapping tensors or an unsupported
+    type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -50,7 +52,7 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Raise ValueError for duplicate names, which different readers resolve differently."""
+    """Build a JSON object. Raise ValueError for duplicate names, of which different readers take different values."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")

@@ -26,7 +26,7 @@ PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I64": np.int64,
     "F8_E4M3": np.uint8,
 }
-"""The same as `NUMPY_DTYPES`, for types that only quantized weights use. `F8_E4M3` is read as uint8 bits."""
+"""`NUMPY_DTYPES` of types that only quantized weights use. `F8_E4M3` is read as uint8 bits."""
 
 _ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
 
@@ -35,14 +35,14 @@ _NOT_FINITE: Final[Mapping[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
     "float16": (np.uint16, 0x7C00 << 1),
     "float32": (np.uint32, 0x7F800000 << 1),
 }
-"""Array type -> (integer type of the same width, bits of infinity shifted left by one, which drops the sign bit)."""
+"""Array type -> (integer type of the same width, bits of infinity shifted left by one, without the sign bit)."""
 _AT_ONCE: Final = 2**18
 """Number of elements checked at a time, so that they stay in the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor's elements.
+    """Where a tensor's elements are.
 
     Attributes:
         dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
@@ -69,8 +69,8 @@ class StoredTensor:
         return StoredTensor(self.file, self.dtype, shape, ((at + start * item, math.prod(shape) * item),))
 
     def read(self) -> Array:
-        """Return the elements as a read-only memory map, whose pages are read on access. Several pieces are
-        concatenated and a misaligned piece is copied, because kernels read aligned elements.
+        """Return the elements as a read-only memory map, whose pages are read on access. Several pieces or a misaligned
+        one are copied, because kernels read aligned elements.
         """
         dtype = np.dtype(_ALL_DTYPES[self.dtype])
         if not math.prod(self.shape):

@@ -1,4 +1,4 @@
-"""Write tensors as safetensors or as a MindSpore checkpoint, one tensor at a time."""
+"""Writes tensors as safetensors or as a MindSpore checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Advance = Callable[[int], object]
 
 
 class TensorSource(NamedTuple):
-    """A tensor to write. The writer calls `read` when it writes the tensor, and keeps no reference to the result."""
+    """A tensor to write. `read` is called when the tensor is written; the writer keeps no reference to the result."""
 
     name: str
     dtype: np.dtype[np.generic]
@@ -44,8 +44,8 @@ class TensorSource(NamedTuple):
 def write_safetensors(
     folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write one safetensors file, or several with an index, named as Hugging Face does. `advance` is called with the
-    number of bytes written. A file has at most `max_shard_bytes` of tensors, unless a single tensor is larger.
+    """Write one safetensors file, or several with an index, named as Hugging Face does. A file has at most
+    `max_shard_bytes` of tensors, unless a single tensor is larger. `advance`: called with the number of bytes written.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE_NAME]

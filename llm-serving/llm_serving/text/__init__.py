@@ -1,1 +1,1 @@
-"""Conversion between text and token ids, chat templates, structured output and parsing of tool calls."""
+"""Text to token ids and back, chat templates, structured output, and parsers of tool calls."""

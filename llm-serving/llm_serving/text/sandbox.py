@@ -22,15 +22,18 @@ from llm_serving.core.process import command_of
 from llm_serving.transport.channel import Channel
 
 ANSWER_TIMEOUT_S: Final = 60.0
-"""Maximum seconds to wait for an answer; far above the CPU limit, because the process may wait for a core."""
+"""Maximum seconds to wait for an answer: far above the CPU limit, because the process may wait for a core."""
 _ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 
 Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """The master's handle of a confined process, which exits when its socket is closed. `module` has a `main` that
-    accepts `--socket-fd` and `--cpu-seconds`; `answers` is the union of the answer types.
+    """The master's end of a confined process, which exits when its socket is closed.
+
+    Args:
+        module: Has a `main` that accepts `--socket-fd` and `--cpu-seconds`.
+        answers: The union of the answer types.
     """
 
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
@@ -84,7 +87,7 @@ def confine(max_memory_bytes: int) -> None:
 
 @contextlib.contextmanager
 def within(cpu_seconds: float) -> Iterator[None]:
-    """Terminate this process if the body of the `with` statement takes more CPU time, even inside a C call."""
+    """Return a context that terminates this process if it takes more CPU time, even inside a C call."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of its signal ends the process
     try:
         yield

@@ -1,4 +1,4 @@
-"""A confined process that renders one chat template, because a template is an untrusted program of the model folder.
+"""A confined process that renders one chat template. A template is an untrusted program of the model folder.
 
 One call such as `'%1000000000d' | format(1)` allocates a gigabyte, and nested loops may never end. `text.sandbox` sets
 the limits.
@@ -27,7 +27,7 @@ from llm_serving.text.sandbox import confine, within
 from llm_serving.transport.channel import Channel
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
-"""Maximum length of a rendered text; its UTF-8 fits into one message to the master."""
+"""Maximum length of a rendered text. Its UTF-8 fits into one message to the master."""
 MAX_MEMORY_BYTES: Final = 2**30
 """Maximum address space of the process, in addition to what it has mapped when idle."""
 
@@ -47,7 +47,7 @@ class Rendered(msgspec.Struct, tag="rendered"):
 
 class RefusedTemplate(msgspec.Struct, tag="refused"):
     rule: str
-    """The violated rule: the end of a sentence that begins with the name of the field."""
+    """The violated rule, as the end of a sentence that begins with a field's name."""
 
 
 Question = Compile | Render
@@ -55,7 +55,7 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks answers for training; it is rendered as its content."""
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training. It is rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so
 

@@ -1,4 +1,4 @@
-"""Chat templates: finding them in a model folder, selecting one, and rendering a conversation in a confined process."""
+"""Chat templates: finds them in a model folder, selects one, and renders a conversation in a confined process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = get_logger(__name__)
 
 MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
-"""Two processes, so that one slow conversation does not block the others."""
+"""Number of processes. With two, one slow conversation does not block the others."""
 MAX_CPU_S: Final = 2.0
 """Maximum CPU seconds for rendering one conversation. The longest conversations take a tenth of this time."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Name of the folder next to `chat_template.jinja` with more templates. A file's name is the template's name."""
+"""Folder next to `chat_template.jinja` with more templates. A file's name is the template's name."""
 PROCESSOR_FILE: Final = "chat_template.json"
 """File with `{"chat_template": ...}` in the folders of multimodal models."""
 DEFAULT: Final = "default"
@@ -55,7 +55,9 @@ class ChatTemplate:
             self._free.put(None)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
-        """Return the prompt text of a conversation. Blocks until a process answers: do not call it on the event loop.
+        """Return the prompt text of a conversation. Blocks until a process answers, so do not call it on the event
+        loop.
+
         Raise RequestError if the template rejects the messages, fails, or exceeds the limits of text, time or memory.
         """
         process = self._free.get()
@@ -89,8 +91,9 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process and compile the template in it. Raise RequestError if the template is refused, and TransportError
-    if it exceeds the limits.
+    """Start a process and compile the template in it.
+
+    Raise RequestError if the template is refused, TransportError if it exceeds the limits.
     """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
@@ -105,9 +108,10 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> chat template of a model folder; a single template is named `default`. A template file named
-    `default` replaces all templates in `config`, the content of `tokenizer_config.json`. Raise ModelError if a file
-    cannot be read or has no templates.
+    """Return name -> chat template of a model folder. A single template is named `default`.
+
+    A template file named `default` replaces all templates in `config`, the content of `tokenizer_config.json`. Raise
+    ModelError if a file cannot be read or has no templates.
     """
     files = _read_template_files(folder)
     if DEFAULT in files:
@@ -150,9 +154,10 @@ def _read_processor_file(path: Path) -> dict[str, str]:
 
 
 class Conversations:
-    """The chat templates of one model, by name. If there is one named `tool_use`, it renders conversations with tools;
-    `default` renders all others. Every template can read `special_tokens`, such as `bos_token`. Raise ModelError if a
-    text is not a valid template.
+    """The chat templates of one model, by name.
+
+    A template named `tool_use` renders conversations with tools; `default` renders all others. Every template can read
+    `special_tokens`, such as `bos_token`. Raise ModelError if a text is not a valid template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
@@ -170,13 +175,15 @@ class Conversations:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """Return the prompt text, as `apply_chat_template` of the transformers library does. Raise RequestError if the
-        model has no suitable template, or the template rejects the messages.
+        """Return the prompt text, as `apply_chat_template` of the transformers library does.
+
+        Raise RequestError if the model has no suitable template, or if the template rejects the messages.
 
         Args:
             messages: At least one message.
-            add_generation_prompt: End with the start of an assistant's answer.
-            continue_final_message: End with the text of the last message; not together with `add_generation_prompt`.
+            add_generation_prompt: Whether the text ends with the start of an assistant's answer.
+            continue_final_message: Whether the text ends with that of the last message; not together with
+                `add_generation_prompt`.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
@@ -194,7 +201,7 @@ class Conversations:
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
     def source(self, *, with_tools: bool) -> str:
-        """Return the text of the template for conversations with or without tools; empty if there is none."""
+        """Return the text of the template for conversations with or without tools; empty: there is none."""
         names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
         return next((self._templates[name].source for name in names if name in self._templates), "")
 
@@ -209,7 +216,7 @@ class Conversations:
 
 
 def _with_sentinel(message: Mapping[str, Any], sentinel: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a message's last text part, and a copy of the message with `sentinel` appended to it."""
+    """Append `sentinel` to the last text part of a message. Return that text, and the changed copy of the message."""
     content = message.get("content")
     if isinstance(content, str):
         return content, dict(message) | {"content": content + sentinel}

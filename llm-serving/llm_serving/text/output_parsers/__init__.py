@@ -1,1 +1,1 @@
-"""Parsers of generated text: reasoning and the parts of a chat message."""
+"""Parsers of generated text: reasoning, and the parts of a chat message."""

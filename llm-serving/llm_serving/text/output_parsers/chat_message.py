@@ -7,8 +7,12 @@ from llm_serving.text.tool_parsers import Call, Part, Thought, ToolParser
 
 
 class AnswerParser:
-    """Parses one answer incrementally. `reasoning` None: the answer has no reasoning. `tools` None: it has no calls.
-    Calls after the first `max_calls` are dropped; None: unlimited.
+    """Parses one answer incrementally.
+
+    Args:
+        reasoning: None: the answer has no reasoning.
+        tools: None: the answer has no calls.
+        max_calls: Further calls are dropped; None: unlimited.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
@@ -18,7 +22,7 @@ class AnswerParser:
         self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> list[Part]:
-        """Return the parts, in order, that this piece of text completes; if `ended`, all remaining parts. No part is
+        """Return the parts, in order, that this piece of text completes; with `ended`, all remaining parts. No part is
         empty.
         """
         parts = self._parts(Split(answer=text) if self._reasoning is None else self._reasoning.add(text))

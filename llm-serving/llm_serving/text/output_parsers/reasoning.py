@@ -19,12 +19,12 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits streamed text at the delimiters of the format `form`, here called `<think>` and `</think>`. The result
-    does not depend on how the text is divided into pieces.
+    """Splits streamed text at the delimiters of the format `form`, here called `<think>` and `</think>`.
 
-    White space around the reasoning and before the answer is dropped. Text that does not start with `<think>` is all
-    answer. Text that starts with `<think>` and has no `</think>` is all reasoning. `is_open`: whether the prompt ends
-    with `<think>`, so that the text starts within the reasoning.
+    The result does not depend on how the text is divided into pieces. White space around the reasoning and before the
+    answer is dropped. Text that does not start with `<think>` is all answer. Text that starts with `<think>` and has no
+    `</think>` is all reasoning. `is_open`: whether the prompt ends with `<think>`, so that the text starts within the
+    reasoning.
     """
 
     def __init__(self, form: ReasoningFormat = THINK, *, is_open: bool) -> None:
@@ -33,7 +33,7 @@ class ReasoningParser:
         self._thinks: bool | None = True if is_open else None
         self._text = ""
         self._spaces: list[str] = []
-        """White space held back, as the pieces in which it arrived, so that each piece is examined only once."""
+        """White space held back, as the pieces in which it arrived."""
         self._has_begun = False
         """Whether text was returned since the last `<think>` or `</think>`. Until then, white space is dropped."""
 
@@ -95,19 +95,19 @@ class ReasoningParser:
 
 
 class _FramedAnswer:
-    """Removes the delimiters around an answer, one line break on their inner side and all white space on their outer
-    side. The result does not depend on how the answer is divided into pieces. An answer that does not start with
-    `opening` is returned unchanged.
+    """Removes the delimiters around an answer.
+
+    One line break inside each delimiter is removed too, and all white space outside. The result does not depend on how
+    the answer is divided into pieces. An answer that does not start with `opening` is returned unchanged.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = opening, closing
         self._step = self._begin
         self._text = ""
-        """Text that has not been returned yet."""
 
     def add(self, text: str, *, ended: bool) -> str:
-        """Add a piece of text, and return the text that later pieces cannot change; if `ended`, all text."""
+        """Add a piece of text, and return the text that later pieces cannot change; with `ended`, all text."""
         self._text += text
         parts: list[str] = []
         while self._step(parts, ended):

@@ -1,4 +1,4 @@
-"""Formats in which models write their reasoning before an answer: one table row for each format."""
+"""Formats in which models write their reasoning before an answer. Each format is one row of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles grammars for one tokenizer within limits, and caches the most recently used ones."""
+"""Compiles grammars for one tokenizer, within limits, and caches the latest ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
-"""Two processes, so that one slow grammar does not block the others."""
+"""Number of processes. With two, one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
 STACK_BYTES: Final = 2**25
 """Stack size in bytes of compiling threads. The confined process that tries each grammar first has a smaller stack."""
@@ -54,7 +54,7 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return llguidance's table of the tokenizer. This takes a second for 200,000 tokens. `end_ids` is not empty."""
+    """Return llguidance's table of the tokenizer. This takes a second for 200,000 tokens. `end_ids`: not empty."""
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
     return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)
@@ -66,7 +66,7 @@ class GrammarLimits:
 
     max_bytes: int = 2**16
     max_states: int = 20_000
-    """Maximum number of lexer states for each request. A state takes 1 to 2 KB."""
+    """Maximum number of lexer states of a request. A state takes 1 to 2 KB."""
     num_kept: int = 64
 
 
@@ -75,7 +75,7 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar compiled for one tokenizer. `compiled` creates a matcher at the start of the grammar."""
+    """A grammar compiled for one tokenizer. `compiled`: creates a matcher at the start of the grammar."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class TokenConstraint:
 
     @property
     def error(self) -> str:
-        """Why the grammar could not be compiled; empty if it could."""
+        """Why the grammar could not be compiled; empty: it was compiled."""
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def create_matcher(self) -> ConstraintMatcher:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Create a matcher that has no lexer states yet, and use it for this output and later ones."""
+        """Replace the matcher by one without lexer states, for this output and later ones. Return it."""
         self._matcher = self._compiled()
         return self._matcher
 
@@ -126,7 +126,7 @@ class ConstraintCompiler:
     ) -> None:
         self.limits = GrammarLimits() if limits is None else limits
         self.can_end = bool(end_ids)
-        """Whether the model has an end token. Without one, no output could end when its grammar is complete."""
+        """Whether the model has an end token. Without one, an output could not end when its grammar is complete."""
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._vocab_size = vocab_size

@@ -43,9 +43,9 @@ class Try(msgspec.Struct):
 
 class Tried(msgspec.Struct):
     error: str
-    """Why the grammar cannot be compiled; empty if it can."""
+    """Why the grammar cannot be compiled; empty: it can."""
     place: str = ""
-    """JSON pointer to the part of a schema that cannot be compiled; empty if unknown."""
+    """JSON pointer to the part of a schema that cannot be compiled; empty: unknown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def _walk(matcher: LLMatcher, vocab_size: int) -> None:
 
 
 def _location(grammar: Grammar, error: str, error_of: Callable[[Grammar], str]) -> str:
-    """Return a JSON pointer to the faulty part of the grammar's only schema; empty if unknown."""
+    """Return a JSON pointer to the faulty part of the grammar's only schema; empty: unknown."""
     schemas = [part["json_schema"] for part in grammar.parts if part.get("json_schema") is not None]
     if len(schemas) != 1:
         return ""

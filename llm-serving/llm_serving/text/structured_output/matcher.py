@@ -18,13 +18,15 @@ logger = get_logger(__name__)
 FUEL_TO_BEGIN: Final = 500_000
 FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
-"""The three limits above are in llguidance's units. Those of a step correspond to a few milliseconds."""
+"""This limit and the two above are in llguidance's units. The two limits of a step amount to a few milliseconds."""
 MAX_ONLY: Final = 16
-"""Maximum number of allowed tokens whose texts `_only_one` compares. With more, it assumes that there is a choice."""
+"""Maximum number of allowed tokens that `_only_one` compares. If more are allowed, it assumes that
+there is a choice.
+"""
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
-    """Return a matcher at the start of a grammar; `is_error` is set if the grammar could not be compiled."""
+    """Return a matcher at the start of a grammar. `is_error` is set if the grammar could not be compiled."""
     limits = LLParserLimits(
         initial_lexer_fuel=FUEL_TO_BEGIN,
         step_lexer_fuel=FUEL_OF_A_STEP,
@@ -62,7 +64,7 @@ class TokenMatcher:
         self._num_queried = 0
         """Number of output tokens in the last query. Tokens of `_taken` beyond this number are draft tokens."""
         self._words: Int32Array | None = None
-        """Bit mask of the tokens that may follow the output of the last query; None until it is computed."""
+        """Bit mask of the tokens that may follow the output of the last query; None: not computed yet."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         return self.allowed_words_after_drafts(output_token_ids, ())[0]
@@ -105,7 +107,7 @@ class TokenMatcher:
         return found
 
     def _words_behind(self, output: Sequence[int]) -> Int32Array:
-        """Advance to the end of an output, and return the bit mask of the tokens that may follow it."""
+        """Advance to the end of an output. Return the bit mask of the tokens that may follow it."""
         matches = self._go_to(output)
         if self._words is None:
             self._words = self._mask() if matches else self._no_words()
@@ -149,7 +151,7 @@ class TokenMatcher:
         return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
 
     def _only_one(self, words: Int32Array) -> int | None:
-        """Return the only allowed token, or the longest if all others are prefixes of it; None if there is a choice."""
+        """Return the only allowed token, or the longest if all others are prefixes of it; None: there is a choice."""
         indices = np.flatnonzero(words)
         if not 0 < len(indices) <= MAX_ONLY:
             return None

@@ -30,8 +30,8 @@ class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
-        patterns: Regular expressions that split a text; each one splits the parts left by the one before. Empty: the
-            expression of GPT-2.
+        patterns: Regular expressions, each of which splits the parts that the one before left. Empty: the expression of
+            GPT-2.
         digits: Whether each digit is a word.
         composes: Whether texts are first normalized to NFC.
         whole: Whether a word that is a token is kept whole, even if the merges would split it.
@@ -55,8 +55,9 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` next to it. `config` is the content of `tokenizer_config.json`. Raise
-    ModelError if they cannot be read, contradict each other, or belong to a class whose word rule is unknown.
+    """Read a `vocab.json` and the `merges.txt` next to it. `config`: content of `tokenizer_config.json`.
+
+    Raise ModelError if they cannot be read, contradict each other, or belong to a class whose word rule is unknown.
     """
     words = _words_of(path, config)
     vocab = read_json(path)

@@ -39,7 +39,7 @@ class StopStringMatcher:
         return self._held
 
     def add(self, text: str) -> Release:
-        """Add a piece of text. Not allowed after a stop string was found."""
+        """Add a piece of text. This is not allowed after a stop string was found."""
         if not self._held and not any(char in text for char in self._first_chars):
             return Release(text, None)
         states = self._states
@@ -103,7 +103,7 @@ SILENT: Final = _SilentDetokenizer()
 class IncrementalDetokenizer:
     """The text of one request in pieces. All pieces and `flush()` joined are the decoded output.
 
-    Text is held back while the bytes of a character are incomplete, or while it may start a stop string. The output is
+    Text is held back while the bytes of a character are incomplete, and while it may start a stop string. The output is
     decoded as the continuation of the prompt: if the prompt ends within a character, the output completes it, and
     sentencepiece's leading space is kept if the prompt has text.
     """
@@ -142,7 +142,6 @@ class IncrementalDetokenizer:
         return self._release(text) if text and (self._drop_space or self._matcher is not None) else text
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Add tokens, and return the text that later tokens cannot change."""
         return "".join(map(self.add_token, token_ids))
 
     def flush(self) -> str:

@@ -1,4 +1,4 @@
-"""Selection of the tokenizer file in a model folder, and of its reader."""
+"""Selects the tokenizer file in a model folder, and its reader."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ _TEMPLATE: Final = "tokenizer.chat_template"
 _TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Texts of the tokens that end a turn, for files that name no end-of-turn token."""
 _HARMONY_ENDS: Final = ("<|call|>", "<|return|>")
-"""Texts of the tokens that end a turn of gpt-oss. Its `<|end|>` ends one of several messages of a turn."""
+"""Texts of the tokens that end a turn of gpt-oss. Its `<|end|>` ends only a message; a turn may have several."""
 _PHI3: Final = "phi3"
 _KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
-"""Special tokens of Phi-3 that keep the white space after them as text. The others absorb it."""
+"""Special tokens of Phi-3 after which white space remains text. Other special tokens absorb it."""
 _BPE: Final = 2
 """`TrainerSpec.model_type` of sentencepiece: pieces are merged by their scores."""
 
@@ -160,8 +160,8 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
 
 
 def _word_pieces(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """Read BERT's tokenizer. In the file, a piece that begins a word begins with SPACE_SYMBOL; in a vocab.txt, one that
-    continues a word begins with ##.
+    """Read BERT's tokenizer. In the file, a piece that begins a word begins with SPACE_SYMBOL. In a vocab.txt, a piece
+    that continues a word begins with ##.
     """
     names = {"unk": "unknown", "pad": "padding", "cls": "cls", "sep": "seperator", "mask": "mask"}
     ids = {name: metadata.token_id(f"{theirs}_token_id", len(tokens)) for name, theirs in names.items()}
@@ -206,7 +206,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedToken]:
-    """Return Phi-3's special tokens. As its tokenizer_config.json specifies, most absorb the white space after them."""
+    """Return Phi-3's special tokens. Most absorb the white space after them, as its tokenizer_config.json specifies."""
     return {
         token_id: AddedToken(text, special=kind == CONTROL, rstrip=text not in _KEEPS_SPACE)
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))

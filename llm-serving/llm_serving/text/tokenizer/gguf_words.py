@@ -1,5 +1,6 @@
-"""The rules that split a text into words, by their names in GGUF files (`tokenizer.ggml.pre`). Each rule is the one in
-the models' own `tokenizer.json`."""
+"""The rules that split a text into words, by their names in GGUF files (`tokenizer.ggml.pre`). They are the rules of
+the models' own `tokenizer.json`.
+"""
 
 from __future__ import annotations
 

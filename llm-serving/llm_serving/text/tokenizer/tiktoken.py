@@ -20,8 +20,9 @@ _WORDS: Final = (
 )
 _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
-"""Maximum characters of a run of white space. Longer runs are split, because the regular expression keeps backtracking
-state for each character."""
+"""Maximum characters of a run of white space. Longer runs are split, because the regular expression keeps a state for
+each character.
+"""
 _SPACES: Final = re.compile(r"\s+")
 """Matches runs of any length. A pattern with a minimum length would scan a shorter run again from each position."""
 MAX_SPECIAL_TOKENS: Final = 2**16
@@ -96,6 +97,7 @@ class RankedPairs:
 
 class TiktokenVocabulary:
     """A tiktoken vocabulary with the ids of the tiktoken library. Special tokens are recognised in the text.
+
     `added_tokens`: tokens of `tokenizer_config.json`, by id. Raise ModelError if the ranks or the pattern are invalid.
     """
 

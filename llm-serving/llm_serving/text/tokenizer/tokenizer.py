@@ -31,9 +31,10 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. It executes no code of the folder except the chat template, in a confined
-    process. `decode` joins the tokens' bytes and decodes them as UTF-8, with U+FFFD for invalid parts. Raise ModelError
-    if the config contradicts itself or the vocabulary.
+    """The tokenizer of a model folder. It runs no code of the folder except the chat template, in a confined process.
+
+    `decode` joins the tokens' bytes and decodes them as UTF-8, with U+FFFD for invalid parts. Raise ModelError if the
+    config contradicts itself or the vocabulary.
 
     Args:
         config: Content of `tokenizer_config.json`.
@@ -73,7 +74,9 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
         """Load the tokenizer of a Hugging Face folder or a GGUF file, or from `vocab_file`, a tokenizer file or another
-        folder. Raise ModelError if no tokenizer is found, or it cannot be read.
+        folder.
+
+        Raise ModelError if no tokenizer is found, or if it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():
@@ -100,7 +103,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text without lone surrogates. Special tokens written in the text are recognised.
-        `add_special_tokens` adds the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
+
+        `add_special_tokens`: add the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
         """
         by_hand = self._add_bos is not None
         ids = self._vocabulary.encode(text, add_special_tokens and not by_hand)
@@ -112,9 +116,10 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
-        """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1. With
-        `max_tokens`, the longer text is cut first. Without a `tokenizer.json`, which specifies pairs, no special token
-        is added and all types are 0.
+        """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1.
+
+        With `max_tokens`, the longer text is cut first. Without a `tokenizer.json`, which specifies pairs, no special
+        token is added and all types are 0.
         """
         if isinstance(self._vocabulary, TokenizersVocabulary):
             return self._vocabulary.encode_pair(first, second, max_tokens)
@@ -131,7 +136,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, which may be part of a character; of a special token, its name."""
+        """Return the UTF-8 bytes of one token, perhaps of a part of a character; for a special token, its name."""
         table = self._vocabulary.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
@@ -159,14 +164,14 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """Return the prompt text of a conversation (see `Conversations`), to be encoded with
-        `add_special_tokens=False`. Raise RequestError if the model has no suitable chat template, or the template
-        rejects the messages.
+        """Return the prompt text of a conversation (see `Conversations`). Encode it with `add_special_tokens=False`.
+
+        Raise RequestError if the model has no suitable chat template, or if the template rejects the messages.
         """
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:
-        """Return the text of the chat template that conversations use; empty if there is none."""
+        """Return the text of the chat template that conversations use; empty: there is none."""
         return self._conversations.source(with_tools=with_tools)
 
     @cached_property
@@ -191,7 +196,7 @@ class Tokenizer:
         return self.special_token_ids.union(token_id for token_id in ids if token_id is not None)
 
     def delimiter_id(self, text: str) -> int | None:
-        """Return the id of a token in `delimiter_ids` by its text, else None."""
+        """Return the id of a token in `delimiter_ids` by its text; None: there is none."""
         token_id = self._vocabulary.token_id(text)
         return token_id if token_id in self.delimiter_ids else None
 
@@ -212,7 +217,7 @@ def _complete_text(data: bytes) -> str | None:
 
 
 def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | None:
-    """Return a warning if the tokenizer has tokens that are not in the model's vocabulary, such as image tokens."""
+    """Return a warning if the tokenizer has tokens that the model's vocabulary lacks, such as image tokens."""
     count = tokenizer.vocab_size - vocab_size
     if count <= 0:
         return None
@@ -224,7 +229,7 @@ def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | Non
 
 
 def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None:
-    """Check that a draft model has the model's tokens, because draft tokens are ids. Raise ModelError if not."""
+    """Raise ModelError unless a draft model has the same tokens as the model, because draft tokens are ids."""
     draft = Tokenizer.load(draft_model_path)
     rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"
     if draft.vocab_size != tokenizer.vocab_size:

@@ -35,7 +35,9 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with a sentinel in each special token outside roles, and the sentinel, "" if unused."""
+        """Return the messages with a sentinel in each special token outside roles, and the sentinel; "": none was
+        needed.
+        """
         sentinel = secrets.token_hex(16)
         changed = [
             {

@@ -48,7 +48,7 @@ class AddedToken:
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id. Malformed ones are omitted."""
+    """Return the tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id, without malformed ones."""
     tokens = config.get("added_tokens_decoder")
     added = {}
     for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
@@ -127,9 +127,9 @@ class TokenizersVocabulary:
     """A `tokenizer.json`, whose decoder must join the tokens' bytes.
 
     Args:
-        added_tokens: Tokens of `tokenizer_config.json` by id; some may be missing in the file.
+        added_tokens: Tokens of `tokenizer_config.json` by id. The file may lack some.
         special_texts: Texts that the config assigns to a use, such as `bos_token`. Those in the file become special.
-        content: Content to use instead of the file's; `path` is then only named in errors.
+        content: Content to use instead of the file's. `path` is then only named in errors.
     """
 
     adds_special_tokens = True
@@ -194,8 +194,9 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths to which two texts are cut, so that they have at most `most` tokens together. The longer text
-    is cut first, as by `longest_first` of the tokenizers library.
+    """Return the lengths to which two texts are cut, so that they have at most `most` tokens together.
+
+    The longer text is cut first, as by `longest_first` of the tokenizers library.
     """
     if most is None or first + second <= most:
         return first, second
@@ -264,7 +265,7 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; {} if the file does not exist. Raise ModelError if it is not valid."""
+    """Return a JSON object from a file; {}: the file does not exist. Raise ModelError if it is not valid."""
     if not path.exists():
         return {}
     try:
@@ -277,8 +278,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer config of a folder. Added tokens that it does not list are read from `added_tokens.json` and
-    `special_tokens_map.json`. Raise ModelError if a file cannot be read.
+    """Return the tokenizer config of a folder. Raise ModelError if a file cannot be read.
+
+    Added tokens that it does not list are read from `added_tokens.json` and `special_tokens_map.json`.
     """
     config = read_json(folder / CONFIG_FILE)
     if _lists_tokens(config):

@@ -21,14 +21,15 @@ _NAMES: Final[Mapping[str, str]] = {
     "mask_token": "[MASK]",
 }
 _MAX_WORD_CHARS: Final = 100
-"""Maximum characters of a word; a longer word becomes the unknown token."""
+"""Maximum characters of a word. A longer word becomes the unknown token."""
 
 
 def read_word_pieces(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.txt`. `config` is the content of `tokenizer_config.json`. Raise ModelError if a line
-    repeats a piece, or a special token of the config is missing.
+    """Read a `vocab.txt`. `config`: content of `tokenizer_config.json`.
+
+    Raise ModelError if a line repeats a piece, or if a special token of the config is missing.
     """
     try:
         text = read_limited(path).decode()
@@ -46,7 +47,7 @@ def word_pieces(
     added: Mapping[int, AddedToken] = MappingProxyType({}),
     special: Sequence[str] = (),
 ) -> TokenizersVocabulary:
-    """Return the vocabulary of `pieces`, in the order of their ids. Raise the same errors as `read_word_pieces`."""
+    """Return the vocabulary of `pieces`, in the order of their ids. Raise the errors of `read_word_pieces`."""
     vocab = {piece: number for number, piece in enumerate(pieces)}
     names = {**_NAMES, **special_texts(config)}
     missing = [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls: one module and one table row for each format."""
+"""Formats in which models write tool calls. Each format is one module and one row of a table."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ __all__ = ["TOOL_FORMATS", "Call", "Callee", "Delimiters", "Part", "Thought", "T
 @dataclass(frozen=True)
 class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
-    """Creates a parser of one answer from tool name -> JSON schema of its arguments."""
+    """Creates a parser of one answer. Argument: tool name -> JSON schema of its arguments."""
     rules: Callable[[Sequence[Callee], int | None, Delimiters], str]
     """Returns the grammar rules of calls. Arguments: tools, maximum number of calls or None, delimiter terms."""
     template_pattern: str
     """Regular expression that matches only chat templates of such models. The first matching format in the table is
-    used."""
+    used.
+    """
     special_tokens: bool = False
     """Whether the format's delimiters are special tokens, which detokenization normally skips."""
     id_chars: int = 24

@@ -1,4 +1,4 @@
-"""Code shared by the parsers of all tool formats: calls, the text around them, and their grammar rules.
+"""Code that the parsers of all tool formats share: calls, the text around them, and their grammar rules.
 
 The grammar rules of a format define `calls`, which matches one or several calls, and `free`, which matches text with or
 without calls. In `free`, a text that starts like a call must continue as a call. The rules refer to the grammar of the
@@ -18,7 +18,7 @@ from llm_serving.text.structured_output.grammars import WHITESPACES, literal
 MAX_CALL_CHARS: Final = 2**18
 """Maximum characters of a call. A longer text after an opening delimiter is not a call."""
 MAX_FALSE_OPENINGS: Final = 64
-"""After this number of opening delimiters without a call, the rest of an answer is text."""
+"""Number of opening delimiters without a call after which the rest of an answer is text."""
 
 COMMON: Final = r"""
 WS: /[ \n]{1,2}/
@@ -46,11 +46,11 @@ Part = str | Thought | Call
 
 
 class NotACallError(Exception):
-    """The text after an opening delimiter is not a call, so it remains text."""
+    """The text after an opening delimiter is not a call, so it stays text."""
 
 
 class Read(NamedTuple):
-    """Result of parsing the text after an opening delimiter. `end`: index after the calls."""
+    """The calls after an opening delimiter. `end`: index of the text after them."""
 
     calls: list[Call]
     end: int
@@ -62,7 +62,7 @@ class CallReader(Protocol):
     """Reads the calls after one opening delimiter."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Return the calls in `body`, which is all text after the opening so far; None if more text is needed.
+        """Return the calls in `body`, which is all text after the opening so far; None: more text is needed.
 
         `ended`: whether no more text follows. The result extends the one for a shorter `body`, and does not depend on
         how often `read` is called. Raise NotACallError if the text cannot become a call.
@@ -76,13 +76,17 @@ class ToolParser(Protocol):
         """Add a piece of text, and return the parts that later pieces cannot change."""
 
     def flush(self) -> list[Part]:
-        """Return the remaining parts at the end of the answer. `add` must not be called afterwards."""
+        """Return the remaining parts at the end of the answer. Do not call `add` after this."""
 
 
 class DelimitedCalls:
     """Parser of formats whose calls follow an opening delimiter. If no call follows, the text is returned unchanged.
-    White space between text and a call, and between calls, is dropped. `readers`: opening -> function that creates a
-    reader of the text after it. `begins_open`: whether the answer starts as if the first opening preceded it.
+
+    White space between text and a call, and between calls, is dropped.
+
+    Args:
+        readers: Opening delimiter -> function that creates a reader of the text after it.
+        begins_open: Whether the answer starts as if the first opening preceded it.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
@@ -90,9 +94,9 @@ class DelimitedCalls:
         self._openings = re.compile("|".join(map(re.escape, readers)))
         self._reader = next(iter(readers.values()))() if begins_open else None
         self._opened_by = ""
-        """Opening before `_text` while a reader is active; empty if the answer began open."""
+        """Opening before `_text` while a reader is active; empty: the answer began open."""
         self._text = ""
-        """Text that has not been returned yet, or is part of a call."""
+        """Text that was not returned yet, or is part of a call."""
         self._num_calls = self._num_chars = 0
         """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
         self._num_false = 0
@@ -207,7 +211,9 @@ class Callee:
 
 
 class Delimiters:
-    """Grammar terms for delimiters and white space in JSON. `special_id` returns the id of a special token, or None."""
+    """Grammar terms for delimiters, and for white space in JSON. `special_id`: returns the id of a special token, or
+    None.
+    """
 
     def __init__(
         self,
@@ -250,8 +256,9 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings. If
-    an answer must be a call, it uses the first opening.
+    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings.
+
+    If an answer must be a call, it uses the first opening.
     """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))

@@ -31,7 +31,7 @@ _KEY: Final = re.compile(r"[^\s:{}\[\],<\"']+")
 
 
 class _Source(PythonicSource):
-    """Reads one call, whose keys and strings have other delimiters than in JSON."""
+    """Reads one call. Its keys and strings have other delimiters than in JSON."""
 
     def calls(self) -> list[Call]:
         if not self._skip(HEAD):
@@ -78,8 +78,9 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of calls (see `base`): arguments in schema order, objects and lists as JSON. Of the
-    constraints on strings only `enum` and `const` are enforced.
+    """Return the grammar rules of calls (see `base`): arguments in schema order, objects and lists as JSON.
+
+    Only the constraints `enum` and `const` of strings are enforced.
     """
     rest = f"call {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"

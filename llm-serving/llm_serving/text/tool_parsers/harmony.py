@@ -46,8 +46,9 @@ _BETWEEN: Final = "\n\n"
 
 
 class HarmonyParser:
-    """Parses one answer incrementally. The result does not depend on how the answer is divided into pieces. Calls of
-    the tools in `names` are streamed; a call of another tool is returned once it is complete.
+    """Parses one answer incrementally. The result does not depend on how the answer is divided into pieces.
+
+    Calls of the tools in `names` are streamed. A call of another tool is returned when it is complete.
 
     Args:
         names: Names of the offered tools; None: calls are text.
@@ -60,7 +61,6 @@ class HarmonyParser:
         self._thinks = thinks
         self._step = self._body if in_thought else self._header
         self._text = ""
-        """Text that has not been returned yet."""
         self._kind: type[str] | type[Thought] = Thought if in_thought and thinks else str
         self._begun: set[type] = set()
         """Kinds of text (`str` or `Thought`) that have been returned."""
@@ -166,7 +166,7 @@ class HarmonyParser:
         return True
 
     def _close(self, end: int) -> None:
-        """Continue after the arguments of a call; text that follows is content."""
+        """Continue after the arguments of a call. Text that follows is content."""
         self._text, self._step = self._text[end:], self._body
         self._kind, self._is_new, self._drops_spaces = str, True, True
 

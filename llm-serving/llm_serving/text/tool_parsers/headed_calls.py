@@ -53,8 +53,9 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads one or several calls. White space between their parts is ignored. Calls of the tools in `names` are
-    streamed; a call of another tool is returned once it is complete.
+    """Reads one or several calls. White space between their parts is ignored.
+
+    Calls of the tools in `names` are streamed. A call of another tool is returned when it is complete.
     """
 
     layout: HeadedLayout
@@ -67,7 +68,7 @@ class HeadedReader:
     _written: StreamedCall | None = None
     _json: JsonEnd = field(default_factory=JsonEnd)
     _is_closed: bool = False
-    """Whether the calls have ended, so that later text is content."""
+    """Whether the calls have ended. Later text is content."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         try:
@@ -128,7 +129,7 @@ class HeadedReader:
         return True
 
     def _behind_tail(self, body: str, at: int, ended: bool) -> int | None:
-        """Return the index after the closing texts; None if more text is needed."""
+        """Return the index after the closing texts; None: more text is needed."""
         for delimiter in self.layout.tail:
             rest = body[at:].lstrip()
             if rest.startswith(delimiter):

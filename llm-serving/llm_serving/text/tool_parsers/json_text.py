@@ -1,4 +1,4 @@
-"""Incremental parsing of JSON, possibly invalid, that a model generates."""
+"""Incremental parsing of JSON that a model generates, which may be invalid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the value at `start`, or after white space there; None if the value is incomplete.
+        """Return the index after the value at `start`, or after white space there; None: the value is incomplete.
+
         Each `text` extends the previous one. Raise NotACallError if the text cannot become an object or array.
         """
         if not self._closing:
@@ -65,7 +66,9 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call that is streamed while its arguments, the object from index `start`, are generated, even if invalid."""
+    """A call that is returned while its arguments, the object from index `start`, are generated, even if they are
+    invalid.
+    """
 
     def __init__(self, name: str, start: int, call_id: str = "") -> None:
         self._name = name
@@ -104,7 +107,9 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """Return the call in an object with a name and `arguments` or `parameters`, else raise NotACallError."""
+    """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError
+    for another object.
+    """
     if not isinstance(value, dict) or not is_name(name := value.get("name")):
         raise NotACallError
     given = value.get("arguments", value.get("parameters", {}))

@@ -44,7 +44,7 @@ class _Reader:
         self._written: StreamedCall | None = None
         self._end = JsonEnd()
         self._head: tuple[str | None, int] | None = None
-        """Name before the arguments, if any, and the index of the JSON."""
+        """(name before the arguments or None, index of the JSON); None: not read yet."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         if self._head is None:
@@ -84,7 +84,7 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser. A call of an unknown tool is returned only when it is complete."""
+    """Return a parser. A call of an unknown tool is returned when it is complete."""
     return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 

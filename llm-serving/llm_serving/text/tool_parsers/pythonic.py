@@ -68,8 +68,9 @@ OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_l
 
 
 class PythonicReader:
-    """Reads calls up to a closing text. `calls` returns the calls in a text, or raises IncompleteError if the text
-    ends within one.
+    """Reads calls up to a closing text.
+
+    `calls`: returns the calls in a text, or raises IncompleteError if the text ends within a call.
     """
 
     def __init__(self, closing: str, calls: Callable[[str], list[Call]]) -> None:
@@ -253,8 +254,9 @@ def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
 
 
 def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
-    """Return the rules of a call with arguments in schema order. The rule `first{k}` matches the arguments from the
-    k-th on, and `more{k}` matches a separator and these arguments.
+    """Return the rules of a call with arguments in schema order.
+
+    The rule `first{k}` matches the arguments from the k-th on; `more{k}` matches a separator and these arguments.
 
     Args:
         texts: Text before the arguments, between a name and its value, between two arguments, and after them.

@@ -61,7 +61,7 @@ _SPACES: Final = re.compile(r"\s*")
 
 
 class _Reader:
-    """Reads the calls after one opening delimiter. `in_call`: whether the delimiter opens one call, not a section."""
+    """Reads the calls after one opening delimiter. `in_call`: whether it opens one call, not a section."""
 
     def __init__(self, layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
         self._layout = layout
@@ -142,8 +142,9 @@ class _Reader:
         return False
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return which of `delimiters` follows after white space, and skip it if `skip`. Return "" if more text is
-        needed. Raise NotACallError if none follows.
+        """Return which of `delimiters` follows after white space, and skip it if `skip`; "": more text is needed.
+
+        Raise NotACallError if none follows.
         """
         at = _end_of_spaces(body, self._at)
         if skip:
@@ -157,7 +158,7 @@ class _Reader:
         return ""
 
     def _text_before(self, body: str, delimiter: str) -> str | None:
-        """Return the name before `delimiter`, and skip both; None if the name is incomplete."""
+        """Return the name before `delimiter`, and skip both; None: the name is incomplete."""
         name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(delimiter)].partition(delimiter)
         if not found:
             if len(name) > MAX_NAME_CHARS or "<" in name:
@@ -176,7 +177,7 @@ def _end_of_spaces(text: str, start: int) -> int:
 
 
 def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
+    """Return a parser. It needs the schemas to tell numbers from texts that look like numbers."""
     readers = {
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
         layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening of the section

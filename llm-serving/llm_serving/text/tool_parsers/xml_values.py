@@ -39,7 +39,7 @@ def typed_value(text: str, schema: Any) -> Any:
 
 
 def _kinds_of_any(schema: Any) -> set[str]:
-    """Return the JSON types that a schema or its alternatives allow; empty if unspecified."""
+    """Return the JSON types that a schema or its alternatives allow; empty: unspecified."""
     about = schema if isinstance(schema, dict) else {}
     listed = about.get("anyOf", about.get("oneOf"))
     kinds = [_kinds(each) for each in (listed if isinstance(listed, list) else [about])]
@@ -73,8 +73,9 @@ def unquoted_rule(closing: str) -> str:
 
 
 def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, whitespace: str) -> str | None:
-    """Return the grammar term for a call's arguments in schema order; None if the schema has no properties. Of the
-    constraints on strings only `enum` and `const` are enforced.
+    """Return the grammar term for a call's arguments in schema order; None: the schema has no properties.
+
+    Only the constraints `enum` and `const` of strings are enforced.
 
     Args:
         opening: Returns the term before the value of the argument with this name.
