@@ -86,8 +86,8 @@ class RequestError(LLMServingError):
 
     Args:
         field: Name of the field as the client wrote it.
-        rule: The rule, phrased to follow the name: "must be >= 1".
-        value: The given value, which the message shows shortened; omitted if it would repeat a client's text.
+        rule: The rule, as a text that follows the name: "must be >= 1".
+        value: The given value, which the message shows shortened. Omit it if it would repeat a client's text.
     """
 
     http_status: ClassVar[int] = 400

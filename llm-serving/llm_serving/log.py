@@ -38,7 +38,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 logged_model: ContextVar[str] = ContextVar("logged_model", default="")
-"""Name of the model that log lines are about; empty if the server has only one model. It is set for each thread and
+"""Name of the model that log lines are about; empty: the server has only one model. It is set for each thread and
 request.
 """
 
@@ -53,8 +53,8 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines to standard error, labelled with the name of the process. A later call replaces the
-    settings of an earlier one.
+    """Send the package's log lines to standard error, with the name of the process. A later call replaces an earlier
+    one.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
@@ -68,8 +68,9 @@ def configure_logging(level: str = "INFO", process: str = "master") -> None:
 
 class RotatingFile(logging.handlers.RotatingFileHandler):
     """Log files `path`, `path.1`, ...: at most `num_files` files of at most `max_bytes` each. The latest lines are in
-    `path`. Unlike other handlers, it raises errors instead of printing them. Raise OSError if the file cannot be
-    opened.
+    `path`.
+
+    Unlike other handlers, it raises errors instead of printing them. Raise OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:

@@ -77,8 +77,8 @@ def open_checked(config: ServingConfig, reserved_bytes: int) -> OpenedModel:
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError, also if a file cannot be
-    used.
+    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError, also if a
+    file cannot be used.
     """
     if config.models:
         raise ConfigError(
@@ -158,14 +158,14 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
 
 
 def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:
-    """Send all adapters to a WorkAgent. Adapters that are loaded later are sent by other threads."""
+    """Send all adapters to a WorkAgent. Other threads send adapters that are loaded later."""
     for number, folder in adapters.folders.items():
         executor.set_adapter(number, folder)
 
 
 class ServedFiles:
-    """The configuration with the model folder that WorkAgents load, and the check that all WorkAgents read the same
-    files.
+    """The configuration with the model folder that WorkAgents load, and the check that all of them
+    read the same files.
     """
 
     def __init__(self, config: ServingConfig) -> None:

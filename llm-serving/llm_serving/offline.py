@@ -41,9 +41,7 @@ class LLM:
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        """Load the model of a configuration; `serving_config` has no effect. Raise ConfigError if the model cannot be
-        used.
-        """
+        """Load the model of a configuration; `serving_config` has no effect. Raise ConfigError if it cannot be used."""
         assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
             rule = "must be 1, because a single process computes"
@@ -99,9 +97,11 @@ class LLM:
         """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
         order, with the whole text and all tokens.
 
-        `sampling`: one for all prompts, or one for each. `priorities`: one for each prompt; smaller runs first.
-        `adapter`: name of the adapter that answers; empty: the base model does. Raise RequestError if a request can
-        never be served; then no request is started.
+        Raise RequestError if a request can never be served; then no request is started.
+
+        Args:
+            sampling: One for all prompts, or one for each.
+            priorities: One for each prompt; smaller runs first.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities, adapter=adapter):
@@ -116,7 +116,7 @@ class LLM:
         priorities: Sequence[int] | None = None,
         adapter: str = "",
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) as soon as a piece
+        """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) when a piece
         arrives.
         """
         if isinstance(sampling, SamplingParams):
@@ -130,9 +130,8 @@ class LLM:
         """Return an embedding for each prompt, before normalization, float32 [hidden size]; for a reranker, the score
         before the sigmoid, [1].
 
-        A model without pooling returns the last hidden state of the last token, which is the input of the LM head.
-        Raise RequestError if a prompt cannot be served, before any prompt starts. Raise WorkerError if the computation
-        fails.
+        A model without pooling returns the hidden state of the last token, which is the input of the LM head. Raise
+        RequestError if a prompt cannot be served, before any prompt starts, WorkerError if the computation fails.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}

@@ -47,8 +47,7 @@ class CommandFlag(NamedTuple):
 
 
 class RefusedFlag(NamedTuple):
-    """A flag of other servers. It is refused unless its value is in `accepted`: the values that match this server's
-    behavior."""
+    """A flag of other servers. It is refused unless its value is in `accepted`, the values that match this server."""
 
     name: str
     instead: str
@@ -152,7 +151,9 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the API key of the environment in the form of `--set`; empty if the configuration already has API keys."""
+    """Return the API key of the environment in the form of `--set`; empty: the configuration has API keys, or there is
+    none.
+    """
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 
@@ -223,7 +224,9 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration, and add flags and environment to `arguments.overrides`. Raise ConfigError if invalid."""
+    """Load the configuration, and add flags and environment to `arguments.overrides`. Raise ConfigError if it is
+    invalid.
+    """
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
     if added := overrides_of_environment(config):
@@ -252,13 +255,15 @@ def seed(written: str) -> int:
 
 
 def say(text: str) -> None:
-    """Print a message to standard error, because standard output is for results that programs read."""
+    """Print a message to standard error, because programs read results from standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless the signal is ignored (nohup). Main thread only."""
+    """Return a context that raises KeyboardInterrupt on SIGTERM and SIGHUP, unless ignored (nohup).
+    Main thread only.
+    """
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:

@@ -1,6 +1,6 @@
 """`llm-serving chat`: a conversation with a running server in the terminal, over its OpenAI route.
 
-Ctrl-C ends the response that is being written, not the program; Ctrl-D or /quit ends the program.
+Ctrl-C ends the response that is being written, not the program. Ctrl-D or /quit ends the program.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message and yield the answer as it arrives. `messages` gets both unless the answer is empty.
+        """Send a message and yield the answer as it arrives. `messages` gets both, unless the answer is empty.
 
-        Raise ServerRefusal if the server answers with an error, and UnavailableError if the connection fails.
+        Raise ServerRefusal if the server answers with an error, UnavailableError if the connection fails.
         """
         asked = {"role": "user", "content": text}
         answer: list[str] = []
@@ -93,7 +93,7 @@ class ChatClient:
                 self.messages += [asked, {"role": "assistant", "content": "".join(answer)}]
 
     def remove_last_turn(self) -> str | None:
-        """Remove the last message and its answer, and return the message; None if there is none."""
+        """Remove the last message and its answer. Return the message; None: there is none."""
         if not self.messages:
             return None
         text = self.messages[-2]["content"]
@@ -101,7 +101,7 @@ class ChatClient:
         return text
 
     def served_models(self) -> list[str]:
-        """Return the names of the served models. Raise the same errors as `say`."""
+        """Return the names of the served models. Raise the errors of `say`."""
         with self._open("/v1/models") as response:
             try:
                 return [str(card["id"]) for card in json.loads(response.read())["data"]]
@@ -147,7 +147,7 @@ def _piece(data: bytes) -> Piece:
 
 
 _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control character -> its replacement. In a model's output they could move the cursor or change colours."""
+"""Control character -> its replacement. In a model's output it could move the cursor or change colours."""
 
 
 class Command(NamedTuple):
@@ -160,7 +160,7 @@ class Command(NamedTuple):
 
 
 class Chat:
-    """The terminal side of a conversation. `read` shows a prompt and returns a line. It raises EOFError at the end."""
+    """The terminal side of a conversation. `read`: shows a prompt and returns a line, or raises EOFError at the end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Start a server in the background, wait until it is ready, and stop it later."""
+"""Starts a server in the background, waits until it is ready, and stops it later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
     pid: int
     create_time: float
-    """Start time of the process in seconds since the epoch. It distinguishes a later process with the same pid."""
+    """Start time of the process in seconds since the epoch. It tells the process from a later one with the same pid."""
     host: str
     port: int
     log: str
@@ -81,7 +81,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
 def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> Path:
     """Start `llm-serving serve` in the background, wait until it is ready, and return its log file.
 
-    Raise ConfigError if the port is in use or `run_dir` cannot be written, and StartError if the server exits.
+    Raise ConfigError if the port is in use or `run_dir` cannot be written, StartError if the server exits.
     """
     host, port = config.serving.server_ip, config.serving.server_port
     if port == 0:
@@ -109,7 +109,9 @@ def _check_none_runs(folder: Path, port: int) -> None:
 
 @contextlib.contextmanager
 def _starting(folder: Path, port: int) -> Iterator[None]:
-    """Lock the folder while a server starts, so that two commands cannot start servers on one port at the same time."""
+    """Return a context that locks the folder, so that two commands cannot start servers on one port
+    at the same time.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,9 +238,8 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents are ready, except abandoned ones, and a description.
-
-    The description is empty if the server does not respond.
+    """Return whether all WorkAgents are ready, except abandoned ones, and a description; empty: the server does not
+    respond.
     """
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
@@ -257,7 +258,7 @@ def _health(record: ServerRecord) -> tuple[bool, str]:
 
 
 def _end(process: psutil.Process, timeout_s: float) -> None:
-    """Terminate the server and its WorkAgents. Kill the processes that remain after `timeout_s`."""
+    """Terminate the server and its WorkAgents. After `timeout_s`, kill the processes that remain."""
     with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself at any moment
         family = [process, *process.children(recursive=True)]
         process.terminate()

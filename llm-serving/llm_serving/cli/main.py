@@ -176,7 +176,7 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def _describe(parser: argparse.ArgumentParser) -> None:
-    """Start the help of each subcommand with the description from the list of subcommands."""
+    """Start the help of each subcommand with its description in the list of subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:

@@ -1,4 +1,4 @@
-"""Create an output folder that is either complete or absent."""
+"""Creates an output folder that is either complete or absent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption.
+    """Yield a temporary folder. Rename it to the target at the end, or remove it on failure or interruption.
 
-    Raise ConfigError if the disk has less than `num_bytes` free, or a file cannot be written.
+    Raise ConfigError if the disk has less than `num_bytes` free, or if a file cannot be written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():
@@ -48,7 +48,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and other small files of a model. `source` is its folder, or a file in the folder."""
+    """Copy the tokenizer and other small files of a model. `source`: its folder, or a file in the folder."""
     beside = source if source.is_dir() else source.parent
     sizes = {path.name: path.stat().st_size for path in beside.iterdir() if path.is_file()}
     for name in small_files(sizes):

@@ -61,9 +61,12 @@ FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
     """Quantize a model. The target folder appears only when it is complete.
 
-    Raise ConfigError if the source is already quantized, the group size does not divide its columns, the target exists,
-    or the disk is too small. `name` is one of `FORMATS`. `group_size` is the number of columns that share a scale of 4
-    bits; None: `DEFAULT_GROUP_SIZE`.
+    Raise ConfigError if the source is quantized already, the group size does not divide its columns, the target exists,
+    or the disk is too small.
+
+    Args:
+        name: One of `FORMATS`.
+        group_size: Columns that share a scale in 4 bits; None: `DEFAULT_GROUP_SIZE`.
     """
     check_absent(target)
     form = FORMATS[name]
@@ -121,8 +124,7 @@ def _tensors(
 
 
 class _Parts:
-    """The tensors of one quantized weight. The weight is quantized when the first tensor is read, and freed after the
-    last."""
+    """The tensors of one quantized weight. It is quantized when the first is read, and freed after the last."""
 
     def __init__(
         self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None

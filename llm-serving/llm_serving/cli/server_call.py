@@ -27,8 +27,10 @@ def opened(
 ) -> Iterator[HTTPResponse]:
     """Send a request and yield the response. Without `method`, it is POST if there is a `body`, else GET.
 
-    Raise ConfigError if the URL or the key is invalid, ServerRefusal for an error status, and UnavailableError if the
-    connection fails.
+    Raises:
+        ConfigError: The URL or the key is invalid.
+        ServerRefusal: The status is an error.
+        UnavailableError: The connection fails.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://. Given: {url}")

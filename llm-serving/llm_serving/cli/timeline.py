@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
-    """Write the response of `GET /v1/timeline` to a file, and return the number of its events.
+    """Write the response of `GET /v1/timeline` to a file. Return the number of its events.
 
-    Raise LLMServingError if the server refuses or sends no trace, and ConfigError if the file cannot be written.
+    Raise LLMServingError if the server refuses or sends no trace, ConfigError if the file cannot be written.
     """
     query = "" if num_steps is None else f"?steps={num_steps}"
     with opened(url, f"/v1/timeline{query}", key) as answer:

@@ -1,4 +1,4 @@
-"""Models given by name, from Hugging Face or ModelScope. The network is used only for such models."""
+"""Models given by name, from Hugging Face or ModelScope. Only such models use the network."""
 
 from llm_serving.hub.base import NAME_FORM, is_revision, why_not_a_name
 from llm_serving.hub.find import HUBS, HubModel, cached_models, download, locate

@@ -71,7 +71,7 @@ class Hub(Protocol):
         """Return the number of bytes of these files that interrupted downloads have left on disk."""
 
     def settle(self, listing: Listing) -> None:
-        """Record in the cache which commit a branch or tag has. Called when the download is complete."""
+        """Record in the cache which commit a branch or tag has. Call this when the download is complete."""
 
 
 def is_offline() -> bool:
@@ -104,7 +104,7 @@ def huggingface_model(name: str) -> Path:
 
 
 def huggingface_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision, possibly incomplete; None if it is not cached."""
+    """Return the cache folder of a revision, possibly incomplete; None: it is not cached."""
     model = huggingface_model(name)
     commit = revision
     if not _COMMIT.fullmatch(revision):
@@ -119,7 +119,7 @@ def huggingface_snapshot(name: str, revision: str) -> Path | None:
 
 
 def modelscope_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision, possibly incomplete; None if it is not cached."""
+    """Return the cache folder of a revision, possibly incomplete; None: it is not cached."""
     cache = modelscope_cache()
     owner, _, model = name.partition("/")
     older = Path(owner) / model.replace(".", "___")
@@ -130,7 +130,7 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why a path, which does not exist in `folders`, is no name of a model on a hub; None if it can be one."""
+    """Return why a path, which does not exist in `folders`, is no name of a model on a hub; None: it can be one."""
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
@@ -149,7 +149,7 @@ def is_revision(text: str) -> bool:
 
 
 class DownloadProgress(tqdm):
-    """A tqdm bar that is always shown. It writes one line per update if the output is not a terminal."""
+    """A tqdm bar that is always shown. If the output is not a terminal, it writes one line per update."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop("name", None)  # an argument that only the progress bar of huggingface_hub takes
@@ -190,10 +190,10 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """Return the safetensors files to download, in order; empty if the weights are in other formats.
+    """Return the safetensors files to download, in order; empty: the weights are in other formats.
 
-    `index` is the path of the index file. If the hub has several sets of weight files, the index selects one. Raise
-    ModelError if the index is invalid.
+    If the hub has several sets of weight files, the index file `index` selects one. Raise ModelError if the index is
+    invalid.
     """
     if INDEX_NAME in names:
         return indexed_names(index)

@@ -1,4 +1,4 @@
-"""Finding a model by name in the local caches, and downloading it."""
+"""Finds a model by name in the local caches, or downloads it."""
 
 from __future__ import annotations
 

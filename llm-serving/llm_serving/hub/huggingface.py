@@ -1,7 +1,7 @@
 """The Hugging Face hub and its mirrors, with the cache that other programs share.
 
-Downloads of the `huggingface_hub` package restart interrupted files. So this module resumes downloads itself: partial
-files stay in the cache until they are complete.
+The package `huggingface_hub` downloads interrupted files again from the start. So this module resumes downloads itself:
+partial files stay in the cache until they are complete.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _library() -> Any:
 
 @contextmanager
 def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
-    """Yield the partial file, locked against other processes; None if another process has completed it."""
+    """Yield the partial file, locked against other processes; None: another process has completed it."""
     while True:
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

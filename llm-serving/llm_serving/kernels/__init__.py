@@ -1,1 +1,1 @@
-"""The CPU operator library (csrc/): how it is compiled and loaded, and what its kernels must compute, in NumPy."""
+"""The CPU operator library (csrc/): how it is compiled and loaded, and, in NumPy, what its kernels must compute."""

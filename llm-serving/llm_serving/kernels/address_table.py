@@ -28,8 +28,8 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], with a row for each array. The address of
-    the table never changes.
+    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], one row for each array. Its address never
+    changes.
     """
 
     def __init__(self, num_parameters: int) -> None:

@@ -1,9 +1,9 @@
-"""Find or compile the operator library and the kernels of each instruction set (csrc/).
+"""Finds or compiles the operator library and the kernels of each instruction set (csrc/).
 
 The library and each set of kernels are files in a cache folder, built once for a version of the sources, a compiler and
 its flags. Only the kernels that this CPU needs are built, so several machines may share the folder.
 
-    python -m llm_serving.kernels.compiler          # compiles what is missing; needs Python's standard library alone
+    python -m llm_serving.kernels.compiler          # compiles what is missing; needs only Python's standard library
     python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines and for tests
 
 Environment:
@@ -63,7 +63,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Return the C++ compiler to build with. Raise KernelError if there is none, or it does not run."""
+    """Return the C++ compiler to build with. Raise KernelError if there is none, or if it does not run."""
     configured = os.environ.get("CXX")
     candidates = [configured] if configured else ["g++", "c++", "clang++"]
     path = next((found for name in candidates if (found := shutil.which(name))), None)
@@ -81,10 +81,11 @@ Progress = Callable[[str], None]
 
 
 def library_path(on_progress: Progress | None = None) -> Path:
-    """Return the path of the library for these sources; build it and this CPU's kernels first if they are missing.
+    """Return the path of the library for these sources. If it or this CPU's kernels are missing, build them first.
+
     Without a compiler, use a library that was built earlier from the same sources, for any instruction sets. Report the
     progress to `on_progress`, or log it. Raise KernelError if there is no compiler and no library, no writable folder,
-    or a source does not compile.
+    or if a source does not compile.
     """
     try:
         return _built(preferred_isas()[:1], on_progress)[0]
@@ -93,7 +94,7 @@ def library_path(on_progress: Progress | None = None) -> Path:
 
 
 def kernels_path(isa: str, on_progress: Progress | None = None) -> Path:
-    """Return the path of the kernels of an instruction set. Arguments and errors as for `library_path`."""
+    """Return the path of the kernels of an instruction set. Arguments and errors are those of `library_path`."""
     return _built([isa], on_progress)[1]
 
 
@@ -178,8 +179,10 @@ def _digest(*parts: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
-    """Hold a file lock, which the system releases if this process dies. Yield a function that reports progress to the
-    user, and to the processes that wait for the lock.
+    """Yield, while a file is locked, a function that reports progress to the user and to processes that wait for the
+    lock.
+
+    The system unlocks the file if this process dies.
     """
     with path.open("a+") as file:
         started = time.monotonic()
@@ -207,8 +210,11 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources in parallel and move the parts into place atomically. `targets`: part (`_LIBRARY`, or kernels
-    of an instruction set) -> path, all in one folder. `library`: the library, if it is not a target.
+    """Compile the sources in parallel and move the parts into place atomically.
+
+    Args:
+        targets: Part (`_LIBRARY`, or kernels of an instruction set) -> path, all in one folder.
+        library: The library, if it is not a target.
     """
     started = time.monotonic()
     logger.info("compiling the operator library with %s (once)", compiler.version)

@@ -72,14 +72,15 @@ def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, 
 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
-    """Return sums of products [M, N], rounded to float32 once. `max_norm` guarantees that they fit into 32 bits."""
+    """Return sums of products [M, N], rounded to float32 once. With `max_norm`, they fit into 32 bits."""
     assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 
 
 def _sum_of_squares(values: Singles) -> Singles:
-    """Sum the squares of each row in the order of the kernel: lane j of 16 adds every sixteenth input from j on; then
-    lanes j and j + 8 are added, then j and j + 4, + 2 and + 1.
+    """Sum the squares of each row in the order of the kernel.
+
+    Lane j of 16 adds every sixteenth input from j on; then lanes j and j + 8 are added, then j and j + 4, + 2 and + 1.
     """
     lanes = np.zeros((len(values), _LANES), np.float32)
     for first in range(0, values.shape[1], _LANES):

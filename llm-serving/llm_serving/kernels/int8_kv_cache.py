@@ -25,8 +25,10 @@ MAX_WEIGHT = np.float32(65535)
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Quantize rows [T, num_heads*D]. Return quantized values [T, num_heads, D] in -127..127, and scales
-    [T, num_heads]. A head with infinity or NaN gets zeros and a scale of NaN.
+    """Quantize rows [T, num_heads*D]. Return quantized values [T, num_heads, D] in -127..127, and scales [T,
+    num_heads].
+
+    A head with infinity or NaN gets zeros and a scale of NaN.
     """
     qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
@@ -35,11 +37,11 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
 def quantize_rotated_heads(
     x: Floats, num_heads: int, offset: Singles | None = None
 ) -> tuple[NDArray[np.int8], Singles]:
-    """Rotate queries or keys, then quantize them as `quantize_heads` does. With keys, subtract `offset` [num_heads*D]
+    """Rotate queries or keys, then quantize them as `quantize_heads` does. Of keys, subtract `offset` [num_heads*D]
     first.
 
     The scales of keys are those of the rotated numbers. The scales of queries are divided by the block size of the
-    rotation, because the product of two rotated rows is so many times larger.
+    rotation, because the product of two rotated rows is larger by that factor.
     """
     values = x.astype(np.float32)
     if offset is not None:

@@ -1,10 +1,11 @@
-"""Load and control the operator library (csrc/), which MindSpore's operator plugin calls on a CPU.
+"""Loads and controls the operator library (csrc/), which MindSpore's operator plugin calls on a CPU.
 
 Environment:
     LLM_SERVING_ISA: Instruction set to use instead of the best one: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni,
-        avx2 or plain. Its kernels are compiled if they are missing.
-    LLM_SERVING_THREADS: Threads of the kernels, at most as many as the system grants. Default: all that the process
-        may use.
+        avx2 or
+        plain. Its kernels are compiled if they are missing.
+    LLM_SERVING_THREADS: Threads of the kernels, at most as many as the system grants. Default: all that the process may
+        use.
 """
 
 from __future__ import annotations
@@ -129,8 +130,10 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of an instruction set's kernels. The library must be loaded before. Return None if the
-    operating system does not permit the instruction set. Raise KernelError if its kernels cannot be built or loaded.
+    """Return the address of an instruction set's kernels; None: the operating system does not permit the instruction
+    set.
+
+    Load the library before. Raise KernelError if the kernels cannot be built or loaded.
     """
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
@@ -147,7 +150,9 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Compute with another instruction set inside the context. Its kernels are compiled first if they are missing.
+    """Return a context that computes with another instruction set, whose kernels are compiled first if they are
+    missing.
+
     "amx_emulated" (slow, needs AVX-512) and "avx_vnni_evex" (needs AVX-512 VNNI) exist for tests. Raise KernelError if
     the name is unknown, this CPU cannot run it, or its kernels cannot be built.
     """
@@ -165,7 +170,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Compute with another number of threads inside the context."""
+    """Return a context that computes with another number of threads."""
     library = load()
     before = library.llm_num_threads()
     library.llm_set_num_threads(count)
@@ -185,7 +190,7 @@ class OperatorTime(NamedTuple):
 
 @contextmanager
 def profiling() -> Iterator[None]:
-    """Measure the time of every operator called inside the context, for `operator_times`."""
+    """Return a context in which the time of every operator is measured, for `operator_times`."""
     load().llm_set_profiling(1)
     try:
         yield
@@ -194,9 +199,7 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Return the time of each operator in the profiled context, longest first. The time of an operator does not include
-    the operators that it calls.
-    """
+    """Return the time of each operator in the profiled context, longest first, without the operators that it calls."""
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
     times: dict[str, OperatorTime] = {}
     index = 0
@@ -209,8 +212,9 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done. The
-    kernels wait until it returns. This replaces an earlier callback.
+    """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done.
+
+    The kernels wait until it returns. A later call replaces the callback.
     """
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())

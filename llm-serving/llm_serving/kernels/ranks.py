@@ -15,19 +15,23 @@ from llm_serving.kernels import library
 Array = NDArray[Any]
 
 JOIN_S: Final = 3600.0
-"""Seconds in which all ranks must join and load their weights. The master ends ranks that wait longer."""
+"""Seconds in which all ranks must join and load their weights."""
 
 
 class Ranks:
-    """One of several processes (ranks) that compute the same step at the same time. Methods raise RankLostError if
-    another rank has ended or computes another step. After an error the object cannot be used again, because the partial
-    sums of one step could be added to those of another.
+    """One of several processes (ranks) that compute the same step at the same time.
+
+    Methods raise RankLostError if another rank has ended or computes another step. After an error, do not use the
+    object again:
+    the partial sums of one step could be added to those of another.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Join and wait for the other ranks. Raise RankLostError if a rank is missing. `fd`: the memory that all ranks
-        have inherited, of `memory_bytes(count)`. `timeout_s`: seconds until all ranks must have joined, and until all
-        must have loaded.
+        """Join and wait for the other ranks. Raise RankLostError if a rank is missing.
+
+        Args:
+            fd: Memory of `memory_bytes(count)` that all ranks have inherited.
+            timeout_s: Seconds until all ranks must have joined, and until all must have loaded.
         """
         self.rank, self.count = rank, count
         self._library = library.load()
@@ -62,8 +66,9 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks, [S, width]. `rows`: the columns of this rank, [S, columns]. The numbers of
-        columns of the ranks differ by at most one.
+        """Return the columns of all ranks, [S, width]. `rows`: the columns of this rank, [S, columns].
+
+        The numbers of columns of the ranks differ by at most one.
         """
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count
@@ -73,8 +78,8 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send these integers to the other ranks. Return those of all ranks, in rank order. All ranks must send equally
-        many.
+        """Send these integers to the other ranks. Return those of all ranks, in rank order. All
+        must send equally many.
         """
         mine = np.array(numbers, np.int64)
         every = np.empty((self.count, len(mine)), np.int64)

@@ -25,8 +25,10 @@ def linear(x: Floats, weight: Floats) -> Doubles:
 
 
 def lora(x: Floats, weight: Floats, a: Floats, b: Floats, rounded: Callable[[Doubles], Floats]) -> Doubles:
-    """x weight^T + rounded(x A^T) B^T of rows of one adapter (E. Hu et al., LoRA, 2021): [M, K], [N, K], [R, K], [N, R]
-    -> [M, N]; `rounded` rounds to the model dtype.
+    """x weight^T + rounded(x A^T) B^T of rows with one adapter (E. Hu et al., LoRA, 2021): [M, K], [N, K], [R, K], [N,
+    R] -> [M, N].
+
+    `rounded`: rounds to the model dtype.
     """
     return linear(x, weight) + linear(rounded(linear(x, a)), b)
 
@@ -38,8 +40,9 @@ def embedding(token_ids: Integers, table: Floats) -> Doubles:
 
 
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
-    """[T, H], [G] -> [T, H]. Each G consecutive columns of a row are normalised together, and G divides H (B. Zhang and
-    R. Sennrich, Root Mean Square Layer Normalization, 2019).
+    """[T, H], [G] -> [T, H] (B. Zhang and R. Sennrich, Root Mean Square Layer Normalization, 2019).
+
+    Each G consecutive columns of a row are normalised together; G divides H.
     """
     values = _double(x).reshape(len(x), -1, len(gamma))
     normed: Doubles = values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True) + eps) * _double(gamma)
@@ -47,8 +50,9 @@ def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
 
 
 def rotary(x: Floats, cos: Floats, sin: Floats) -> Doubles:
-    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2 (J. Su et al., RoFormer,
-    2021, in the rotate-half convention of Llama checkpoints).
+    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2.
+
+    Source: J. Su et al., RoFormer, 2021, in the rotate-half convention of Llama checkpoints.
     """
     head_dim = cos.shape[1]
     heads = _double(x).reshape(len(x), -1, head_dim)
@@ -215,8 +219,8 @@ def _repeated_heads(x: Floats, count: int, heads: int) -> Doubles:
 
 
 def matrices_of_states(states: Floats, width: int) -> Doubles:
-    """Return states in the layout of `network.states` as matrices: [slots, heads, blocks * rows, LANES] ->
-    [slots, heads, rows, width].
+    """Return states in the layout of `network.states` as matrices: [slots, heads, blocks * rows, LANES] -> [slots,
+    heads, rows, width].
     """
     slots, heads, _, lanes = states.shape
     blocks = _double(states).reshape(slots, heads, -(-width // lanes), -1, lanes)
@@ -271,7 +275,7 @@ def route(
 def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Doubles, Integers]:
     """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k].
 
-    `top_k` times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
+    Again and again, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
     softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
     """
     left, rows = _double(logits).copy(), np.arange(len(logits))
@@ -388,15 +392,16 @@ def attention(
 
 
 def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
-    """Score keys for one row: the sum over heads of weight * relu(q * key) (DeepSeek-V3.2, 2025). q [heads, D], weights
-    [heads], keys [n, D] -> [n].
+    """Score keys for one row: the sum over heads of weight * relu(q * key) (DeepSeek-V3.2, 2025).
+
+    q [heads, D], weights [heads], keys [n, D] -> [n].
     """
     scores: Doubles = _double(weights) @ np.maximum(_double(q) @ _double(keys).T, 0)
     return scores
 
 
 def largest_positions(scores: Floats, top_k: int) -> Integers:
-    """Return the ascending positions of the `top_k` largest scores, of equal ones the first; -1 if there are fewer."""
+    """Return the ascending positions of the `top_k` largest scores, of equal ones the first; -1 for missing ones."""
     chosen = np.sort(np.argsort(-scores, kind="stable")[:top_k])
     return np.concatenate([chosen, np.full(top_k - len(chosen), -1)])
 

@@ -22,7 +22,7 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 def block_of(size: int) -> int:
     """Return the block size of the rotation for rows of `size` numbers: the largest power of two up to `MAX_BLOCK` that
-    divides `size`. If it is below `MIN_BLOCK`, return 1: the row is not rotated.
+    divides `size`; 1, no rotation, if that is below `MIN_BLOCK`.
     """
     block = min(size & -size, MAX_BLOCK)
     return block if block >= MIN_BLOCK else 1

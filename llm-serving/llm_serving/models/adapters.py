@@ -1,4 +1,4 @@
-"""Check that a model can use an adapter."""
+"""Checks that a model can use an adapter."""
 
 from __future__ import annotations
 

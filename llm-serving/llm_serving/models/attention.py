@@ -17,18 +17,18 @@ from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""
 MAX_WIDTH: Final = 2**20
-"""Maximum number of elements of a row of all heads together, and maximum intermediate size of shared experts."""
+"""Maximum number of elements of all heads of a row together, and maximum intermediate size of shared experts."""
 HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
-"""Usual names of the norms of queries and keys."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 HeadNorm = Callable[[Value, str, list[int]], Value]
-"""Function of (queries or keys, tensor name prefix, column order in the checkpoint) that returns normalised heads."""
+"""(queries or keys, tensor name prefix, column order in the checkpoint) -> normalised heads."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads (`q`) and KV heads (`kv`), and elements of a head in the checkpoint (`own`) and padded
-    (`dim`)."""
+    """Number of query heads (`q`) and KV heads (`kv`), and elements of a head in the checkpoint (`own`) and padded
+    (`dim`).
+    """
 
     q: int
     kv: int
@@ -70,9 +70,13 @@ def rotary_embedding(
     fraction: float = 1.0,
     fraction_key: str = "partial_rotary_factor",
 ) -> Rotary:
-    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may
-    differ for each `kind` of layer. `theta` and `fraction` are the defaults of the base and of the fraction of a head
-    that rotates. `fraction_key` names the fraction in errors.
+    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
+
+    Args:
+        kind: Kind of layer, if `rope_parameters` has an entry for each kind.
+        theta: Default base.
+        fraction: Default fraction of a head that rotates.
+        fraction_key: Configuration key of the fraction, for errors.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):
@@ -90,7 +94,7 @@ def fraction_of(rotary_dim: int, size: int) -> float:
 
 
 def rope_config(c: ConfigReader) -> ConfigReader:
-    """Return `rope_parameters` or `rope_scaling`; empty if the configuration has neither."""
+    """Return `rope_parameters` or `rope_scaling`; empty: the configuration has neither."""
     key = "rope_parameters" if c.has("rope_parameters") else "rope_scaling"
     return c.inner(key) if c.has(key) else ConfigReader({}, c.where)
 
@@ -226,7 +230,8 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the offset that an int8 cache subtracts from keys: their bias after rotation, averaged over positions.
+    """Return the offset that an int8 cache subtracts from keys: their bias after rotation, averaged over positions;
+    None: no offset.
 
     In pairs of elements with a low rotary frequency, the bias is often far larger than the differences between tokens.
     """
@@ -240,7 +245,7 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the row order of the QKV weight: all queries, all keys, all values; heads are in the order of `Rotary`."""
+    """Return the row order of the QKV weight: all queries, all keys, all values. Heads are in the order of `Rotary`."""
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
@@ -267,7 +272,7 @@ def _padded(heads: Heads) -> list[int]:
 
 
 def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:
-    """Return the number of tokens that a row attends to; None: all. `default` applies if the key is absent."""
+    """Return the number of tokens that a row attends to; None: all. `default`: result if the key is absent."""
     if c.has("sliding_window"):
         return c.integer("sliding_window")
     return default if c.is_absent("sliding_window") else None

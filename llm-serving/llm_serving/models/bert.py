@@ -32,8 +32,11 @@ def roberta_classifier(c: ConfigReader) -> Network:
 
 
 def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str] | None = None) -> Network:
-    """Build the network. `first_position`: row of the position embedding for position 0. `classifier`: tensor names of
-    the two linear layers of the classifier; None: the network returns hidden states.
+    """Build the network.
+
+    Args:
+        first_position: Row of the position embedding for position 0.
+        classifier: Tensor names of the two linear layers of the classifier; None: the network returns hidden states.
     """
     net = empty_network(c, eps=1e-12, eps_key="layer_norm_eps", causal=False)
     heads, inner = attention_heads(c), c.integer("intermediate_size")

@@ -28,17 +28,17 @@ _LARGEST: Final[Mapping[str, int]] = {
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"), 2)
 }
-"""Configuration key -> minimum, if it is not 1: code divides by the logarithm of these values."""
+"""Configuration key -> minimum, if it is not 1. Code divides by the logarithm of these values."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
 _LEAST_NUMBER: Final = 1e-30
-"""Minimum of numbers. It is far above the smallest float32, so that products and quotients do not underflow either."""
+"""Minimum of numbers: far above the smallest float32, so that products and quotients do not underflow."""
 
 
 class ConfigReader:
     """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError.
 
-    `of_mtp`: whether the family describes the layer for multi-token prediction (`models.mtp`) in place of the network.
+    `of_mtp`: whether the family describes the layer for multi-token prediction (`models.mtp`) instead of the network.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, *, of_mtp: bool = False) -> None:
@@ -57,7 +57,7 @@ class ConfigReader:
         return key not in self.config
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer of at least `least` and of at least the minimum of the key in `_LEAST`."""
+        """Return an integer of at least `least`, and of at least the minimum of the key in `_LEAST`."""
         value = self.config.get(key)
         value = default if value is None else value
         largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
@@ -102,7 +102,7 @@ class ConfigReader:
         return value
 
     def flags(self, key: str, count: int) -> list[bool] | None:
-        """Return 0 or 1 for each of `count` layers; None if the key is absent."""
+        """Return 0 or 1 for each of `count` layers; None: the key is absent."""
         value = self.config.get(key)
         if value is None:
             return None
@@ -111,7 +111,7 @@ class ConfigReader:
         return [bool(each) for each in value]
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of at most MAX_LAYERS integers >= 0; empty if the key is absent."""
+        """Return a list of at most MAX_LAYERS integers >= 0; empty: the key is absent."""
         value = self.config.get(key)
         if value is None:
             return []

@@ -19,8 +19,9 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class ContextLengths:
-    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. If RoPE scaling makes them
-    longer than `max_position_embeddings`, `reason` is a text for the user about this; otherwise it is empty.
+    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure.
+
+    `reason`: text for the user if RoPE scaling makes them longer than `max_position_embeddings`, else empty.
     """
 
     default: int
@@ -51,7 +52,7 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
 
 
 def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
-    """Return the RoPE scaling that gives the shortest context; None if a layer has no scaling."""
+    """Return the RoPE scaling that gives the shortest context; None: a layer has no scaling."""
     scalings = [each.scaling for each in rotaries]
     found = [each for each in scalings if each is not None and each.first(own) is not None]
     return min(found, key=lambda each: _scaled_length(each, own)) if found and len(found) == len(scalings) else None

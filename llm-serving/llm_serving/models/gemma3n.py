@@ -80,10 +80,7 @@ def _sizes(c: ConfigReader, count: int) -> list[int]:
 
 
 def _sparsity(c: ConfigReader, count: int) -> list[float]:
-    """Return for each layer the fraction of activations that the model sets to zero, if they are normally distributed.
-
-    0: the layer is not sparse.
-    """
+    """Return for each layer the fraction of normally distributed activations that the model sets to zero; 0: none."""
     if not c.has("activation_sparsity_pattern"):
         sparse = 10 if count > 10 else 0
         return [0.95] * sparse + [0.0] * (count - sparse)

@@ -66,8 +66,8 @@ def gemma4(c: ConfigReader) -> Network:
 
 
 def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
-    """Return the heads of layers without a window, which `per_layer_config` or `global_head_dim` and
-    `num_global_key_value_heads` describe.
+    """Return the heads of layers without a window. `per_layer_config`, or `global_head_dim` and
+    `num_global_key_value_heads`, describe them.
     """
     config = dict(c.config)
     if c.has("per_layer_config"):
@@ -89,8 +89,8 @@ def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
 
 
 def _rotary(c: ConfigReader, heads: Heads, kind: str) -> Rotary:
-    """Read the rotary embedding of a kind of layers. "proportional": only the pairs with the highest frequencies of a
-    head rotate.
+    """Read the rotary embedding of a kind of layers. With "proportional", only a head's pairs with the highest
+    frequencies rotate.
     """
     reader = rope_config(c)
     reader = reader.inner(kind) if reader.has(kind) else ConfigReader({}, c.where)

@@ -112,8 +112,9 @@ def attention(
     bias: bool,
     keys_are_values: bool = False,
 ) -> tuple[Value, int]:
-    """Add attention with norms of queries, keys and values and with unscaled scores. Return the result, and the number
-    of the cache layer that it reads.
+    """Add attention with norms of queries, keys and values, and with unscaled scores.
+
+    Return the result, and the number of the cache layer that it reads.
 
     Args:
         layer: Number of an earlier layer in the cache; None: keys and values are computed and stored.

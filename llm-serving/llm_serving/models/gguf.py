@@ -38,7 +38,7 @@ _NEEDED: Final = ("embedding_length", "block_count", "attention.head_count")
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SCALINGS: Final = ("none", "linear", "yarn")
 _POOLING: Final[Mapping[Any, str]] = {1: "mean", 2: "cls", 3: "lasttoken"}
-"""GGUF's number -> pooling mode of sentence-transformers."""
+"""Number in GGUF files -> pooling mode of sentence-transformers."""
 _MAX_ROTATION: Final = 2**12
 
 
@@ -62,7 +62,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_of(found: GgufFile) -> dict[str, Any]:
-    """Do the same as `read_config` for a file whose header was already read."""
+    """Do the same as `read_config` for a file whose header was read."""
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
@@ -107,7 +107,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
 
 
 def _check_heads(reader: MetadataReader, architecture: Architecture, config: Config) -> int:
-    """Check the sizes of heads, add the rotated fraction of a head to `config`, and return the number of heads."""
+    """Check the sizes of heads, and add the rotated fraction of a head to `config`. Return the number of heads."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or not 0 < heads <= hidden:
         raise reader.fail(reader.key("attention.head_count"), f"must be an integer from 1 to {hidden}")

@@ -110,7 +110,7 @@ def _normalises(reader: MetadataReader) -> bool:
 
 
 def _scores(reader: MetadataReader, default: int, known: tuple[int, ...]) -> float:
-    """Return the number of the router's scoring function in GGUF files. Raise ModelError unless `known` has it."""
+    """Return the number of the router's scoring function in GGUF files. Raise ModelError if it is not in `known`."""
     function = reader.own("expert_gating_func") or default
     if function not in known:
         names = " or ".join(f"{each} ({_SCORES[each]})" for each in known)
@@ -192,7 +192,7 @@ def _set_layer_types(reader: MetadataReader, config: Config) -> None:
 
 
 def _exaone4(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have a window. Older files of the model with 64 layers lack its window, 4096."""
+    """Read which layers have a window. Older files of the model with 64 layers lack the size of the window, 4096."""
     if config["num_hidden_layers"] == 64:
         config.setdefault("sliding_window", 4096)
     config.setdefault("sliding_window", None)

@@ -11,7 +11,7 @@ from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReade
 LAYER_NORM: Final = "attention.layer_norm_epsilon"
 _CLASSIFIER: Final = "cls.output.weight"
 _MEAN: Final = 1
-"""The number that stands for mean pooling in GGUF files."""
+"""Number that stands for mean pooling in GGUF files."""
 
 
 def _bert(reader: MetadataReader, config: Config) -> None:

@@ -29,7 +29,7 @@ GRANITE: Final[Mapping[str, str]] = {
 
 
 def _mamba(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of Mamba-2 layers. Store them under the keys that Granite and Falcon-H1 have in a config.json."""
+    """Read the sizes of Mamba-2 layers. Store them under the keys of Granite and Falcon-H1 in a config.json."""
     names = {"conv_kernel": "d_conv", "state_size": "d_state", "group_count": "n_groups", "time_step_rank": "n_heads"}
     config |= {f"mamba_{ours}": reader.positive(f"ssm.{name}") for name, ours in names.items()}
     config["mamba_d_ssm"] = reader.positive("ssm.inner_size")
@@ -81,7 +81,7 @@ def _granite_hybrid(reader: MetadataReader, config: Config) -> None:
 
 
 def _falcon_h1(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of Mamba-2 layers. No multiplier is set, because the weights in the file already contain them."""
+    """Read the sizes of Mamba-2 layers. Set no multiplier, because the weights in the file contain them."""
     _mamba(reader, config)
     config["mamba_rms_norm"] = reader.has_in_layer("ssm_norm.weight")
 

@@ -17,8 +17,9 @@ _LAYER: Final = re.compile(r"^blk\.\d+\.")
 
 
 class MetadataReader:
-    """Reads metadata values of a file; an error names the key, the rule and the value. `architecture`
-    (`general.architecture`) is the prefix of the model's keys.
+    """Reads metadata values of a file. An error names the key, the rule and the value.
+
+    `architecture` (`general.architecture`): the prefix of the model's keys.
     """
 
     def __init__(self, found: GgufFile) -> None:
@@ -44,7 +45,6 @@ class MetadataReader:
             return float(str(np.float32(value)))
 
     def key(self, name: str) -> str:
-        """Return the metadata key `<architecture>.<name>`."""
         return f"{self.architecture}.{name}"
 
     def own(self, name: str) -> int | float | None:
@@ -52,7 +52,9 @@ class MetadataReader:
         return self.number(self.key(name))
 
     def numbers(self, name: str) -> list[int] | None:
-        """Return the integers of the metadata key `<architecture>.<name>`, one for each layer; None for a number."""
+        """Return the integers of the metadata key `<architecture>.<name>`, one for each layer;
+        None: it is one number.
+        """
         value = self.found.metadata.get(self.key(name))
         if not isinstance(value, np.ndarray):
             return None

@@ -51,7 +51,7 @@ class LatentAttention:
         self._set_orders()
 
     def _set_orders(self) -> None:
-        """Compute the row and column permutations of the weights (see `Weight`), which all layers share."""
+        """Compute the row and column orders of the weights (see `Weight`), which all layers share."""
         heads, still, rotary = self.heads, self.still, self.rotary.order()
         dim, width, values = still + self.rotary_dim, still + self.value, padded_order(self.value, HEAD_MULTIPLE)
         rotated, of_values = ([-1 if i < 0 else still + i for i in order] for order in (rotary, values))

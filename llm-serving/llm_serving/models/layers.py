@@ -16,13 +16,15 @@ CONVOLUTION: Final = "conv"
 SCORE_TOKENS: Final = "score_token_ids"
 """Configuration key of one or two token ids. A reranker's score is the logit of the first, minus that of the second."""
 Norm = Callable[[Value, str], Value]
-"""Function of (hidden state, tensor name prefix) that returns the normalised hidden state."""
+"""(hidden state, tensor name prefix) -> normalised hidden state."""
 Layer = Callable[[Value, int, str], Value]
-"""Function of (hidden state, layer index, tensor name prefix) that returns the hidden state after the layer."""
+"""(hidden state, layer index, tensor name prefix) -> hidden state after the layer."""
 
 
 def layer_kinds(c: ConfigReader, every: int) -> list[str]:
-    """Return the kind of each layer: `layer_types`, else FULL for each `every`-th layer and SLIDING for the others."""
+    """Return the kind of each layer: `layer_types`, or else FULL for each `every`-th layer and
+    SLIDING for the others.
+    """
     count = c.integer("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     return c.choices("layer_types", (FULL, SLIDING), count) or usual
@@ -42,7 +44,7 @@ def empty_network(
 
 
 def classifier_labels(c: ConfigReader) -> int:
-    """Return the number of labels of a classifier, which must be 1: the score of a reranker."""
+    """Return the number of labels of a classifier. It must be 1: the score of a reranker."""
     labels = c.config.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else c.integer("num_labels", 2)
     if count != 1:
@@ -105,7 +107,7 @@ def decoder(
 
 
 def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Network:
-    """End a network with a score: the logit of one token, minus the logit of another if two token ids are given."""
+    """End a network with a score: the logit of one token, minus the logit of another if there are two token ids."""
     ids = c.token_ids(SCORE_TOKENS)
     if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
         raise c.fail(SCORE_TOKENS, f"must hold one or two token ids less than `vocab_size` {net.vocab}")
@@ -130,7 +132,8 @@ def pre_norm(
     mtp_names: mtp.MtpNames | None = None,
 ) -> Network:
     """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block.
-    `attention` gets the tensor name prefix of its layer, `feed_forward` that prefix followed by `mlp.`.
+
+    `attention` gets the tensor name prefix of its layer, `feed_forward` this prefix followed by `mlp.`.
     """
     norm = normalize or net.rms_norm
 
@@ -169,7 +172,7 @@ def plain_mlp(
     *,
     bias: bool = True,
 ) -> Value:
-    """Add second(function(first(x))), where `names` are the linear layers first and second."""
+    """Add second(function(first(x))). `names`: the linear layers first and second."""
     first, second = (at + name for name in names)
     inside = net.activation(net.linear(x, first, inner, bias=bias), function)
     return net.linear(inside, second, net.hidden, bias=bias)

@@ -1,4 +1,4 @@
-"""The memory that a WorkAgent needs in addition to its KV cache, computed from the model and the batch limits."""
+"""Memory that a WorkAgent needs besides its KV cache, computed from the model and the batch limits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.network.quantization import Quantization, bytes_saved, can_multiply
 
 PROCESS_BYTES: Final = 600_000_000
-"""Memory of a WorkAgent without the model: interpreter, MindSpore with its graphs, step buffers."""
+"""Bytes of a WorkAgent without the model: interpreter, MindSpore with its graphs, step buffers."""
 IDLE_BYTES: Final = 250_000_000
-"""Resident bytes of a WorkAgent on a CPU that has computed nothing yet, without the weights."""
+"""Resident bytes of a WorkAgent on a CPU before its first step, without the weights."""
 FREE_MEMORY_FRACTION: Final = 0.5
-"""Fraction of a host's free memory that all its WorkAgents use together if `max_device_memory` is null."""
+"""Fraction of a host's free memory that all its WorkAgents together use if `max_device_memory` is null."""
 FREE_NPU_MEMORY_FRACTION: Final = 0.9
 """Fraction of an NPU's free memory that a WorkAgent uses if `max_device_memory` is null. CANN takes the rest."""
 NPU_SIZES_GB: Final = 32, 64
@@ -26,14 +26,14 @@ NPU_RESERVE: Final = 2**30
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
 NUM_DRAWING_VALUES: Final = 8
-"""float32 values that an NPU keeps at the same time for each logit, while it draws tokens."""
+"""Number of float32 values that an NPU keeps at a time for each logit while it draws tokens."""
 LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MIN_SPARE_SLOTS: Final = 8
 SPARE_STATE_BYTES: Final = 2**30
-"""Approximate limit of the default spare state slots, in bytes; `MIN_SPARE_SLOTS` slots are allocated in any case."""
+"""Approximate limit of the default spare state slots, in bytes. `MIN_SPARE_SLOTS` slots are allocated in any case."""
 KEPT_STATES: Final = 2 * MAX_DRAFT_REQUESTS * DRAFT_WINDOW
-"""Number of tokens whose hidden states are kept for an MTP layer: twice those that the layer reads at once."""
+"""Number of tokens whose hidden states are kept for an MTP layer: twice those that the layer reads at a time."""
 MAX_SLOTS: Final = 2**31 - 1
 """Maximum number of tokens in a KV cache, because slot numbers are int32."""
 
@@ -43,8 +43,10 @@ def readable_size(num_bytes: float) -> str:
 
 
 def num_state_slots(state_bytes: int, max_running: int, given: int | None = None) -> int:
-    """Return the number of slots for states of fixed size, one for each of `max_running` requests and spare ones; 0 for
-    a model without states. `state_bytes`: bytes of a slot. `given`: value of `pa_config.num_state_slots`.
+    """Return the number of slots for recurrent states: one for each of `max_running` requests, and spare ones; 0: the
+    model has no states.
+
+    `state_bytes`: bytes of a slot. `given`: value of `pa_config.num_state_slots`.
     """
     if not state_bytes:
         return 0
@@ -73,8 +75,10 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the loaded weights. Without `quantization`, GGUF blocks keep their stored size, and stored
-    integers that the kernels cannot multiply are dequantized.
+    """Return the bytes of the loaded weights.
+
+    Without `quantization`, GGUF blocks keep their stored size, and stored integers that the kernels cannot multiply are
+    dequantized.
     """
     elements = spec.num_weight_elements
     if quantization is None and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
@@ -112,7 +116,7 @@ def kv_cache_bytes_left(
     quantization: Quantization | None = None,
     num_keys: int = 0,
 ) -> int:
-    """Return the bytes of `limit` that remain for the KV cache; negative if the model alone does not fit."""
+    """Return the bytes of `limit` that remain for the KV cache; negative: the model alone does not fit."""
     weights = weight_bytes(spec, dtype_bytes, quantization)
     working = working_bytes(spec, dtype_bytes, max_num_batched_tokens, max_num_seqs, num_keys)
     return limit - weights - PROCESS_BYTES - working

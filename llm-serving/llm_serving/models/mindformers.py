@@ -2,8 +2,8 @@
 
 In the supported version 2.1, all inference classes are one model, `GPTModel`, with options for each family. The Qwen2
 class without biases computes a Llama, which has no other class. Classes with experts or latent keys are refused by
-name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys,
-values and both halves of a gate with one product each.
+name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys and values with one
+product, and both halves of a gate with another.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def config_from_mindformers(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
     """Return the content of a config.json from `model.model_config` (`config`) and `model.arch.type` (`network`, may be
-    empty). Raise ModelError, which begins with `where`, if the network is not supported, or a value is missing or
-    invalid.
+    empty).
+
+    Raise ModelError, which begins with `where`, if the network is not supported, or if a value is missing or invalid.
     """
     reader = ConfigReader(config, where)
     architecture = _architecture(reader, network)
@@ -206,7 +207,7 @@ _WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
-    """Return the name of a weight's parameter in a `GPTModel`; None if it has none."""
+    """Return the name of a weight's parameter in a `GPTModel`; None: it has none."""
     for pattern, place in _WEIGHT_NAMES:
         if (found := pattern.fullmatch(weight.names[0])) is not None:
             return found.expand(place)
@@ -214,8 +215,9 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width, without padding. Its rows may be reordered, because MindFormers'
-    class gets this server's rotary tables, which match the order.
+    """Return whether a weight has its stored width, without padding.
+
+    Its rows may be reordered, because MindFormers' class gets this server's rotary tables, which match the order.
     """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     return is_whole and weight.transform is None
@@ -232,7 +234,7 @@ def without_key_offsets(network: Network) -> Network:
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what MindFormers' classes lack for the model and contexts of `num_positions` tokens; None if nothing."""
+    """Return what MindFormers' classes lack for the model and contexts of `num_positions` tokens; None: nothing."""
     if architecture in _NOT_SERVED:
         return f"MindFormers' {_NOT_SERVED[architecture]}"
     if architecture not in MINDFORMERS_CLASSES:
@@ -269,7 +271,7 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_llama_parameter(name: str) -> str | None:
-    """Return the name of a tensor's parameter in a `LlamaModel`; None if there is none, as for the LM head."""
+    """Return the name of a tensor's parameter in a `LlamaModel`; None: there is none, as for the LM head."""
     for pattern, place in _LEGACY_WEIGHT_NAMES:
         if (found := pattern.fullmatch(name)) is not None:
             return found.expand(place)
@@ -277,7 +279,7 @@ def mindformers_llama_parameter(name: str) -> str | None:
 
 
 def split_stacked_weights(network: Network) -> Network:
-    """Return a network whose stacked weights are split. It serves only to read weights and cannot be computed."""
+    """Return a network whose stacked weights are split. It serves only to read weights, and cannot be computed."""
     apart = copy.copy(network)
     apart.operations = []
     for operation in without_key_offsets(network).operations:
@@ -295,7 +297,7 @@ def _part(weight: Weight, at: int) -> Weight:
 
 
 def unsupported_by_mindformers_llama(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what MindFormers' `LlamaForCausalLM` lacks to compute the model; None if nothing."""
+    """Return what MindFormers' `LlamaForCausalLM` lacks to compute the model; None: nothing."""
     if architecture != ARCHITECTURE:
         return f"{architecture} is none of MindFormers' classes before 2 that are served; {ARCHITECTURE} is"
     lacks = unsupported_by_ascend(network, num_positions)

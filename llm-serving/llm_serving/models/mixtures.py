@@ -32,13 +32,17 @@ def mixture_of_experts(
     top_k_key: str = "num_experts_per_tok",
     routed: Value | None = None,
 ) -> Value:
-    """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`.
-    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
+    """Add a router and `count` experts.
+
+    The names in `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
 
     Args:
-        stacks: Tensors that hold all experts. Without it, `parts` name the tensors of each expert, after the expert's
-            number; the first one is empty if experts have no gate.
-        top_k_key: The configuration key of `routing.top_k`, for errors.
+        inner_key: Configuration key of the experts' intermediate size.
+        parts: Names of the tensors of each expert, after the expert's number; the first is empty if experts have no
+            gate.
+            Not used with `stacks`.
+        stacks: Tensors that hold all experts; None: each expert has its own.
+        top_k_key: Configuration key of `routing.top_k`, for errors.
         routed: Input of the router; None: x.
     """
     inner = c.integer(inner_key)
@@ -77,9 +81,14 @@ def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = N
 
 
 def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
-    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2). Its correction bias is a tensor of the
-    router. `groups` are the defaults of `n_group` and `topk_group`, `scale` is that of `routed_scaling_factor`. Raise
-    ModelError if the configuration names another way to score or to choose experts.
+    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2).
+
+    Its correction bias is a tensor of the router. Raise ModelError if the configuration names another way to score or
+    to choose experts.
+
+    Args:
+        groups: Defaults of `n_group` and `topk_group`.
+        scale: Default of `routed_scaling_factor`.
     """
     c.choice("topk_method", ("noaux_tc",), "noaux_tc")
     c.choice("scoring_func", ("sigmoid",), "sigmoid")

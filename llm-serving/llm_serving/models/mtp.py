@@ -1,9 +1,9 @@
 """The layer for multi-token prediction (MTP), which proposes draft tokens (DeepSeek-V3, 2024, section 2.2).
 
-The layer predicts the token after the next one, from the last hidden state of a token and the embedding of the next
-token. Both are normalised, joined, projected to the hidden size and passed through a layer like those of the model. The
-token embedding and the LM head are the model's own. To predict further tokens, the result of the layer takes the place
-of the hidden state.
+The layer predicts the token after the next one, from the hidden state of a token and the embedding of the next token.
+Both are normalised, joined, projected to the hidden size and passed through a layer like those of the model. The token
+embedding and the LM head are the model's own. To predict further tokens, the result of the layer replaces the hidden
+state.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ MTP: Final = MtpNames(
 )
 """Names in Qwen3-Next and Qwen3.5."""
 SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
-"""A tensor of MTP layers whose experts are not stacked, as Qwen3.5 has them; Qwen3.6 stacks them."""
+"""A tensor of MTP layers whose experts are not stacked, as in Qwen3.5. Qwen3.6 stacks them."""
 
 
 def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer. Its input rows are [embedding, hidden state]. Return the input of the layer
-    itself, and its tensor name prefix. `after`: prefix of the layer number after the last layer of the model.
+    """Begin the network of an MTP layer, whose input rows are [embedding, hidden state].
+
+    Return the input of the layer itself, and its tensor name prefix. `after`: prefix of the layer number after the last
+    layer of the model.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)

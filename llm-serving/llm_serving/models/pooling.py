@@ -1,4 +1,4 @@
-"""How a text becomes a vector or a score, as `modules.json` of sentence-transformers and `config.json` specify it."""
+"""How a text becomes a vector or a score, as `modules.json` of sentence-transformers and `config.json` specify."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MAX_TOKENIZER_BYTES: Final = 2**28
 _MAX_PLACE_CHARS: Final = 60
-"""Maximum length of a module's `path`; file systems allow 255 bytes."""
+"""Maximum length of a module's `path`. File systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
 POOLING: Final = "pooling_mode"
 """Configuration key of the pooling mode of a GGUF file, which is in its metadata."""
@@ -40,7 +40,7 @@ _ACTIVATION_KEYS: Final = ("activation_fn", "activation_function", "sbert_ce_def
 
 
 _YES_NO_MODEL: Final = "qwen3-reranker"
-"""Text in the path of a Qwen3-Reranker's folder, in lower case, such as `models--Qwen--Qwen3-Reranker-0.6B`."""
+"""Text in the path of a Qwen3-Reranker's folder, in lower case, as in `models--Qwen--Qwen3-Reranker-0.6B`."""
 _YES_NO_FAMILY: Final = "Qwen3ForCausalLM"
 _PAIR_TEMPLATES: Final[Mapping[str, str]] = {
     _YES_NO_FAMILY: (
@@ -63,7 +63,7 @@ class Pooling:
     """Whether the model serves only embeddings or scores, and generates no text."""
     mode: PoolingMode = PoolingMode.LAST
     scores: bool = False
-    """Whether the result is the score of a pair of texts, not a vector."""
+    """Whether the result is the score of a pair of texts instead of a vector."""
     applies_sigmoid: bool = True
     """Whether the score is the sigmoid of the model's result by default."""
     pair_template: str | None = None
@@ -78,7 +78,9 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
-    """Return the pooling that `model_config.pooling` (`mode`) selects, or None; raise ModelError as `read_pooling`."""
+    """Return the pooling that `model_config.pooling` (`mode`) selects; None: none. Raise the errors
+    of `read_pooling`.
+    """
     if mode == "none":
         return None
     if spec.network.num_labels:
@@ -108,7 +110,7 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Read the pooling of a folder; None for a generative model. Raise ModelError for an invalid or unknown one."""
+    """Read the pooling of a folder; None: a generative model. Raise ModelError if it is invalid or unknown."""
     modes, normalises = [], False
     for name, config in _modules(folder):
         if name == "Pooling":
@@ -124,8 +126,8 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the token whose logit is a reranker's score and of the token whose logit is subtracted, if any.
-    Return an empty list for other models.
+    """Return the id of the token whose logit is a reranker's score, then that of the token whose logit is subtracted,
+    if any; empty for other models.
 
     The ids are read from sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json
     (vLLM), which lists the subtracted token first. Folders of Qwen3-Reranker of 2025 have neither; they are recognised
@@ -201,7 +203,7 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return the name and the configuration file of each module; empty without `modules.json`."""
+    """Return the name and the configuration file of each module; empty: there is no `modules.json`."""
     path = folder / MODULES_NAME
     if not path.exists():
         return []
@@ -237,7 +239,7 @@ def _pooling_mode(path: Path) -> PoolingMode:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes, which newer folders state in one key, older ones in a flag per mode."""
+    """Return the pooling modes. Newer folders state them in one key, older ones in a flag for each mode."""
     if isinstance(named := config.get("pooling_mode"), str):
         return [named.removesuffix("_token")]
     return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]

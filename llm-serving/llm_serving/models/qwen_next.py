@@ -86,7 +86,7 @@ def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rota
 
 @lru_cache(8)
 def _gated_rows(heads: Heads, rotated: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the row permutation to [queries, keys, values, gates]. `rotated`: permutation of a rotated head."""
+    """Return the row order [queries, keys, values, gates]. `rotated`: row order of a rotated head."""
     own, plain = heads.own, padded_order(heads.own, HEAD_MULTIPLE)
     q, k = [2 * own * head for head in range(heads.q)], [own * (2 * heads.q + head) for head in range(heads.kv)]
     v, gate = [start + own * heads.kv for start in k], [start + own for start in q]
@@ -120,6 +120,6 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 
 @lru_cache(8)
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
-    """Return the row permutation from tensors grouped by key head to the order q, k, v, z, b, a of all heads."""
+    """Return the row order from tensors grouped by key head to q, k, v, z, b, a of all heads."""
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
     return (*parts_order(0, key_heads, first), *parts_order(key_heads * sum(first), key_heads, (ratio, ratio)))

@@ -102,7 +102,7 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
     """Return the first known name in `architectures`.
 
     Variants with another head count as the decoder: `Qwen3Model` (no LM head) and `Qwen3ForSequenceClassification` (a
-    classifier) are `Qwen3ForCausalLM`. Raise ModelError if no name is known, or a decoder is configured for
+    classifier) are `Qwen3ForCausalLM`. Raise ModelError if no name is known, or if a decoder is configured for
     bidirectional attention.
     """
     known = ", ".join(FAMILIES)

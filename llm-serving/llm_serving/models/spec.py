@@ -48,13 +48,13 @@ _UNLIMITED: Final = 2**20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The properties of a model that are known before its weights are read.
+    """What is known of a model before its weights are read.
 
     Attributes:
         architecture: Name as in `models.registry.FAMILIES`.
         config: Content of `config.json`, validated.
         max_position_embeddings: Longest context in tokens for which the model was trained.
-        bos_token_id, pad_token_id: None if the model has none.
+        bos_token_id, pad_token_id: None: the model has none.
         eos_token_ids: Every id that ends a text; Llama 3 has several.
     """
 
@@ -72,8 +72,10 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec whose network is the layer for multi-token prediction (`models.mtp`); None: the model has no
-        such layer, or the server does not support that of its family. `stored`: names of the tensors in the folder.
+        """Return the spec of the layer for multi-token prediction (`models.mtp`); None: the server can use no such
+        layer.
+
+        `stored`: names of the tensors in the folder.
         """
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
@@ -83,11 +85,11 @@ class ModelSpec:
 
     @cached_property
     def scheme(self) -> Scheme | None:
-        """The quantization scheme of the weight files, or None."""
+        """The quantization scheme of the weight files; None: they are not quantized."""
         return scheme_of(self.config, CONFIG_NAME)
 
     def config_value(self, key: str) -> Any:
-        """Return a configuration value; missing numbers of KV heads and layers are derived."""
+        """Return a configuration value. Missing numbers of KV heads and layers are derived."""
         caches = self.network.caches
         found = {"num_key_value_heads": caches[0].kv_heads, "num_hidden_layers": len(caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
@@ -99,17 +101,17 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """The shapes of the KV tensors: of each layer, or, with groups of layers, of as many layers as a group has."""
+        """The shapes of the KV tensors: of each layer or, with groups of layers, of as many layers as a group has."""
         return self.layout.shapes
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """The groups of layers in the KV cache. Without `with_cache_groups` there is one."""
+        """The groups of layers in the KV cache. Without `with_cache_groups` there is one group."""
         return self.network.layout or ungrouped(self.network.caches, self._windows)
 
     @cached_property
     def _windows(self) -> list[LayerWindow]:
-        """Window in which each layer's KV cache is read, by the layer itself or by others that share it."""
+        """Window with which each layer's KV cache is read, by the layer itself or by others that share it."""
         windows: list[LayerWindow | None] = [None] * len(self.network.caches)
         for each in self.network.operations:
             if each.kind == "attention":
@@ -121,7 +123,7 @@ class ModelSpec:
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """The states of fixed size that layers keep in place of keys and values; empty: they keep none."""
+        """The recurrent states of layers; empty: there are none."""
         return tuple(self.network.states)
 
     @cached_property
@@ -131,7 +133,7 @@ class ModelSpec:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters of the model. Tied tensors count once, and unused ones not at all."""
+        """Number of parameters of the model. Tied tensors count once, unused ones not at all."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     @cached_property
@@ -235,7 +237,7 @@ class ModelSpec:
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
-        """Return the spec of a parsed `config.json`, which errors call `where`."""
+        """Return the spec of a parsed `config.json`. `where`: its name in errors."""
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.normalized_config(ConfigReader(config, where))
@@ -264,14 +266,15 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of `model.model_config` in a MindFormers YAML, which errors call `where`. `network`:
-        `model.arch.type`, which distinguishes families with the same configuration.
+        """Return the spec of `model.model_config` in a MindFormers YAML. `where`: its name in errors.
+
+        `network`: `model.arch.type`, which distinguishes families with the same configuration.
         """
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 
 def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return `quantization_config` from its older key or from a separate file, or None."""
+    """Return `quantization_config` from its older key or from a separate file; None: there is none."""
     if (compressed := config.get("compression_config")) is not None:
         return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
     for name, method in _QUANTIZATION_FILES.items():

@@ -30,7 +30,7 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 MAX_READ_AHEAD_BYTES: Final = 1 << 30
-"""Maximum bytes to read ahead; the system may evict pages that are read too early."""
+"""Maximum bytes to read ahead. The system may evict pages that are read too early."""
 
 _AT_ONCE: Final = 1 << 23
 
@@ -109,8 +109,10 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers. `on_read` is called after each tensor with the bytes read so far and of all tensors. Raise
-        ModelError if there is no weight file, a file of the index is missing, or a header is malformed.
+        """Read the headers. Raise ModelError if there is no weight file, a file of the index is missing, or a header is
+        malformed.
+
+        `on_read`: called after each tensor with the bytes read so far and of all tensors.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -156,7 +158,7 @@ class WeightReader:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
         """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits, in a read-only memory map; a
-        quantized tensor as float32. Raise ModelError if there is no such tensor, or it has another shape.
+        quantized tensor as float32. Raise ModelError if there is no such tensor, or if it has another shape.
         """
         return self._find(name, shape).read()
 
@@ -166,7 +168,7 @@ class WeightReader:
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
 
     def first_non_finite(self, names: Sequence[str]) -> str:
-        """Return file and name of the first tensor with an infinite or NaN element; empty if there is none."""
+        """Return file and name of the first tensor with an infinite or NaN element; empty: there is none."""
         for name in names:
             tensor = self._tensors[name]
             if not is_finite(np.ascontiguousarray(tensor.read())):
@@ -194,7 +196,7 @@ class WeightReader:
         self._unread &= set(names)
 
     def check_all_read(self) -> None:
-        """Raise ModelError if the folder has tensors that were not read, which means that it holds another model."""
+        """Raise ModelError if the folder has tensors that were not read. It then holds another model."""
         if self._read_ahead is not None:
             self._read_ahead.close()
         if unread := self._unread and self._unread - self.zero_biases().keys():
@@ -224,7 +226,7 @@ def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
 
 
 def check_folder(folder: Path) -> ModelSpec:
-    """Return the spec of a folder, reading only headers. Raise ModelError if its files are damaged or do not match."""
+    """Read the headers of a folder. Return its spec. Raise ModelError if its files are damaged or do not match."""
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)
     spare = {**reader.zero_biases(), **optional_tensors(spec, reader.shapes())}
@@ -234,7 +236,7 @@ def check_folder(folder: Path) -> ModelSpec:
 
 def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
     """Return the spec of a model's layer for multi-token prediction (`models.mtp`). Raise ModelError if there is none,
-    or the folder lacks its tensors.
+    or if the folder lacks its tensors.
     """
     rule = "scheduler_config.speculative_method: mtp needs a layer for multi-token prediction"
     stored = reader.shapes()
@@ -248,8 +250,10 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
 
 
 def check_replacement(folder: Path, old: ModelSpec) -> None:
-    """Check the headers of a folder whose weights are to replace those of the model `old`. Raise ModelError, which
-    names the difference, if the architecture, the configuration or a shape differs, or a file is damaged.
+    """Check the headers of a folder whose weights are to replace those of the model `old`.
+
+    Raise ModelError, which names the difference, if the architecture, the configuration or a shape differs, or if a
+    file is damaged.
     """
     new = check_folder(folder)
     if new.architecture != old.architecture:
@@ -282,7 +286,7 @@ EVERY_BYTES: Final = 2**22
 
 
 def weight_fingerprint(model: Path) -> str:
-    """Return a hash of names, sizes and sampled contents of a model's files. Raise ModelError if unreadable."""
+    """Return a hash of names, sizes and sampled contents of a model's files. Raise ModelError if one cannot be read."""
     names = files_of(model) if is_gguf(model) else [model / CONFIG_NAME, model / INDEX_NAME, *weight_files(model)]
     digest = hashlib.sha256()
     for path in sorted(each for each in names if each.exists()):

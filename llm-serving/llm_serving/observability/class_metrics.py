@@ -22,9 +22,7 @@ REFUSALS: Final = (
     "deadline",
     "never_fits",
 )
-"""Reasons for which requests are refused: limits of the admission queue, the predicted TTFT, the size of the
-request.
-"""
+"""Reasons of refusals: limits of the admission queue, the predicted TTFT, the size of the request."""
 TARGETS: Final = ("ttft", "tpot", "all")
 """Service level objectives of a class: time to first token, time per output token, or both (goodput)."""
 
@@ -35,15 +33,13 @@ class ClassLoad(NamedTuple):
 
 
 class ClassMetrics:
-    """Metrics of each request class, with `labels` and the label `priority_class`. `classes`: in ascending order of
-    rank.
-    """
+    """Metrics of each request class, with `labels` and the label `priority_class`. `classes`: by ascending rank."""
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
         """Returns the load of a class. Each scrape calls it for each class."""
         self.predicted_s: Callable[[str], float | None] = lambda name: None
-        """Returns the predicted TTFT, in seconds, of a short request of the class that arrives now; None: unknown."""
+        """Returns the predicted TTFT in seconds of a short request of the class that arrives now; None: unknown."""
         self._labels = labels
         self._lock = Lock()
         self._refusals = Counter(dict.fromkeys(((each.name, reason) for each in classes for reason in REFUSALS), 0))
@@ -79,8 +75,11 @@ class ClassMetrics:
         """Count whether a finished request met the targets of its class.
 
         A failed request met no target. A request that was aborted or reached its deadline counts only for targets that
-        it had already missed. `ttft_s`: seconds from arrival to the first token; None: no token. `tpot_s`: mean seconds
-        between tokens; None: fewer than two tokens.
+        it had already missed.
+
+        Args:
+            ttft_s: Seconds from arrival to the first token; None: no token.
+            tpot_s: Mean seconds between tokens; None: fewer than two tokens.
         """
         request_class = class_of(priority, self._classes)
         targets = self._targets[request_class.name]
@@ -104,9 +103,7 @@ class ClassMetrics:
                     self._slo[request_class.name, target, met] += 1
 
     def targets_met(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return class -> target -> (number of requests that met it, number that missed it), for the configured
-        targets.
-        """
+        """Return class -> configured target -> (number of requests that met it, number that missed it)."""
         with self._lock:
             counts = dict(self._slo)
         found: dict[str, dict[str, tuple[int, int]]] = {each.name: {} for each in self._classes}
@@ -165,7 +162,7 @@ def _targets_of(request_class: RequestClass) -> list[str]:
 
 
 def _is_met(target_s: float | None, seconds: float | None, failed: bool) -> bool | None:
-    """Return whether a target was met; None if it is not configured or the time is unknown."""
+    """Return whether a target was met; None: it is not configured, or the time is unknown."""
     if target_s is None:
         return None
     if failed:

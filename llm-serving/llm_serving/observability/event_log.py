@@ -1,7 +1,7 @@
 """The event log: a limited history of requests and steps.
 
-A step records which requests it computed, and a request records the few times at which its state changed. So no step
-has to write to each of its requests. `latency_breakdown.py` combines both when a breakdown is requested.
+A step records which requests it computed. A request records the few times at which its state changed. So no step has to
+write to each of its requests. `latency_breakdown.py` combines both when a breakdown is requested.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
 class Step(NamedTuple):
-    """One step. It began at `formed`, or at the end of the previous step if that was later. Times are seconds on the
-    engine's clock.
+    """One step. It began at `formed`, or at the end of the previous step if that was later. Times are on the engine's
+    clock.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Preempted(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The reason why requests have been waiting since `time`."""
+    """Why requests have been waiting since `time`."""
 
     time: float
     blocked: Blocked | None
@@ -68,7 +68,7 @@ class Outage(NamedTuple):
 
     began: float
     ended: float
-    """Time of the end; infinite until the outage ends."""
+    """Time of the end; infinite: it has not ended."""
 
 
 class RequestSummary(NamedTuple):
@@ -84,7 +84,7 @@ class RequestSummary(NamedTuple):
 
 
 class RequestRecord:
-    """The history of one request. It holds no texts or tokens after the request has ended."""
+    """The history of one request. After the request has ended, it holds no texts or tokens."""
 
     __slots__ = (
         "_request",
@@ -108,27 +108,25 @@ class RequestRecord:
         self.tenant = request.tenant
         self.request_class = request_class
         self.number = number
-        """Number of the request in order of arrival at the engine, from 1."""
+        """Sequence number of the request in order of arrival at the engine, from 1."""
         self.http_timings: HttpTimings | None = request.http_timings
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether the request is a beam search. Its beams wait for each other, so no bound on gaps between tokens
-        applies.
+        """Whether the request is a beam search. Because beams wait for each other, it has no bound on gaps between
+        tokens.
         """
         self.sequences: frozenset[int] = frozenset()
-        """`Request.sequence` of each request that the scheduler computes for this one: the request itself, or its
-        beams.
-        """
+        """`Request.sequence` of each request that the scheduler computes for this one: itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
         self._summary: RequestSummary | None = None
 
     @property
     def summary(self) -> RequestSummary:
-        """The current state of the request or, if it has ended, its final state."""
+        """The state of the request or, if it has ended, its final state."""
         request = self._request
         if request is None:
             assert self._summary is not None
@@ -147,8 +145,9 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """An immutable copy of the steps, decisions and outages of an event log, each in order of time. The last two steps
-    may be in flight; they then end at `now`. Steps before `kept_since` have been deleted.
+    """An immutable copy of the steps, decisions and outages of an event log, each in order of time.
+
+    The last two steps may be in flight; they then end at `now`. Steps before `kept_since` have been deleted.
     """
 
     def __init__(
@@ -162,8 +161,8 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `singles` of a step as a set. The set is cached, because consecutive steps usually have the same
-        tuple.
+        """Return `singles` of a step as a set, which is cached, because consecutive steps usually
+        have the same tuple.
         """
         key = id(step.singles)
         found = self._members.get(key)
@@ -187,13 +186,14 @@ class EventSnapshot:
 
 
 class EventLog(StepObserver):
-    """The event log of one engine. It keeps the latest `num_requests` ended requests (0: the log is off) and
-    `num_steps` steps. Only the engine's thread writes; any thread may read snapshots and records.
+    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
+
+    It keeps the latest `num_requests` requests that have ended (0: the log is off), and `num_steps` steps.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
-        """Whether the log keeps anything. If it does not, the engine reports no steps to it."""
+        """Whether the log keeps anything. If not, the engine reports no steps to it."""
         self._num_requests = num_requests
         self._num_submitted = 0
         self._records: dict[str, RequestRecord] = {}
@@ -208,7 +208,7 @@ class EventLog(StepObserver):
     # --- events of requests -----------------------------------------------------------------------------------------
 
     def submitted(self, request: Request, request_class: RequestClass) -> None:
-        """Record that a request was put into the engine's inbox. Any thread may call it."""
+        """Record that a request was put into the engine's inbox. Thread-safe."""
         if not self.enabled:
             return
         self._num_submitted += 1
@@ -228,8 +228,8 @@ class EventLog(StepObserver):
             self._end(record, now, "moved")
 
     def arrived(self, request: Request, request_class: RequestClass, since: float) -> None:
-        """Record that the request migrated here from another replica. `since`: time at which the other replica stopped
-        computing it.
+        """Record that the request migrated here from another replica. `since`: when that replica
+        stopped computing it.
         """
         self.submitted(request, request_class)
         if (record := self._records.get(request.request_id)) is not None:
@@ -263,7 +263,7 @@ class EventLog(StepObserver):
             http_timings.unfinished_request_ids.discard(record.request_id)
 
     def _end(self, record: RequestRecord, now: float, status: str) -> None:
-        """Replace the request in its record by a summary. If there are too many ended records, remove the oldest."""
+        """Replace the request in its record by a summary. If there are too many ended requests, remove the oldest."""
         record._summary = record.summary._replace(status=status)
         record._request = None
         record.ended_time = now
@@ -344,9 +344,7 @@ class EventLog(StepObserver):
         return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
 
     def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
-        """Return (start, step) of the last `count` steps that ended after `time`. Only the engine's thread may call
-        it.
-        """
+        """Return (start, step) of the last `count` steps that ended after `time`. Only for the engine's thread."""
         newest = list(islice(reversed(self._steps), count + 1))
         began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
         began += [step.formed for step in newest[len(began) :]]
@@ -354,7 +352,7 @@ class EventLog(StepObserver):
         return found[:count][::-1]
 
     def ended_since(self, time: float, count: int) -> list[RequestRecord]:
-        """Return the last `count` requests that ended after `time`, in order. Only the engine's thread may call it."""
+        """Return the last `count` requests that ended after `time`, in order. Only for the engine's thread."""
         newest = takewhile(lambda each: each.ended_time is not None and each.ended_time > time, reversed(self._ended))
         return list(islice(newest, count))[::-1]
 

@@ -30,26 +30,25 @@ class Part(enum.StrEnum):
     DECODE = "decode"
     """Steps that computed the latest token of the request."""
     DEVICE = "device"
-    """The request held a running slot, and its own step had not started yet."""
+    """The request held a running slot, and its own step had not started."""
     PREEMPTED = "preempted"
     RESTART = "restart"
     """The WorkAgent was restarting, or the steps were lost when it exited."""
     OTHER_CHOICES = "other choices"
-    """The request had ended, but other requests of the same HTTP request had not."""
+    """The request had ended, but other choices of the same HTTP request had not."""
     SENDING = "sending"
     """From the last token until the last bytes of the response were written to the socket."""
     NOT_KEPT = "not kept"
-    """The event log has deleted the steps of that time."""
+    """Time whose steps the event log has deleted."""
 
 
 class Span(NamedTuple):
     start: int
-    """Time in nanoseconds on the engine's clock. Integers are used so that the lengths of spans add up exactly."""
+    """Time in nanoseconds on the engine's clock: an integer, so that the lengths of spans add up exactly."""
     end: int
     part: Part
     detail: str = ""
     step: int | None = None
-    """Number of the step that ran during the span."""
 
 
 class OwnRow(NamedTuple):
@@ -66,8 +65,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 def attribute(record: RequestRecord, events: EventSnapshot) -> list[Span]:
-    """Return the spans of a request, without gaps, from its arrival to the end of its answer, or to now if it has not
-    ended.
+    """Return the spans of a request, without gaps, from its arrival to the end of its answer, or to now if it is
+    unfinished.
     """
     return _SpanBuilder(record, events).spans()
 
@@ -115,13 +114,13 @@ def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Seque
 
 
 class _State(NamedTuple):
-    """The state of a request from `start` on, for times in which no step computes the request."""
+    """The state of a request from `start` on, for times in which no step computes it."""
 
     start: int
     kind: str
     preempted: Preempted | None = None
     first_step: int = 0
-    """Number of the first step that computes the request, if the request holds a running slot."""
+    """Number of the first step that computes the request, if it holds a running slot."""
 
 
 class _SpanBuilder:
@@ -181,7 +180,7 @@ class _SpanBuilder:
         self._until(end, Part.SENDING)
 
     def _find_states(self) -> list[_State]:
-        """Return the states of the request in order of time. The first state is the time in the engine's inbox."""
+        """Return the states of the request in order of time. The first is the time in the engine's inbox."""
         record, events = self._record, self._events
         changes: list[_State] = []
         if record.queued_time is not None:
@@ -204,9 +203,7 @@ class _SpanBuilder:
         return states
 
     def _fill(self, end: int, step: Step | None = None) -> None:
-        """Add spans up to `end` for a time in which no step computes the request. `step`: the step that runs
-        meanwhile.
-        """
+        """Add spans up to `end` for a time in which no step computes the request. `step`: the step that runs then."""
         while self._cursor < end:
             outage_end = next((over for began, over in self._outages if began <= self._cursor < over), None)
             if outage_end is not None:
@@ -242,7 +239,7 @@ class _SpanBuilder:
 
 
 def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
-    """Return the reason why a request waits. `blocked`: the first request that the scheduler could not admit."""
+    """Return why a request waits. `blocked`: the first request that the scheduler could not admit."""
     own = record.request_class
     if blocked is None:
         return "the next step"
@@ -309,7 +306,7 @@ class ExplainedTokens(Struct, kw_only=True):
 
 
 class BoundAndMet(Struct, kw_only=True):
-    """A guaranteed maximum of the request's class and the request's actual value, in steps or events."""
+    """A guaranteed maximum of the request's class, and the request's actual value, in steps or events."""
 
     bound: int | None
     met: int | None
@@ -321,7 +318,7 @@ class ExplainedBounds(Struct, kw_only=True):
     wait_bound_s: float | None
     """The bound on the wait in seconds, estimated from the recent mean step time."""
     decode_gap: BoundAndMet
-    """Consecutive steps without the request between two of its tokens; `met` is null for a beam search."""
+    """Consecutive steps without the request between two of its tokens. `met` is null for a beam search."""
     preemptions: BoundAndMet
 
 
@@ -352,7 +349,7 @@ class Explanation(Struct, kw_only=True):
     tokens: ExplainedTokens
     num_preemptions: int
     num_sharing: int
-    """Number of other clients' responses that came from the same computation."""
+    """Number of other clients' responses from the same computation."""
     bounds: ExplainedBounds
 
 

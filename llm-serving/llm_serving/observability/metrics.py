@@ -61,7 +61,7 @@ class WorkAgentMemory(NamedTuple):
     reserved: int
     """Bytes of all blocks of the KV cache."""
     committed: int
-    """Bytes of the blocks of the KV cache that were used at least once: the system provides memory at first use."""
+    """Bytes of the blocks that were used at least once: the system provides memory at first use."""
     resident: int
     """Resident bytes of the WorkAgent's processes; 0: it runs on another machine."""
 
@@ -76,10 +76,13 @@ class StateSlotUsage(NamedTuple):
 
 
 class Metrics(Collector):
-    """The metrics of a server. Names that start with `vllm:` match those in dashboards for vLLM. Times are in seconds.
+    """The metrics of a server. Names that start with `vllm:` match dashboards for vLLM. Times are in seconds.
 
     Several engine threads record without a lock, so the numbers of one scrape may belong to adjacent steps.
-    `model_name`: label of every metric. `classes`: in ascending order of rank.
+
+    Args:
+        model_name: Label of every metric.
+        classes: By ascending rank.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -131,8 +134,11 @@ class Metrics(Collector):
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions that every scrape calls for a replica. `num_compilations`: returns how many graphs its
-        WorkAgent has compiled. `machine`: returns the address of the WorkAgent's machine; empty: the master's own.
+        """Register functions that every scrape calls for a replica.
+
+        Args:
+            num_compilations: Returns how many graphs its WorkAgent has compiled.
+            machine: Returns the address of the WorkAgent's machine; empty: the master's machine.
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
@@ -144,7 +150,7 @@ class Metrics(Collector):
         self._state_slots[replica] = usage
 
     def machine(self, replica: int) -> str:
-        """Return the address of the machine on which the replica's WorkAgent runs; empty: the master's own."""
+        """Return the address of the WorkAgent's machine; empty: the master's machine."""
         return self._machines[replica]() if replica in self._machines else ""
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None:
@@ -174,8 +180,13 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request. `e2e_s`, `ttft_s`, `queued_s`: seconds from its arrival to its end, to its first
-        token (None: no token), and to when it was first scheduled. `decode_s`: from its first to its last token.
+        """Record a finished request.
+
+        Args:
+            e2e_s, ttft_s, queued_s: Seconds from its arrival to its end, to its first token (None: no token), and to
+                its first
+                step.
+            decode_s: Seconds from its first to its last token.
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -359,8 +370,11 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an HTTP request that was answered. `route`: path template, because clients could create any number of
-        time series with paths. `longest`: number of tokens of the longest answer to each prompt.
+        """Count an HTTP request that was answered.
+
+        Args:
+            route: Path template. With real paths, clients could create any number of time series.
+            longest: Number of tokens of the longest answer to each prompt.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:

@@ -1,4 +1,4 @@
-"""Snapshots of a scheduler and its engine. The engine's thread copies them for other threads."""
+"""Snapshots of a scheduler and its engine, which the engine's thread makes for other threads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
 MAX_WAITING: Final = 10_000
-"""Maximum number of waiting requests that a scheduler state lists. Further ones are only counted."""
+"""Maximum number of waiting requests that a scheduler state lists. All are counted."""
 MAX_SNAPSHOT_WAITING: Final = 1024
-"""Maximum number of waiting requests that an engine snapshot lists. Further ones are only counted."""
+"""Maximum number of waiting requests that an engine snapshot lists. All are counted."""
 MAX_STEPS: Final = 64
-"""Maximum number of steps in an engine snapshot, the latest ones."""
+"""Maximum number of steps in an engine snapshot. It has the latest ones."""
 MAX_ENDED: Final = 64
-"""Maximum number of finished requests in an engine snapshot, the latest ones."""
+"""Maximum number of finished requests in an engine snapshot. It has the latest ones."""
 
 
 class RunningRequest(Struct, kw_only=True):
@@ -40,7 +40,7 @@ class RunningRequest(Struct, kw_only=True):
     tokens: int
     """Number of tokens of prompt and output."""
     computed: int
-    """Number of tokens whose KV entries are computed or being computed."""
+    """Number of tokens whose keys and values are computed or being computed."""
     blocks: int
     preemptions: int
     age: float
@@ -51,13 +51,15 @@ class RunningRequest(Struct, kw_only=True):
     most: int
     """Maximum number of tokens of prompt and output."""
     shared: int
-    """Number of leading blocks shared with other requests."""
+    """Number of blocks from the start that other requests share."""
     group: int | None
-    """Same number for all requests that share their first block; null: the request shares none."""
+    """The same number for all requests that share their first block; null: the request shares none."""
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a running request. Its `group` is a block id. Replace it before clients see the row."""
+        """Return the row of a running request. Its `group` is a block id, which must be replaced
+        before clients see it.
+        """
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(
@@ -193,14 +195,14 @@ class SchedulerState(NamedTuple):
     classes: list[ClassQueueState]
     """In ascending order of rank."""
     served: dict[str, dict[str, int]]
-    """Class -> tenant -> virtual token counter, for the tenants of `running` and `waiting`."""
+    """Class -> tenant -> virtual tokens, for the tenants of `running` and `waiting`."""
     blocks: BlockUsage
 
 
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """Return the state of a scheduler. Only the engine's thread may call it. `now`: seconds on the engine's clock."""
+    """Return the state of a scheduler. Only for the engine's thread. `now`: seconds on the engine's clock."""
     running = {each.sequence: RunningRequest.of(each, scheduler.blocks, now) for each in scheduler.running}
     waiting = {
         each.sequence: WaitingRequest.of(each, scheduler, now, is_at_tenant_limit=False)
@@ -251,8 +253,8 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot with the events after `since`, which is `state.now` of the previous snapshot. Only the engine's
-    thread may call it.
+    """Return a snapshot with the events after `since`, which is `state.now` of the previous snapshot. Only for the
+    engine's thread.
     """
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)

@@ -14,7 +14,7 @@ NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class CompletedStep(NamedTuple):
-    """A step whose results the scheduler has applied and whose output has been published."""
+    """A step whose results the scheduler has applied and whose output was published."""
 
     schedule: Schedule
     num_tokens: int
@@ -23,25 +23,28 @@ class CompletedStep(NamedTuple):
     accepted: Mapping[int, int]
     """`Request.sequence` -> number of accepted draft tokens, for rows with drafts."""
     in_flight: Sequence[Schedule]
-    """Steps submitted after this one, the oldest first."""
+    """Steps submitted after this one, oldest first."""
     now: float
-    """Time at which the scheduler had applied the results, so that the WorkAgent could begin the next step."""
+    """When the scheduler had applied the results. The WorkAgent could begin the next step then."""
 
 
 class StepObserver:
-    """Base class of observers. An engine calls only the methods that a subclass overrides, for each step in this order:
-    `on_scheduled`, `on_submitted`, then `on_completed` or `on_failed`. Times are seconds on the engine's clock.
+    """Base class of observers. Times are seconds on the engine's clock.
+
+    An engine calls only the methods that a subclass overrides, for each step in this order: `on_scheduled`,
+    `on_submitted`, then `on_completed` or `on_failed`.
     """
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """Called when the scheduler has formed the next step; None: no request can run. `blocked`: the first request
-        that could not be admitted.
+        """Called when the scheduler has formed the next step; None: no request can run.
+
+        `blocked`: the first request that could not be admitted.
         """
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        """Called when the executor has received a step. `now`: time at which the step was formed."""
+        """Called when the executor has received a step. `now`: when the step was formed."""
 
     def on_completed(self, step: CompletedStep) -> None:
         """Called when the scheduler has applied the results of the oldest step in flight."""

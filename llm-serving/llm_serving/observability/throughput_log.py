@@ -26,7 +26,7 @@ class ThroughputLine:
         self._before = self._read()
 
     def next(self) -> str | None:
-        """Return the line for the time since the previous call; None if no step ran."""
+        """Return the line for the time since the previous call; None: no step ran."""
         before, self._before = self._before, self._read()
         now = self._before
         seconds = now.time - before.time

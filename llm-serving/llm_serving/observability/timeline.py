@@ -27,8 +27,8 @@ class ReplicaTrace:
     events: EventSnapshot
     records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Whether to show only `records` and the steps that computed them, because the client may see only its own
-    tenant.
+    """Whether to show only `records` and the steps that computed them, because the client may see
+    only its own tenant.
     """
     machine: str = ""
     """Address of the WorkAgent's machine. It is not shown with `own_steps_only`."""
@@ -40,7 +40,7 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the latest `num_steps` steps of each replica, and of all requests that were unfinished during
+    """Return a trace of the latest `num_steps` steps of each replica, and of the requests that were unfinished during
     them.
     """
     events: list[JsonObject] = []
@@ -145,7 +145,7 @@ def _request_events(
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span, int]]:
-    """Merge consecutive spans with the same reason, and yield (start, end, first span, number of steps)."""
+    """Merge consecutive spans with the same reason. Yield (start, end, first span, number of steps)."""
     index = 0
     while index < len(spans):
         first, numbers = spans[index], set()

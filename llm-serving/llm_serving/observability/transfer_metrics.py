@@ -21,8 +21,8 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count them; each scrape reads the
-    current load.
+    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count; each
+    scrape reads the load.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -68,9 +68,11 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests in the first step that computes them here. `seconds`: for each request, the time
-        since the reply to its last step on the other replica. `moves`: block moves of the step, of which imports are
-        counted.
+        """Count migrated requests in the first step that computes them here.
+
+        Args:
+            seconds: For each request, the time since the reply to its last step on the other replica.
+            moves: Block moves of the step, of which imports are counted.
         """
         with self._lock:
             self._num_requests += len(seconds)
@@ -101,8 +103,11 @@ class DiskMetrics:
         self._num_bytes = -1
 
     def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
-        """Count a lookup in the disk cache. `num_looked_up`: number of full blocks of the prompt that were not in the
-        KV cache. `num_bytes`: bytes of all files; -1: the folder cannot be used.
+        """Count a lookup in the disk cache.
+
+        Args:
+            num_looked_up: Number of full blocks of the prompt that were not in the KV cache.
+            num_bytes: Bytes of all files; -1: the folder cannot be used.
         """
         with self._lock:
             self._num_looked_up += num_looked_up

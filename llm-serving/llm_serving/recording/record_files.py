@@ -20,7 +20,7 @@ CLOSE_S: Final = 10.0
 
 
 class RecordFiles:
-    """Files `{name}-{number}.rec` in a folder. Numbers continue after existing files, and the oldest files are deleted.
+    """Files `{name}-{number}.rec` in a folder. Numbers continue after existing files; the oldest files are deleted.
 
     Only the background thread and `close` wait for the disk. The first error stops the recording, with one log line.
     """
@@ -33,7 +33,7 @@ class RecordFiles:
         self._is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
-        """(whether the data start a new file, data) that wait to be written."""
+        """Data that wait to be written: (whether they start a new file, data)."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._filled = threading.Event()

@@ -1,4 +1,4 @@
-"""Recording of a scheduler: each call that changes its state, and each decision. `replay.py` reads the recordings."""
+"""Records each call that changes a scheduler's state, and each decision. `replay.py` reads the recordings."""
 
 from __future__ import annotations
 
@@ -71,14 +71,12 @@ class Sink(Protocol):
 
 
 class DecisionEncoder:
-    """Encodes decisions as records. For each row, only blocks that the request got since its previous row are
-    encoded.
-    """
+    """Encodes decisions as records. A row contains only blocks that the request got since its previous row."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._encoded: dict[int, tuple[Tables, list[int]]] = {}
-        """`Request.sequence` -> (block tables, number of entries of each that have been encoded)."""
+        """`Request.sequence` -> (block tables, number of entries of each that were encoded)."""
 
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
@@ -103,8 +101,7 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Writes events and decisions as sealed records (see `records`), and starts a new file when one has
-    `max_file_bytes`.
+    """Writes events and decisions as sealed records (see `records`), and starts a new file after `max_file_bytes`.
 
     Each file begins with the complete state of the scheduler, so it can be replayed without earlier files. An error
     ends the recording but does not affect serving.
@@ -186,7 +183,7 @@ class Recorder:
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that records each call before the call is executed, and each decision after it was made."""
+    """A scheduler that records each call before its execution, and each decision after it was made."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
     """Last seal of the previous file; empty in the first file."""
     layouts: dict[str, list[str]]
     nodes: list[Any]
-    """The scheduler's state, together with `layouts`; see `snapshot.py`."""
+    """The scheduler's state, together with `layouts` (see `snapshot.py`)."""
 
 
 # Records identify requests by `Request.sequence`, which the scheduler assigns in order. Tags are part of the format.
@@ -103,7 +103,7 @@ class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
 class Resumed(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
     sequence: int
     newest_token_id: int
-    """Id of the last token of the request. It may have changed while the request was paused."""
+    """Id of the request's last token. It may have changed while the request was paused."""
 
 
 class RequestFinished(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
@@ -156,7 +156,7 @@ class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache")
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
-    """An event outside the scheduler, such as model sleep or a replacement of the weights."""
+    """An event outside the scheduler, such as sleep of the model or a replacement of its weights."""
 
     text: str
 
@@ -233,15 +233,13 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file, without an incomplete last record. Raise RecordingError if it is not a
-    recording.
-    """
+    """Reads the records of one file, without an incomplete last one. Raise RecordingError if it is not a recording."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._chain = Chain()
         self.torn_at: int | None = None
-        """Offset in bytes of the last record if it is incomplete; None if it is complete."""
+        """Offset in bytes of the last record if it is incomplete; None: it is complete."""
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError("is not a recording of the scheduler")
         self._entries = self._read()

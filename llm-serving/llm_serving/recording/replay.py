@@ -84,16 +84,17 @@ class Replay:
 
     @property
     def hash(self) -> str:
-        """Hash of all events and decisions of the replay. It equals the recorded hash as long as all decisions are
-        equal.
-        """
+        """Hash of all events and decisions of the replay. It equals the recorded hash while all decisions are equal."""
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
         """Replay all records, or those up to the decision of step number `until`.
 
-        Raise ReplayDiffersError if a decision differs from the recorded one. Raise RecordingError if a record is
-        damaged, or there is no such step. With `explain`, `explanation` describes the state where the replay stops.
+        With `explain`, `explanation` describes the state where the replay stops.
+
+        Raises:
+            ReplayDiffersError: A decision differs from the recorded one.
+            RecordingError: A record is damaged, or there is no such step.
         """
         entries = iter(self._reader)
         for entry in entries:

@@ -17,13 +17,13 @@ from llm_serving.scheduler.schedule import Schedule, WaitReason
 from llm_serving.scheduler.scheduler import Scheduler
 
 MAX_SHOWN: Final = 20
-"""Maximum number of waiting requests of a class that a text lists. Further ones are only counted."""
+"""Maximum number of waiting requests of a class that a text lists. All are counted."""
 
 _HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
 MAX_STEPS: Final = 2000
-"""Maximum number of steps on a page, the latest ones. It is limited because a browser opens a larger page slowly."""
+"""Maximum number of steps on a page, which has the latest ones. A browser opens a larger page slowly."""
 MAX_WAITING: Final = 64
-"""Maximum number of waiting requests of a step that a page lists. Further ones are only counted."""
+"""Maximum number of waiting requests of a step that a page lists. All are counted."""
 
 
 def describe_state(scheduler: Scheduler) -> str:
@@ -190,9 +190,9 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """Number of the first waiting request, which the step could not admit; None: it admitted all requests."""
+    """Index of the waiting request that the step could not admit; None: it admitted all requests."""
     reason: str
-    """Why `next` could not be admitted; empty if no request waits."""
+    """Why `next` could not be admitted; empty: no request waits."""
     behind: str | None
     """Class that holds the most slots or blocks, whichever of them `next` lacks."""
     closed: tuple[str, ...]
@@ -252,9 +252,7 @@ class ReplayPageBuilder:
         )
 
     def page_data(self, name: str, version: str) -> ReplayPageData:
-        """Return the collected steps with their requests. `name`: name of the recording. `version`: from the
-        recording's header.
-        """
+        """Return the collected steps with their requests. `name`: of the recording. `version`: from its header."""
         pool = self._scheduler.blocks.pool
         indices: dict[int, int] = {}
         steps = [_renumbered(step, indices) for step in self._steps]
@@ -289,9 +287,7 @@ def _admission_order(request: Request) -> tuple[Any, ...]:
 
 
 def _renumbered(step: ReplayedStep, indices: dict[int, int]) -> ReplayedStep:
-    """Return a step with an index in place of each `Request.sequence`. Requests without an index are added to
-    `indices`.
-    """
+    """Return a step with an index for each `Request.sequence`. Requests without an index are added to `indices`."""
 
     def index_of(sequence: int) -> int:
         return indices.setdefault(sequence, len(indices))

@@ -1,4 +1,4 @@
-"""Serialization of a scheduler's state. A restored scheduler makes the same decisions as the original.
+"""Writes a scheduler's state. A restored scheduler makes the same decisions as the original.
 
 The state is a graph of objects, some of which are shared and compared by identity. It is written as a list of nodes,
 each after the nodes to which it refers. A node has the name of its type and cells: scalars, or `[index]` of other
@@ -31,7 +31,7 @@ _PARTS: Final = ("core", "kvcache", "scheduler")
 _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset({"constraint", "matcher", "beam_search", "sink", "http_timings"})
 }
-"""Class -> attributes that do not affect decisions. They are not captured, and are restored as None."""
+"""Class -> attributes that do not affect decisions. They are not written, and are restored as None."""
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
@@ -82,8 +82,8 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars. Such a set is written sorted, because its order depends on its
-        history.
+        """Return whether a value is a set of scalars. It is written sorted, because its order
+        depends on its history.
         """
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
@@ -134,7 +134,7 @@ def _attributes(value: Any) -> list[str]:
 
 
 def _declared(kind: type[Any]) -> list[str]:
-    """Return the attributes that the class declares as fields or slots; empty if it declares none."""
+    """Return the attributes that the class declares as fields or slots; empty: it declares none."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "__slots__", ()))
 
 

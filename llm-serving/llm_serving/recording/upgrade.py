@@ -114,9 +114,7 @@ def upgrade_snapshot(layouts: dict[str, list[str]], nodes: list[Any]) -> tuple[d
 
 
 def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a scheduler in the present version, from those in a restored snapshot of the old
-    format.
-    """
+    """Return the present attributes of a scheduler, from those in a restored snapshot of the old format."""
     components = attributes.pop("_deciders")
     limits, policy, order = attributes["limits"], attributes["policy"], attributes["order"]
     blocks = attributes["blocks"]
