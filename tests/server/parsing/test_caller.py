@@ -77,7 +77,7 @@ def test_contradictory_caller_fields_are_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"priority": 1, "priority_class": "batch"}, "`priority_class` must not be given together with `priority`"),
+        ({"priority": 1, "priority_class": "batch"}, "`priority_class` must not be given together with a priority"),
         (
             {"priority_class": "urgent"},
             "`priority_class` must be one of interactive, standard, batch. Given: 'urgent'",
@@ -241,6 +241,8 @@ def test_service_tier_is_limited_by_the_api_key():
     engine.config = replace(engine.config, api_keys=key("standard"))
     response = post(engine, "/v1/completions", {"prompt": "x", "service_tier": "priority"}, headers=HEADERS)
     assert response.status_code == 403
+    assert "`service_tier` must not go before class standard" in response.text
+    assert "Given: 'priority'" in response.text
 
 
 @pytest.mark.parametrize("path", BODIES)

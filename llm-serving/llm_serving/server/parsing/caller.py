@@ -66,13 +66,14 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     if (tier := _given("service_tier", bodies)) is not None:
         if class_name is not None or priority is not None:
             note_ignored(http_request, "service_tier")
+            tier = None
         else:
             class_name = _class_of_tier(config, http_request, tier)
     if priority is not None or class_name is not None:
         try:
             priority = requested_priority(config, ceiling, priority, class_name)
         except RequestError as error:
-            raise error.renamed_by(renamed) from None
+            raise (error.renamed_by(renamed) if tier is None else error.renamed("service_tier", tier)) from None
     else:  # the highest priority that is allowed, up to 0
         priority = 0 if ceiling is None else max(0, ceiling.rank)
     timeout_s = _timeout(config, http_request, bodies)
@@ -133,7 +134,7 @@ def requested_priority(
     """
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
-        raise RequestError("priority_class", "must not be given together with `priority`")
+        raise RequestError("priority_class", "must not be given together with a priority")
     if class_name is not None and class_name not in ranks:
         raise RequestError("priority_class", f"must be one of {', '.join(ranks)}", class_name)
     requested = priority if class_name is None else ranks[class_name]
