@@ -14,7 +14,7 @@ import pytest
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.models.spec import ModelSpec
 from support.adapter_factories import write_adapter
-from support.server_process import ONE_THREAD, start_server
+from support.server_process import ONE_THREAD, metric, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -96,10 +96,21 @@ def test_answers_of_adapters_under_load_are_those_of_each_request_alone(
         server.stop()
 
 
-def test_requests_of_adapters_continue_on_decode_replicas_while_one_is_drained(folder: Path) -> None:
+async def num_accepted(client: httpx.AsyncClient) -> float:
+    return await metric(client, "vllm:num_requests_running") + await metric(client, "vllm:num_requests_waiting{")
+
+
+async def state_of_replica(client: httpx.AsyncClient, replica: int, state: str) -> None:
+    while (await client.get("/v1/replicas")).json()["replicas"][replica]["state"] != state:
+        await asyncio.sleep(0.01)
+
+
+def test_requests_of_adapters_continue_on_decode_replicas_while_others_are_drained_and_join(folder: Path) -> None:
     modules = {name: str(folder / name) for name in NAMES[1:3]}
-    settings = (f"lora_config.lora_modules={json.dumps(modules)}", "cluster_config.roles=[prefill, decode, decode]")
-    server = start_server(*(part for each in (*settings, ONE_THREAD) for part in ("--set", each)), num_agents=3)
+    own = (f"lora_config.lora_modules={json.dumps(modules)}", f"lora_config.lora_folder={folder}")
+    settings = (*own, "cluster_config.roles=[prefill, decode, decode]", ONE_THREAD)
+    settings = (*settings, "scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
+    server = start_server(*(part for each in settings for part in ("--set", each)), num_agents=3)
     try:
 
         async def run() -> None:
@@ -109,6 +120,27 @@ def test_requests_of_adapters_continue_on_decode_replicas_while_one_is_drained(f
                 tasks = [asyncio.create_task(answer(client, each)) for each in asked]
                 assert (await client.post("/v1/replicas/2/drain")).status_code == 200
                 assert await asyncio.gather(*tasks) == alone
+
+                await state_of_replica(client, 2, "left")
+                await client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": "three"})
+                same = {"model": "three", "max_tokens": 9, "temperature": 1.0, "ignore_eos": True}
+                prompts = [[3 + (7 * at + number) % 900 for at in range(1000)] for number in range(2)]
+                late = [same | {"prompt": prompt, "seed": 1} for prompt in prompts]
+                alone = [await answer(client, each) for each in late]
+                given = [each | {"request_id": f"late-{number}", "cache_salt": "x"} for number, each in enumerate(late)]
+                tasks = [asyncio.create_task(answer(client, each)) for each in given]
+                while await num_accepted(client) < len(late):
+                    assert not any(task.done() for task in tasks)
+                await client.post("/v1/pause?running=freeze")
+                unloaded = await client.post("/v1/unload_lora_adapter", json={"lora_name": "three"})
+                assert unloaded.json() == {"name": "three", "num_unfinished": len(late)}
+                await client.post("/v1/replicas/2/join")
+                await state_of_replica(client, 2, "serving")
+                await client.post("/v1/replicas/1/drain")
+                await client.post("/v1/resume")
+                assert await asyncio.gather(*tasks) == alone
+                explained = (await client.get("/v1/requests/late-1/explain")).json()
+                assert explained["requests"][-1]["replica"] == 2, "it joined when the adapter was not offered any more"
 
         asyncio.run(run())
     finally:
