@@ -72,6 +72,8 @@ CASES = [
     ("llama", f"  <|python_tag|>{as_json('get_weather', WEATHER)}; {as_json('add', ADD)}", "", BOTH),
     ("llama", f"{as_json('add', ADD)}\nDone; {{1}}", "\nDone; {1}", BOTH[1:]),
     ("llama", f"I see. <|python_tag|>{as_json('add', ADD)}", "I see.", BOTH[1:]),
+    ("llama", f"I see. <|python_start|><|python_end|>{as_json('add', ADD, 'parameters')}", "I see.", BOTH[1:]),
+    ("llama", f"<|python_start|>{as_json('add', ADD, 'parameters')}<|python_end|>", "", BOTH[1:]),
     ("mistral", f"[TOOL_CALLS] [{as_json('get_weather', WEATHER)}, {as_json('add', ADD)}]", "", BOTH),
     (
         "mistral",
@@ -352,6 +354,7 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("... <tool_call>{name}<arg_key>", "glm"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|start_header_id|> <|python_tag|>", "llama"),
+        ("<|header_start|>assistant<|header_end|> <|python_start|>", "llama"),
         ("[gMASK]<sop> <|observation|>", "glm_lines"),
         ("<|channel|>analysis<|message|>", "harmony"),
         ("<tool_call>\\n<function=", "qwen_xml"),

@@ -96,7 +96,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.OLMO: _python(pythonic.OLMO, "<function_calls>"),
     ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),
     ToolFormatName.HERMES: ToolFormat(hermes.create, hermes.rules, "<tool_call>"),
-    ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, r"<\|python_tag\|>", special_tokens=True),
+    ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, r"<\|python_(?:tag|start)\|>", special_tokens=True),
     ToolFormatName.GLM_LINES: ToolFormat(glm_lines.create, glm_lines.rules, r"<\|observation\|>"),
 }
 

@@ -1,4 +1,7 @@
-"""Tool calls of Llama 3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
+"""Tool calls of Llama 3 and 4: `{"name": ..., "parameters": {...}}`, several separated by `;`.
+
+Llama 4 may write `<|python_start|>` and `<|python_end|>` before a call or around it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, call_of, parsed, streamed_call
 
 OPENING: Final = "<|python_tag|>"
+_START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class _Reader:
@@ -35,13 +39,21 @@ class _Reader:
     def read(self, body: str, *, ended: bool) -> Read | None:
         while True:
             if self._calls:  # another call or a text may follow
-                rest = body[self._calls_end :]
-                behind = rest.lstrip().removeprefix(";").lstrip()
-                if not behind and not ended:
+                rest = body[self._calls_end :].lstrip()
+                if rest.startswith(_END):
+                    self._calls_end = len(body) - len(rest) + len(_END)
+                    continue
+                behind = rest.removeprefix(";").lstrip()
+                if _END.startswith(behind) and not ended:
                     return Read(self._calls, self._calls_end, may_continue=True)
                 if not behind.startswith("{"):
                     return Read(self._calls, self._calls_end)
                 self._start = len(body) - len(behind)
+            elif not self._start:
+                first = body.lstrip()
+                if _END.startswith(first) and not ended:
+                    return None
+                self._start = len(body) - len(first.removeprefix(_END))
             self._written = written = self._written or streamed_call(body, self._start, self._names)
             begun = [] if written is None else [written.read(body, ended=ended)]
             calls_end = self._calls_end if written is None else written.end
@@ -62,7 +74,8 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
+    reader = partial(_Reader, frozenset(names))
+    return DelimitedCalls({OPENING: reader, _START: reader}, begins_open=True)
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
