@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         before, after = (found[name]["steps"][index] for name in ("two graphs", "decode graph"))
         for name, on_host, on_device in (
             ("greedy", "greedy", None),
-            ("temperature", "on the host", "drawn"),
+            ("temperature", "drawn on the host", "drawn"),
             ("temperature, top_k 40, top_p 0.9", "limited on the host", "limited"),
+            ("temperature, top_p 0.9", "nucleus on the host", "nucleus"),
         ):
             whole = before[on_host]["cpu_seconds"]
             shares = [f"{after[each]['cpu_seconds'] / whole:.2f}" if each else "" for each in (on_host, on_device)]
@@ -62,8 +63,9 @@ def measured(rows: Sequence[int], changes: Mapping[str, Any]) -> dict[str, Any]:
         for folder in folders:
             folder.mkdir()
         stubs, models, run = folders
-        process = Process(jobs, {"processors": 16, "traced": False, "timeout_s": TIMEOUT_S})
-        ended = start(process, build(stubs), write_models(models, (), demo=changes), run)
+        processes = {"steps": Process(jobs, {"processors": 16})}
+        folders_of_models = write_models(models, (), demo=changes)
+        ended = start(processes, build(stubs), folders_of_models, run, traced=False, timeout_s=TIMEOUT_S)["steps"]
     if ended.returncode != 0:
         raise RuntimeError(ended.output[-3000:])
     return {each: ended.jobs[each].found for each in ended.jobs}

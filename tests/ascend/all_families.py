@@ -1,6 +1,6 @@
 """Starts every family that Ascend serves in every mode: `PYTHONPATH=tests python -m ascend.all_families`.
 
-It takes minutes, prints a line for each mode, and fails if a model does not start or a call breaks a rule of CANN.
+It takes minutes, then prints a line for each mode, and fails if a model does not start or a call breaks a rule of CANN.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ascend.cann_stubs import build
 from ascend.models import FAMILIES, MORE_FAMILIES, write_models
 from ascend.processes import DECODES, PROMPT, Process, start
 
+TIMEOUT_S: Final = 3600
 DTYPES: Final = "float16", "bfloat16"
 MODES: Final = (
     ("exact", 16, None, True),
@@ -32,18 +33,18 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for each in ("stubs", "models"):
+        for each in ("stubs", "models", "run"):
             (folder / each).mkdir()
         cann, models = build(folder / "stubs"), write_models(folder / "models", families)
-        for number, (dtype, (exactness, block_size, quantization, invariant)) in enumerate(
-            itertools.product(DTYPES, MODES)
-        ):
+        processes = {}
+        for dtype, (exactness, block_size, quantization, invariant) in itertools.product(DTYPES, MODES):
             settings = {"dtype": dtype, "exactness": exactness, "block_size": block_size, "quantization": quantization}
             jobs = [
                 {"name": family, "folder": family, "steps": (DECODES[0], PROMPT), **settings} for family in families
             ]
-            (folder / str(number)).mkdir()
-            ended = start(Process(jobs, {"processors": 16}, invariant), cann, models, folder / str(number))
+            name = f"{settings}{' with invariant products' if invariant else ''}"
+            processes[name] = Process(jobs, {"processors": 16}, invariant)
+        for name, ended in start(processes, cann, models, folder / "run", timeout_s=TIMEOUT_S).items():
             missing = [family for family in families if family not in ended.jobs]
             for job in ended.jobs.values():
                 for call in set(job.calls):
@@ -51,8 +52,7 @@ def main() -> int:
             failed |= bool(missing)
             started = f"{len(ended.jobs)} of {len(families)} started"
             wrong = f", not {missing[0]}:\n{ended.output[-2000:]}" if missing else ""
-            sys.stdout.write(f"{settings}{' with invariant products' if invariant else ''}: {started}{wrong}\n")
-            sys.stdout.flush()
+            sys.stdout.write(f"{name}: {started}{wrong}\n")
     return int(failed)
 
 

@@ -14,11 +14,11 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 HERE: Final = Path(__file__).parent
 KNOWN_VERSIONS: Final = ("2.10.0",)
@@ -118,16 +118,17 @@ def build(folder: Path) -> dict[str, str]:
     }
 
 
-def add_invariant_products(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the environment of a process that finds `ms_custom_ops` and its CANN package, both of which are made in
-    `folder`. The product is MindSpore's own.
+def invariant_products(folder: Path) -> dict[str, Any]:
+    """Make `ms_custom_ops` and its CANN package in `folder`. The product is MindSpore's own.
+
+    Returns:
+        Fields of a `forks.Request` with which a process finds both.
     """
     package, kernels = folder / "packages" / "ms_custom_ops", folder / "custom_batchinvariant"
     package.mkdir(parents=True)
     kernels.mkdir()
     (package / "__init__.py").write_text("from mindspore import ops\n\nmatmul_batch_invariant = ops.MatMul()\n")
-    paths = f"{package.parent}:{environment['PYTHONPATH']}"
-    return {**environment, "PYTHONPATH": paths, "ASCEND_CUSTOM_OPP_PATH": str(kernels)}
+    return {"packages": str(package.parent), "environment": {"ASCEND_CUSTOM_OPP_PATH": str(kernels)}}
 
 
 def _plugins() -> list[Path]:

@@ -1,16 +1,18 @@
 """The stubs of CANN, the models that run on them, and the processes that several tests read."""
 
-from concurrent.futures import ThreadPoolExecutor
+import functools
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
 
 import pytest
 from ascend.cann_stubs import build, reason_not_to_build, unknown_version
 from ascend.models import write_models
-from ascend.processes import PROCESSES, start
-from ascend.runs import run_ranks
+from ascend.processes import PROCESSES
+from ascend.runs import read, requests_of_ranks, results, run_all
 
-PARALLEL = 2
 NUM_RANKS = 2
-RANKS = "ranks"
 
 
 @pytest.fixture(scope="session")
@@ -31,23 +33,34 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def started(cann, models, tmp_path_factory):
-    """Name of a process of `ascend.processes`, or `RANKS` -> its future. Two run at a time."""
-    folders = {name: tmp_path_factory.mktemp("run") for name in (*PROCESSES, RANKS)}
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        futures = {
-            name: pool.submit(start, process, cann, models, folders[name]) for name, process in PROCESSES.items()
-        }
-        futures[RANKS] = pool.submit(run_ranks, cann, folders[RANKS], models["demo"], NUM_RANKS)
-        yield futures
+    """Name of a request -> the future of (the request, exit code of its process)."""
+    requests = [process.request(name, models, tmp_path_factory.mktemp("run")) for name, process in PROCESSES.items()]
+    requests += requests_of_ranks(tmp_path_factory.mktemp("ranks"), models["demo"], NUM_RANKS)
+    futures = {each.name: Future() for each in requests}
+
+    def run():
+        for request, code in run_all(cann, requests):
+            futures[request.name].set_result((request, code))
+        for name, future in futures.items():
+            if not future.done():
+                future.set_exception(RuntimeError(f"the process {name} did not end"))
+
+    thread = Thread(target=run)
+    thread.start()
+    yield futures
+    thread.join()
 
 
 @pytest.fixture(scope="session")
 def ended(started):
     """Name of a process of `ascend.processes` -> what it found."""
-    return lambda name: started[name].result()
+    return functools.cache(lambda name: read(*started[name].result()))
 
 
 @pytest.fixture(scope="session")
 def ranks(started):
     """What each rank of a replica found."""
-    return started[RANKS].result()
+    ended = [started[f"rank {rank}"].result() for rank in range(NUM_RANKS)]
+    outputs = [Path(request.output).read_text(errors="replace") for request, _ in ended]
+    assert all(map(results, outputs)), "\n".join(output[-3000:] for output in outputs)
+    return [json.loads(results(output)[0]) for output in outputs]

@@ -1,10 +1,6 @@
 """Loads models on the Ascend device of the stubs as a WorkAgent does, runs steps, and prints what was found as JSON.
 
-    python device.py < JOBS
-
-JOBS is a list of objects with the fields of `Job`; the device settings of the first one apply to all. Run it in the
-environment that `cann_stubs.build` returns, in a process of its own. Lines that start with `MARK` separate the output
-of MindSpore's kernels by step.
+Lines that start with `MARK` separate the output of MindSpore's kernels by step.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ import os
 import sys
 import time
 import timeit
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,15 +20,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
-from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
 
 MARK = "@@@"
-KINDS = "greedy", "drawn", "limited", "sampled"
-"""Kinds of sampling: the most likely tokens; tokens that the device draws, without and with `top_k`; tokens that the
-host samples.
+KINDS = "greedy", "drawn", "limited", "nucleus", "sampled"
+"""Kinds of sampling: the most likely tokens; tokens that the device draws, with neither `top_k` nor `top_p`, with both,
+and with `top_p`; tokens with log-probabilities, which the host samples.
 """
-NUM_DRAWN_STEPS = 2
-"""Number of steps of a job that also run with tokens drawn by the device, which takes longer."""
+NUM_SAMPLED_STEPS = 2
+"""Number of steps of a job that run with each kind of sampling. The others are greedy, which is quicker."""
 NUM_MEANS = 5
 """Number of means of CPU time, of which the least counts."""
 COUNTS = (
@@ -72,12 +68,9 @@ class Job(NamedTuple):
     """A setting to leave out: `threads` or `swiglu`; or `decode graph`."""
 
 
-def main() -> None:
-    jobs = [Job(**fields) for fields in json.load(sys.stdin)]
-    os.environ.pop(DISABLED_KERNELS, None)
-    set_mindspore_environment()
-    freeze_modules()
-    for job in jobs:
+def main(*jobs: Mapping[str, Any]) -> None:
+    """Run jobs with these fields of `Job`. The device settings of the first one apply to all."""
+    for job in [Job(**fields) for fields in jobs]:
         sys.stdout.write(f"\n{MARK}{json.dumps({'job': job.name} | run(job))}\n")
         sys.stdout.flush()
 
@@ -140,8 +133,8 @@ def run(job: Job) -> dict[str, Any]:
         runner._tokens._drawing = {}
     steps = [results_of(runner, job, index) for index in range(len(job.steps))]
     if job.num_ahead:
-        for kind in ("greedy", *(("limited",) if job.draws else ())):
-            start_ahead(runner, job, kind)
+        for number, kind in enumerate(("greedy", *(("limited",) if job.draws else ()))):
+            start_ahead(runner, job, kind, number * job.num_ahead)
     if job.draws:
         check_drawing(runner._tokens, runner._choose_tokens)
         found["draws_after_check"] = bool(runner._tokens._drawing)
@@ -149,7 +142,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]:
-    """Run a step of a job three times for each kind of sampling. Return for each kind what the last run copied and
+    """Run a step of a job repeatedly for each kind of sampling. Return for each kind what the last run copied and
     waited for, and the CPU time in seconds of a run, the least of several means.
     """
     import numpy as np
@@ -180,7 +173,8 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
         if runner._tokens is not None:
             runner._tokens._drawing = {} if name.endswith("on the host") else drawing
         compute()
-        compute()  # the number of tokens that the first run reads from the one before may differ
+        if not found:
+            compute()  # the number of tokens that the first run reads from the one before may differ
         before = read_counts()
         compute()
         found[name] = {each: end - start for each, start, end in zip(COUNTS, before, read_counts(), strict=True)}
@@ -197,8 +191,11 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
 def kinds_of(job: Job, index: int) -> tuple[str, ...]:
     """Return the kinds of sampling with which a job runs a step."""
     if job.num_timed:
-        return (*(KINDS if job.draws else ("greedy",)), "on the host", "limited on the host")
-    return KINDS if job.draws and index < NUM_DRAWN_STEPS else ("greedy", "sampled")
+        drawn = KINDS[:-1] if job.draws else KINDS[:1]
+        return (*drawn, *(f"{kind} on the host" for kind in ("drawn", "limited", "nucleus")))
+    if index >= NUM_SAMPLED_STEPS:
+        return KINDS[:1]
+    return KINDS if job.draws else (KINDS[0], KINDS[-1])
 
 
 def sampling_of(kind: str, num_samples: int) -> Any:
@@ -209,8 +206,10 @@ def sampling_of(kind: str, num_samples: int) -> Any:
     given: dict[str, Any] = {} if kind == "greedy" else {"temperature": np.ones(num_samples, np.float32)}
     if kind.startswith("limited"):
         given["top_k"] = np.full(num_samples, 40, np.int32)
-    if kind.startswith("limited") or kind == "sampled":
+    if kind.startswith(("limited", "nucleus")):
         given["top_p"] = np.full(num_samples, 0.9, np.float32)
+    if kind == "sampled":
+        given["num_logprobs"] = np.zeros(num_samples, np.int32)
     return SamplingInput.plain(num_samples, **given)
 
 
@@ -221,8 +220,8 @@ def run_step(runner: Any, step: Any, inputs: Any) -> None:
         runner._submit(step, inputs, step.token_ids[:0], None).output()
 
 
-def start_ahead(runner: Any, job: Job, kind: str) -> None:
-    """Decode two requests. Mark in the trace where each step is started and where its tokens are awaited."""
+def start_ahead(runner: Any, job: Job, kind: str, context: int) -> None:
+    """Decode two requests with a context. Mark in the trace where each step is started and its tokens are awaited."""
     import numpy as np
     from support.step_factories import step_input
 
@@ -230,7 +229,8 @@ def start_ahead(runner: Any, job: Job, kind: str) -> None:
     mark(f"ahead {kind}", 0)
     waiting = None
     for index in range(job.num_ahead):
-        rows = [([3], 0, [1]), ([4], 0, [2])] if index == 0 else [([-1], index, [1]), ([-2], index, [2])]
+        first, second = (3, 4) if index == 0 else (-1, -2)
+        rows = [([first], context + index, [1]), ([second], context + index, [2])]
         mark("start", index)
         started = runner.start(replace(step_input(rows, index), sampling=sampling_of(kind, len(rows))))
         if waiting is not None:
@@ -270,7 +270,3 @@ def read_counts() -> list[int]:
     counts = (ctypes.c_uint64 * len(COUNTS))()
     stubs.fake_counts(counts)
     return list(counts)
-
-
-if __name__ == "__main__":
-    main()

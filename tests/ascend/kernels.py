@@ -47,6 +47,7 @@ _OF_CANN: Final = {
     "ReduceMax": "aclnnAmax",
     "RmsNorm": "aclnnRmsNorm",
     "Select": "aclnnSWhere",
+    "SliceExt": "aclnnSlice",
     "SplitWithSize": "aclnnSplitWithSize",
     "Sub": "aclnnSub",
     "SumExt": "aclnnReduceSum",
@@ -114,16 +115,14 @@ def main() -> None:
     from ascend.models import write_models
     from ascend.processes import start
 
-    with tempfile.TemporaryDirectory() as folder:
-        names = ("stubs", "models", *PROCESSES)
-        for name in names:
-            Path(folder, name).mkdir()
-        cann, models = build(Path(folder, "stubs")), write_models(Path(folder, "models"))
-        table = {}
-        for name, process in PROCESSES.items():
-            if process.in_table:
-                table |= rows_of(name, start(process, cann, models, Path(folder, name)))
-    write_table(table)
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name, each) for each in ("stubs", "models", "run")]
+        for folder in folders:
+            folder.mkdir()
+        stubs, models, run = folders
+        processes = {name: process for name, process in PROCESSES.items() if process.in_table}
+        ended = start(processes, build(stubs), write_models(models), run)
+    write_table({model: row for name in processes for model, row in rows_of(name, ended[name]).items()})
 
 
 def write_table(table: dict[str, Any]) -> None:

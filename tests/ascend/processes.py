@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ascend.cann_stubs import add_invariant_products
+from ascend.cann_stubs import invariant_products
+from ascend.forks import Request
 from ascend.models import FAMILIES
-from ascend.runs import Ended, run
+from ascend.runs import Ended, read, request, run_all
 
 ALONE: Final = ((1, 299),)
 PROMPT: Final = ((16, 0),)
@@ -29,14 +30,14 @@ SQUARE: Final = ((1, 79), (79, 0))
 """A step with as many tokens as its mask has columns."""
 STEPS_OF_FAMILIES: Final = (*STEPS[:5], SQUARE)
 DECODES: Final = (((1, 40),) * 4, ((1, 40),) * 32)
-NUM_AHEAD: Final = 5
+NUM_AHEAD: Final = 4
 
 
 @dataclass(frozen=True)
 class Process:
     jobs: Sequence[Mapping[str, Any]]
     machine: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `runs.run`."""
+    """Arguments of `runs.request`."""
     invariant: bool = False
     """Whether batch-invariant products are installed."""
 
@@ -45,17 +46,28 @@ class Process:
         """Whether `kernels.json` has the models of this process; false if a job leaves out a setting."""
         return not any("without" in job for job in self.jobs)
 
+    def request(self, name: str, models: Mapping[str, Path], folder: Path) -> Request:
+        """Return the request for this process in an empty folder. `models`: as `models.write_models` returns them."""
+        jobs = [{**job, "folder": str(models[job["folder"]])} for job in self.jobs]
+        invariant = invariant_products(folder) if self.invariant else {}
+        return request(name, "device", jobs, folder, **self.machine, **invariant)
 
-def start(process: Process, cann: Mapping[str, str], models: Mapping[str, Path], folder: Path) -> Ended:
-    """Run a process in an empty folder.
+
+def start(
+    processes: Mapping[str, Process], cann: Mapping[str, str], models: Mapping[str, Path], folder: Path, **options: Any
+) -> dict[str, Ended]:
+    """Run processes in an empty folder. Return what each found.
 
     Args:
         cann: The environment that `cann_stubs.build` returns.
         models: The folders that `models.write_models` returns.
+        options: Of `runs.run_all`.
     """
-    environment = add_invariant_products(cann, folder) if process.invariant else cann
-    jobs = [{**job, "folder": str(models[job["folder"]])} for job in process.jobs]
-    return run(environment, folder, jobs, **process.machine)
+    requests = []
+    for name, process in processes.items():
+        (folder / name).mkdir()
+        requests.append(process.request(name, models, folder / name))
+    return {each.name: read(each, code) for each, code in run_all(cann, requests, **options)}
 
 
 def _job(name: str, folder: str, **fields: Any) -> dict[str, Any]:

@@ -1,25 +1,19 @@
-"""One rank of a replica on the Ascend device of the stubs: `python rank.py RANK RANKS PORT FOLDER`.
-
-It joins the others, exchanges numbers with each of them, computes sums, loads the model of FOLDER sharded over the
-ranks, runs a step, and prints what it found as JSON.
+"""One rank of a replica on the Ascend device of the stubs: it joins the others, exchanges numbers with each of them,
+computes sums, loads a model sharded over the ranks, runs a step, and prints what it found as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import msgspec
-from ascend.device import MARK, freeze_modules
-from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
+from ascend.device import MARK
 
 
-def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
-    os.environ.pop(DISABLED_KERNELS, None)
-    set_mindspore_environment()
-    freeze_modules()
+def main(rank: int, num_ranks: int, port: int, folder: str) -> None:
+    """`port`: where the ranks find each other. `folder`: of the model."""
     import mindspore as ms
     import numpy as np
     from llm_serving.backends.ascend_cells import AscendUnorderedSum
@@ -30,7 +24,7 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     from llm_serving.worker.loading import load_runner
     from mindspore import nn, ops
 
-    model = ModelConfig(model_path=folder, model_dtype="float16", max_generate_length=256, decode_batch_size=4)
+    model = ModelConfig(model_path=Path(folder), model_dtype="float16", max_generate_length=256, decode_batch_size=4)
     config = ServingConfig(model=model, device=DeviceConfig(device_target="Ascend"))
     settings = msgspec.structs.replace(
         load_settings(config, 0), rank=rank, num_ranks=num_ranks, device_id=rank, num_blocks=64
@@ -55,7 +49,3 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     }
     sys.stdout.write(f"\n{MARK}{json.dumps(found)}\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

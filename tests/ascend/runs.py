@@ -1,24 +1,27 @@
-"""Processes that run `device.py` on the stubs of CANN, and what their kernels printed."""
+"""Processes on the stubs of CANN, and what their kernels printed."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ascend.device import MARK
+from ascend.forks import Request
 
-SCRIPT: Final = Path(__file__).with_name("device.py")
-RANK_SCRIPT: Final = Path(__file__).with_name("rank.py")
-TIMEOUT_S: Final = 300
+SCRIPT: Final = Path(__file__).with_name("forks.py")
+TIMEOUT_S: Final = 900
 PRINTING: Final = {
     "INTERNAL_PRINT_TILING": "1",
     "ASCEND_GLOBAL_LOG_LEVEL": "1",
@@ -160,78 +163,96 @@ class Ended:
     jobs: Mapping[str, Job]
 
 
-def run(
-    cann: Mapping[str, str],
+def request(
+    name: str,
+    module: str,
+    arguments: Sequence[Any],
     folder: Path,
-    jobs: Sequence[Mapping[str, Any]],
     *,
     processors: int = 32,
     gigabytes: int = 64,
     soc: str = "Ascend910B2",
-    traced: bool = True,
-    timeout_s: float = TIMEOUT_S,
-) -> Ended:
-    """Run jobs, which are the fields of `device.Job`, on a machine and device of this size. Kernels print only if
-    `traced`.
+    **invariant: Any,
+) -> Request:
+    """Return the request for a process in an empty folder, on a machine and device of this size. `invariant`: what
+    `cann_stubs.invariant_products` returned.
     """
-    trace = folder / "trace.txt"
-    environment = _environment(cann, folder, processors, gigabytes, soc)
+    home = folder / "home"
+    home.mkdir()
+    environment = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
+    # Kernels write log files into their folder of logs.
+    environment |= {"ASCEND_PROCESS_LOG_PATH": str(home), "FAKE_TRACE": str(folder / "trace.txt")}
+    environment |= invariant.get("environment", {})
+    return Request(name, module, arguments, environment, str(folder / "output.txt"), invariant.get("packages"))
+
+
+def run_all(
+    cann: Mapping[str, str], requests: Sequence[Request], *, traced: bool = True, timeout_s: float = TIMEOUT_S
+) -> Iterator[tuple[Request, int]]:
+    """Run processes, two at a time. Yield each one that has ended and its exit code. Kernels print only if `traced`.
+
+    `cann`: the environment that `cann_stubs.build` returns.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "ASCEND_", "FAKE_"))}
+    paths = cann["PYTHONPATH"], str(SCRIPT.parents[1]), own.get("PYTHONPATH", "")
+    own |= dict(cann) | {"PYTHONPATH": ":".join(filter(None, paths))}
     if traced:
-        environment |= PRINTING | {"FAKE_TRACE": str(trace)}
-    ended = subprocess.run(
+        own |= PRINTING
+    else:
+        requests = [each._replace(environment={**each.environment, "FAKE_TRACE": ""}) for each in requests]
+    by_name = {each.name: each for each in requests}
+    with subprocess.Popen(
         [sys.executable, str(SCRIPT)],
-        input=json.dumps(list(jobs)),
-        env=environment,
+        env=own,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.DEVNULL,
         text=True,
-        errors="replace",
-        timeout=timeout_s,
-        check=False,
-    )
-    calls = trace.read_text() if traced and trace.exists() else ""
+        start_new_session=True,
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        end = threading.Timer(timeout_s, os.killpg, (server.pid, signal.SIGKILL))
+        end.start()
+        try:
+            server.stdin.write(json.dumps(requests))
+            server.stdin.close()
+            for line in server.stdout:
+                name, code = line.rsplit(maxsplit=1)
+                yield by_name[name], int(code)
+        finally:
+            end.cancel()
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def read(request: Request, code: int) -> Ended:
+    """Return what the jobs of an ended process found and printed."""
+    output = Path(request.output).read_text(errors="replace")
+    trace = Path(request.environment["FAKE_TRACE"])
+    calls = trace.read_text() if trace.is_file() else ""
     by_name = {}
-    for each in map(json.loads, _results(ended.stdout)):
+    for each in map(json.loads, results(output)):
         mark = f"load {each['job']}"
         own_calls = _between(calls, mark, None) if calls else ""
-        by_name[each["job"]] = Job(each, _between(ended.stdout, mark, None), own_calls)
-    return Ended(ended.returncode, ended.stdout, by_name)
+        by_name[each["job"]] = Job(each, _between(output, mark, None), own_calls)
+    return Ended(code, output, by_name)
 
 
-def run_ranks(cann: Mapping[str, str], folder: Path, model: Path, num_ranks: int) -> list[dict[str, Any]]:
-    """Run the ranks of a replica as `rank.py` does, and return what each found. Raise RuntimeError if one fails."""
+def requests_of_ranks(folder: Path, model: Path, num_ranks: int) -> list[Request]:
+    """Return the requests for the ranks of a replica, each of which runs `rank.py`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    environment = _environment(cann, folder, 16, 32, "Ascend910B2")
-    started = []
+    requests = []
     for rank in range(num_ranks):
-        command = [sys.executable, str(RANK_SCRIPT), *map(str, (rank, num_ranks, port, model))]
-        with (folder / f"{rank}.txt").open("w") as output:
-            started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    outputs = [(folder / f"{rank}.txt").read_text() for rank in range(num_ranks)]
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}: {outputs[0][-3000:]}\n{outputs[-1][-3000:]}")
-    return [json.loads(text) for output in outputs for text in _results(output)]
+        own = folder / str(rank)
+        own.mkdir()
+        arguments = rank, num_ranks, port, str(model)
+        requests.append(request(f"rank {rank}", "rank", arguments, own, processors=16, gigabytes=32))
+    return requests
 
 
-def _environment(cann: Mapping[str, str], folder: Path, processors: int, gigabytes: int, soc: str) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "ASCEND_", "FAKE_"))}
-    home = folder / "home"
-    home.mkdir()
-    of_machine = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
-    paths = cann["PYTHONPATH"], str(SCRIPT.parents[1]), own.get("PYTHONPATH", "")
-    own |= dict(cann) | of_machine | {"PYTHONPATH": ":".join(filter(None, paths))}
-    # Kernels write log files into their folder of logs.
-    return own | {"ASCEND_PROCESS_LOG_PATH": str(home)}
-
-
-def _results(output: str) -> list[str]:
+def results(output: str) -> list[str]:
     """Return the lines of JSON that a script wrote after `MARK`."""
     return re.findall(rf"^{MARK}(\{{.*)$", output, re.MULTILINE)
 

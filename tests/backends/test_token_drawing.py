@@ -7,11 +7,19 @@ import numpy as np
 import pytest
 from llm_serving.backends import create_backend
 from llm_serving.backends.ascend_cells import AscendLargestLogits
-from llm_serving.backends.token_drawing import _Share
+from llm_serving.backends.token_drawing import LEAST_FLOAT, MAX_DRAWN_VOCAB, NUM_PARAMETERS, _Share, split_floats
 from llm_serving.lowering.mindir import write_mindir
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.sampler import choose_tokens
-from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, _pieces, drawing_parameters
+from llm_serving.worker.token_graph import (
+    NUM_SORTED,
+    DeviceLogits,
+    TokenChoice,
+    TokenGraph,
+    _pieces,
+    choice_of,
+    drawing_parameters,
+)
 from mindspore import nn
 from mindspore.train.mind_ir_pb2 import ModelProto
 from support.graph_model import backend
@@ -30,7 +38,9 @@ def draw(request):
     graph = TokenGraph(CompiledNetwork(nn.Cell()), own, size)
 
     def drawn(logits, sampling):
-        return graph.choose(DeviceLogits(ms.Tensor(logits), *largest.submit([logits])), sampling).asnumpy()[:, 0]
+        parameters = ms.Tensor(drawing_parameters(sampling))
+        computed = DeviceLogits(ms.Tensor(logits), *largest.submit([logits]), parameters, choice_of(sampling))
+        return graph.choose(computed).asnumpy()[:, 0]
 
     drawn.size, drawn.graph = size, graph
     return drawn
@@ -48,8 +58,8 @@ def random_logits(random, size, scale):
 
 
 @pytest.mark.parametrize("scale", [0.01, 2.0, 20.0])
-@pytest.mark.parametrize("has_limits", [False, True])
-def test_drawn_tokens_are_those_of_the_sampler(draw, scale, has_limits):
+@pytest.mark.parametrize("choice", NUM_SORTED, ids=lambda each: each.name)
+def test_drawn_tokens_are_those_of_the_sampler(draw, scale, choice):
     random = np.random.default_rng(int(scale))
     for _ in range(4):
         logits = random_logits(random, draw.size, scale)
@@ -60,12 +70,14 @@ def test_drawn_tokens_are_those_of_the_sampler(draw, scale, has_limits):
             "position": random.integers(0, 2**31, NUM_ROWS),
         }
         given["temperature"][-1] = 1
-        if has_limits:
-            given["top_k"] = random.choice([0, 1, 2, 20, 40, 128], NUM_ROWS)
-            given["top_k"][-1] = 2
+        if choice is not TokenChoice.ALL:
+            is_sorted = choice is TokenChoice.SORTED
+            given["top_k"] = random.choice([0, 1, 2, 20, 40, 128, *[129, 250, 10**6] * is_sorted], NUM_ROWS)
+            given["top_k"][-1] = 150 if is_sorted else 2
             top_p = random.choice([1e-30, 0.01, 0.3, 0.5, 0.8, 0.95, 0.9999999, 1], NUM_ROWS)
-            given["top_p"] = np.where(given["top_k"] > 0, top_p, 1)
+            given["top_p"] = np.where(is_sorted | (given["top_k"] > 0), top_p, 1)
         sampling = sampling_input(NUM_ROWS, **given)
+        assert choice_of(sampling) is choice
         expected = choose_tokens(logits, sampling, NO_HISTORY).token_ids
         assert (draw(logits, sampling) == expected).all()
 
@@ -110,13 +122,23 @@ def test_device_that_draws_other_tokens_leaves_drawing_to_the_host(draw, monkeyp
     assert draw(logits, sampling) is not None
     draw.graph.check_drawing(other_tokens)
     assert "the host draws" in caplog.text
-    assert draw.graph.choose(DeviceLogits(ms.Tensor(logits)), sampling) is None
+    assert draw.graph.choose(DeviceLogits(ms.Tensor(logits), choice=choice_of(sampling))) is None
+
+
+def test_numbers_are_split_exactly():
+    random = np.random.default_rng(0)
+    largest = np.finfo(np.float32).max
+    numbers = np.array([0, LEAST_FLOAT, 1e-9, 0.1, 1, largest, *np.exp(random.uniform(-70, 88, 200))], np.float32)
+    digits, powers = split_floats(numbers)
+    assert digits.max() < 2**24
+    assert (np.ldexp(digits.astype(np.float64), powers - 126).astype(np.float32) == numbers).all()
 
 
 def test_exported_drawing_graph_has_device_operators_and_draws_the_same_tokens(tmp_path):
     own, size = backend("cpu", "float32"), 300
-    inputs = [ms.Tensor(shape=[None, width], dtype=ms.float32) for width in (size, 2, 13)]
-    of_ascend = create_backend("ascend", "float16").token_drawing(size, has_limits=True)
+    types = {size: ms.float32, 2: ms.float32, NUM_PARAMETERS: ms.int32}
+    inputs = [ms.Tensor(shape=[None, width], dtype=dtype) for width, dtype in types.items()]
+    of_ascend = create_backend("ascend", "float16").token_drawing(size, MAX_DRAWN_VOCAB)
     write_mindir(of_ascend, tmp_path / "ascend.mindir", inputs)
     written = ModelProto()
     written.ParseFromString((tmp_path / "ascend.mindir").read_bytes())
@@ -124,10 +146,10 @@ def test_exported_drawing_graph_has_device_operators_and_draws_the_same_tokens(t
     assert {"CumsumExt", "TopkExt", "GatherD"} <= {
         name.split(":")[2] if name.startswith("REF") else name for name in operators
     }
-    write_mindir(own.token_drawing(size, has_limits=True), tmp_path / "cpu.mindir", inputs)
+    write_mindir(own.token_drawing(size, MAX_DRAWN_VOCAB), tmp_path / "cpu.mindir", inputs)
     read = nn.GraphCell(ms.load(str(tmp_path / "cpu.mindir")))
     logits = random_logits(np.random.default_rng(1), size, 2.0)
-    sampling = sampling_input(NUM_ROWS, temperature=1, top_k=20, top_p=0.9, seed=np.arange(NUM_ROWS))
+    sampling = sampling_input(NUM_ROWS, temperature=1, top_p=0.9, seed=np.arange(NUM_ROWS))
     largest = np.column_stack([logits.argmax(1), logits.max(1)]).astype(np.float32)
     ids, _ = read(*map(ms.Tensor, (logits, largest, drawing_parameters(sampling))))
     assert (ids.asnumpy() == choose_tokens(logits, sampling, NO_HISTORY).token_ids).all()

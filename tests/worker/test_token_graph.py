@@ -10,7 +10,7 @@ from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.sampler import choose_tokens, greedy_samples, uses_logits_unchanged
 from llm_serving.worker.started_step import StartedStep
-from llm_serving.worker.token_graph import TokenGraph, can_draw, tokens_of
+from llm_serving.worker.token_graph import TokenChoice, TokenGraph, choice_of, tokens_of
 from support.graph_model import backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import sampling_input, step_input
@@ -55,19 +55,25 @@ def test_greedy_samples_are_those_whose_parameters_select_the_likeliest_token():
 
 
 @pytest.mark.parametrize(
-    ("given", "drawn"),
+    ("given", "choice"),
     [
-        ({"min_p": 0.1}, True),
-        ({"top_k": 128, "top_p": 0.9}, True),
-        ({"top_k": 129}, False),
-        ({"top_p": 0.9}, False),
-        ({"top_k": 5, "typical_p": 0.9}, False),
+        ({"min_p": 0.1}, "ALL"),
+        ({"top_k": 128, "top_p": 0.9}, "LARGEST"),
+        ({"top_k": [0, 3]}, "LARGEST"),
+        ({"top_k": 129}, "SORTED"),
+        ({"top_p": 0.9}, "SORTED"),
+        ({"top_k": 5, "typical_p": 0.9}, "HOST"),
     ],
     ids=str,
 )
-def test_device_draws_tokens_whose_limits_it_can_find(given, drawn):
-    assert can_draw(sampling_input(2, temperature=[0, 1], **given)) == drawn
-    assert can_draw(sampling_input(2, temperature=0, **given))
+def test_sampling_parameters_select_how_tokens_are_chosen(given, choice):
+    assert choice_of(sampling_input(2, temperature=[0, 1], **given)) is TokenChoice[choice]
+    assert choice_of(sampling_input(2, temperature=0, **given)) is TokenChoice.GREEDY
+
+
+def test_host_samples_at_temperatures_whose_scale_has_no_digits():
+    assert choice_of(sampling_input(1, temperature=1e30)) is TokenChoice.ALL
+    assert choice_of(sampling_input(1, temperature=1e32)) is TokenChoice.HOST
 
 
 @pytest.mark.parametrize(
@@ -90,16 +96,16 @@ def test_samples_that_change_or_report_logits_are_recognized(given):
 DRAWN = {"temperature": 1.0, "seed": [7, 8, 9], "top_k": [0, 4, 40], "top_p": [1, 1, 0.9]}
 
 
-@pytest.mark.parametrize(("sampled", "attention_rows"), [({}, 0), (DRAWN, 8)])
+@pytest.mark.parametrize(("sampled", "attention_rows"), [({}, 0), (DRAWN, 0), (DRAWN, 8)])
 def test_tokens_of_the_device_are_those_of_the_sampler(tmp_path, monkeypatch, sampled, attention_rows):
     write_model(tmp_path, SPEC)
     own = backend("cpu", "bfloat16")
     monkeypatch.setattr(own, "attention_rows", attention_rows)
     at_once = []
 
-    def submit(graph, inputs, given_ids=None):
+    def submit(graph, inputs, given_ids=None, sampling=None):
         at_once.append(given_ids is not None)
-        return compute(graph, inputs, given_ids)
+        return compute(graph, inputs, given_ids, sampling)
 
     compute, choose = TokenGraph.submit, TokenGraph.choose
     monkeypatch.setattr(TokenGraph, "submit", submit)

@@ -102,8 +102,11 @@ class AscendBackend:
     def largest_logits(self) -> nn.Cell | None:
         return cells.AscendLargestLogits()
 
-    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
-        return TokenDrawing(vocab_size, AscendCumulativeSum(), AscendLargestValues, has_limits=has_limits)
+    def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
+        return TokenDrawing(vocab_size, AscendCumulativeSum(), AscendLargestValues, num_candidates)
+
+    def columns(self, start: int, end: int | None = None) -> nn.Cell:
+        return cells.AscendColumns(start, end)
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return cells.AscendPromptAttention(shape.num_heads, shape.scale, cells.prompt_mask(self.activation_dtype))

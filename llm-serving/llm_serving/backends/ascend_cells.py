@@ -18,6 +18,8 @@ from mindspore.ops.auto_generate import gen_ops_prim
 _ROTATE_HALF = 2
 _MASK_SIZE = 128
 _MASKED = -10000.0
+_LAST = 2**31 - 1
+"""An end after the last column."""
 
 
 class AscendEmbedding(nn.Cell):
@@ -182,6 +184,17 @@ class AscendLargestLogits(nn.Cell):
         ids, values = self.largest(logits)
         # MaxDim of CANN returns int64.
         return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((self.cast(ids, ms.float32), values))
+
+
+class AscendColumns(nn.Cell):
+    """Takes columns by aclnnSlice. `ops.Slice` is an operation that CANN compiles."""
+
+    def __init__(self, start: int, end: int | None) -> None:
+        super().__init__()
+        self.slice, self.start, self.end = gen_ops_prim.SliceExt(), start, _LAST if end is None else end
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.slice(x, 1, self.start, self.end, 1)
 
 
 class AscendPromptAttention(nn.Cell):

@@ -138,8 +138,11 @@ class Backend(Protocol):
         token per request.
         """
 
-    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
+    def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
         """Return a Cell such as `token_drawing.TokenDrawing`; None: the backend draws no tokens."""
+
+    def columns(self, start: int, end: int | None = None) -> nn.Cell:
+        """([N, M]) -> columns `start` to `end` - 1, or to the last one. For backends with `largest_logits`."""
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of prompts without a cached prefix; None:

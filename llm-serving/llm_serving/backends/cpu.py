@@ -92,8 +92,11 @@ class CpuBackend(AscendBackend):
     def swiglu(self) -> nn.Cell:
         return CpuSwiglu()
 
-    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
-        return TokenDrawing(vocab_size, CpuCumulativeSum(), CpuLargestValues, has_limits=has_limits)
+    def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
+        return TokenDrawing(vocab_size, CpuCumulativeSum(), CpuLargestValues, num_candidates)
+
+    def columns(self, start: int, end: int | None = None) -> nn.Cell:
+        return CpuColumns(start, end)
 
     def program(self) -> nn.Cell | None:
         return CpuProgram()
@@ -241,6 +244,17 @@ class CpuQuantizedLogits(nn.Cell):
     def construct(self, x: ms.Tensor, qvalues: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
         rows, row_scales = self.quantize(x, None)
         return self.mul(self.mul(self.sums(rows, qvalues), scales), self.reshape(row_scales, (-1, 1)))
+
+
+class CpuColumns(nn.Cell):
+    """As `AscendColumns`, whose primitive MindSpore lacks on a CPU."""
+
+    def __init__(self, start: int, end: int | None) -> None:
+        super().__init__()
+        self.slice, self.first, self.size = ops.Slice(), (0, start), (-1, -1 if end is None else end - start)
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.slice(x, self.first, self.size)
 
 
 class CpuCumulativeSum(nn.Cell):

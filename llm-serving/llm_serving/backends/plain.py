@@ -100,8 +100,11 @@ class PlainBackend:
     def largest_logits(self) -> nn.Cell | None:
         return None
 
-    def token_drawing(self, vocab_size: int, *, has_limits: bool) -> nn.Cell | None:
+    def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
         return None
+
+    def columns(self, start: int, end: int | None = None) -> nn.Cell:
+        raise AssertionError("only graphs of single tokens take columns")
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None

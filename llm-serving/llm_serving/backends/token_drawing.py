@@ -4,7 +4,8 @@ Weights are computed by the float32 operations of `worker.logprobs.token_weights
 are exact: a weight is a multiple of 2^-33 from 0 to 1, so the sums of its upper 17 bits over 128 tokens, and those of
 the 16 bits below, are exact in float32. Sums of more tokens are int64. So the order of additions has no effect.
 
-The Cell shifts no bits and sorts no rows: vector cores have no kernels for shifts, and sort slowly.
+The Cell shifts no bits, because vector cores have no kernels for that. It sorts rows only for samples whose number of
+candidates has no small bound.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
-MAX_TOP_K: Final = 128
-"""Maximum `top_k` of a row that the Cell draws."""
+from llm_serving.core.step import Float32Array, Int32Array
+
+NUM_CANDIDATES: Final = 128
+"""Number of candidates for which a row is not sorted."""
 MAX_DRAWN_VOCAB: Final = 2**18
 """Maximum vocabulary size. Sums over a larger vocabulary would need more bits."""
 PIECE_BITS: Final = 14
@@ -27,16 +30,22 @@ NUM_PIECES: Final = 4
 PARAMETERS: Final = {
     "row": 1,
     "greedy": 1,
-    "scale": 1,
-    "min_p": 1,
     "top_k": 1,
     "number": NUM_PIECES,
     "top_p": NUM_PIECES,
+    "digits": 2,
+    "powers": 2,
 }
-"""Name -> number of columns of the parameters of a row, in order. `row`: its index. `greedy`: 1 to take the most likely
-token, else 0. `scale`: `logprobs.weight_scale`. `number`: the random number.
+"""Name -> number of columns of the parameters of a row, in order. All are int32 below 2^24. `row`: its index. `greedy`:
+1 to take the most likely token, else 0. `top_k`: 0 if the row keeps all tokens. `number`: the random number. `digits`
+and `powers`: those of `logprobs.weight_scale` and of `min_p`, as `split_floats` returns them.
 """
+NUM_PARAMETERS: Final = sum(PARAMETERS.values())
+LEAST_FLOAT: Final = 2.0**-103
+"""Smallest number except 0 that `split_floats` represents."""
 
+_LEAST_POWER, _GREATEST_POWER = -126, 104
+_DIGITS: Final = 24
 _BLOCK: Final = 128
 _FRACTION_BITS: Final = 53
 _UPPER_BITS, _LOWER_BITS = 17, 16
@@ -52,6 +61,16 @@ def _float(number: float) -> ms.Tensor:
 
 def _int64(number: int) -> ms.Tensor:
     return ms.Tensor(np.int64(number))
+
+
+def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
+    """Return 24 digits and the index of a power of two for each of `numbers` [S]: 0, or at least `LEAST_FLOAT`.
+
+    A number is the product of its digits and the power.
+    """
+    fractions, exponents = np.frexp(numbers)
+    digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
+    return digits, np.maximum(exponents - (_DIGITS + _LEAST_POWER), 0).astype(np.int32)
 
 
 class AscendCumulativeSum(nn.Cell):
@@ -193,21 +212,20 @@ class _Share(nn.Cell):
 
 
 class TokenDrawing(nn.Cell):
-    """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters float32 [S, 13]) -> (token
+    """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters int32 [S, 15]) -> (token
     ids int32 [S], `largest` with the ids of the drawn tokens in its first column).
 
     `largest` is the second result of `Backend.largest_logits`. A row with NaN or infinity gets any valid id.
 
     Args:
-        has_limits: Whether rows may have `top_k`, from 1 to `MAX_TOP_K`. Rows with `top_k` may also have `top_p`.
         largest_values: A function of a count that returns a Cell such as `AscendLargestValues`.
+        num_candidates: Maximum `top_k` of a row. Rows with `top_k` may also have `top_p`. 0: rows have neither.
     """
 
-    def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, *, has_limits: bool) -> None:
+    def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, num_candidates: int) -> None:
         super().__init__()
-        self.has_limits = has_limits
         self.num_blocks = -(-vocab_size // _BLOCK)
-        self.num_candidates = min(MAX_TOP_K, vocab_size)
+        self.num_candidates = min(num_candidates, vocab_size)
         self.weights, self.sums, self.share = _Weights(), _Sums(cumulative_sum), _Share()
         self.add, self.sub, self.mul, self.cast = ops.Add(), ops.Sub(), ops.Mul(), ops.Cast()
         self.divide, self.sum = ops.FloorDiv(), gen_ops_prim.SumExt()
@@ -221,15 +239,20 @@ class TokenDrawing(nn.Cell):
         self.order = ms.Tensor(np.arange(self.num_candidates, dtype=np.float32).reshape(1, -1))
         self.num_blocks_of_row, self.last_block = _float(self.num_blocks), _float(self.num_blocks - 1)
         self.block, self.last_token = _float(_BLOCK), _float(vocab_size - 1)
+        self.powers = ms.Tensor(np.float32(2.0) ** np.arange(_LEAST_POWER, _GREATEST_POWER + 1, dtype=np.float32))
         num_missing = self.num_blocks * _BLOCK - vocab_size
         self.missing = ms.Tensor(np.zeros((1, num_missing), np.float32)) if num_missing else None
 
     def construct(self, logits: ms.Tensor, largest: ms.Tensor, parameters: ms.Tensor) -> Any:
         likeliest, value = self.split(largest, (1, 1), 1)
-        row, greedy, scale, min_p, top_k, number, top_p = self.split(parameters, tuple(PARAMETERS.values()), 1)
+        integers, powers = self.split(parameters, (NUM_PARAMETERS - 2, 2), 1)
+        integers = self.cast(integers, ms.float32)
+        row, greedy, top_k, number, top_p, digits = self.split(integers, tuple(PARAMETERS.values())[:-1], 1)
+        powers = self.gather_rows(self.powers, self.reshape(powers, (-1,)), 0)
+        scale, min_p = self.split(self.mul(digits, self.reshape(powers, (-1, 2))), (1, 1), 1)
         weights = self.weights(logits, value, scale)
         weights = self.select(self.reaches(weights, min_p), weights, self.zero)
-        limits = self.limits(weights, top_k, top_p) if self.has_limits else None
+        limits = self.limits(weights, row, top_k, top_p) if self.num_candidates else None
         drawn = self.draw(weights, row, limits, number)
         ids = self.select(self.exceeds(greedy, self.zero), likeliest, drawn)
         return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((ids, value))
@@ -242,7 +265,7 @@ class TokenDrawing(nn.Cell):
         """Return the value of each row at its index [S, 1]."""
         return self.gather(values, 1, self.cast(index, ms.int64))
 
-    def limits(self, weights: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
+    def limits(self, weights: ms.Tensor, row: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
         """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each.
 
         The first is a threshold: all weights above it are kept. The second is how many weights equal to it are kept, in
@@ -250,45 +273,52 @@ class TokenDrawing(nn.Cell):
         """
         descending = self.largest_values(weights)
         candidates = self.select(self.below(self.order, top_k), descending, self.zero)
-        sums = self.sums.of_weights(candidates)
-        _, total = self.sums.before_and_total(sums, self.num_candidates)
-        whole, rest, step = self.share(top_p, total)
-        # The wanted sum is the product rounded to float64. It is `whole`, or above it and at most `whole` + 1.
-        is_whole = self.cast(self.within(rest, step), ms.int64)
-        count = self.add(self.number_of(self.within(sums, self.sub(whole, is_whole))), self.one)
-        count = self.minimum(count, top_k)
+        if self.num_candidates <= _BLOCK:
+            sums = self.sums.of_weights(candidates)
+            _, total = self.sums.before_and_total(sums, self.num_candidates)
+            count = self.number_of(self.within(sums, self.reached(top_p, total)))
+        else:
+            candidates = self.padded(candidates, row)
+            before, total = self.sums_of_blocks(*self.parts_of(candidates))
+            index, target = self.block_at(before, self.reached(top_p, total))
+            sums = self.sums.of_weights(self.block_of(candidates, row, index))
+            count = self.add(self.mul(index, self.block), self.number_of(self.within(sums, target)))
+        count = self.minimum(self.add(count, self.one), top_k)
         threshold = self.at(descending, self.maximum(self.sub(count, self.one), self.zero))
         num_equal = self.sub(count, self.number_of(self.exceeds(descending, threshold)))
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
+    def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
+        """Return the largest integer below the share `top_p` of a total.
+
+        The share is the product rounded to float64: it is `whole`, or above it and at most `whole` + 1.
+        """
+        whole, rest, step = self.share(top_p, total)
+        return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
+
     def draw(self, weights: ms.Tensor, row: ms.Tensor, limits: Any, number: ms.Tensor) -> ms.Tensor:
         """Return the first token whose cumulative weight exceeds the share `number` of the total, float32 [S, 1]."""
-        if self.missing is not None:
-            weights = self.concat((weights, self.mul(self.sub(row, row), self.missing)))
-        blocks = self.reshape(weights, (-1, _BLOCK))
+        weights = self.padded(weights, row)
         threshold, room = None, None
         if limits is None:
-            upper, lower = self.of_blocks(weights)
+            upper, lower = self.parts_of(weights)
         else:
             threshold, num_equal = limits
-            upper, lower = self.of_blocks(self.select(self.exceeds(weights, threshold), weights, self.zero))
-            equal = self.is_equal(weights, threshold)
-            equal = self.sum(self.reshape(equal, (-1, self.num_blocks, _BLOCK)), (-1,), False, ms.float32)
+            upper, lower = self.parts_of(self.select(self.exceeds(weights, threshold), weights, self.zero))
+            equal = self.reshape(self.is_equal(weights, threshold), (-1, self.num_blocks, _BLOCK))
+            equal = self.sum(equal, (-1,), False, ms.float32)
             equal_before = self.sub(self.cast(self.cumulative_sum(equal), ms.float32), equal)
             room = self.maximum(self.sub(num_equal, equal_before), self.zero)
             num_kept = self.minimum(room, equal)
             upper_threshold, lower_threshold = self.sums.parts(threshold)
             upper = self.add(upper, self.mul(num_kept, upper_threshold))
             lower = self.add(lower, self.mul(num_kept, lower_threshold))
-        before, total = self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
+        before, total = self.sums_of_blocks(upper, lower)
         whole, rest, step = self.share(number, total)
         # The target is the product rounded to float64. Sums are integers, so only rounding up to one matters.
         target = self.add(whole, self.divide(self.add(rest, step), self.share.b53))
-        index = self.sub(self.number_of(self.within(before, target)), self.one)
-        index = self.minimum(self.maximum(index, self.zero), self.last_block)
-        target = self.sub(target, self.at(before, index))
-        indices = self.reshape(self.cast(self.add(self.mul(row, self.num_blocks_of_row), index), ms.int32), (-1,))
-        of_block = self.gather_rows(blocks, indices, 0)
+        index, target = self.block_at(before, target)
+        of_block = self.block_of(weights, row, index)
         if limits is not None:
             equal = self.is_equal(of_block, threshold)
             rank = self.cast(self.cumulative_sum(self.cast(equal, ms.float32)), ms.float32)
@@ -299,7 +329,29 @@ class TokenDrawing(nn.Cell):
         token = self.number_of(self.within(self.sums.of_weights(of_block), target))
         return self.minimum(self.add(self.mul(index, self.block), token), self.last_token)
 
-    def of_blocks(self, weights: ms.Tensor) -> Any:
-        """Return the sums of the two parts of the weights in each block of 128, [S, blocks] each."""
+    def padded(self, weights: ms.Tensor, row: ms.Tensor) -> ms.Tensor:
+        """Return the weights with zeros up to whole blocks of 128 in each row."""
+        if self.missing is None:
+            return weights
+        return self.concat((weights, self.mul(self.sub(row, row), self.missing)))
+
+    def parts_of(self, weights: ms.Tensor) -> Any:
+        """Return the sums of the parts of weights in each block, [S, blocks] each."""
         upper, lower = self.sums.parts(self.reshape(weights, (-1, self.num_blocks, _BLOCK)))
         return self.sum(upper, (-1,)), self.sum(lower, (-1,))
+
+    def sums_of_blocks(self, upper: ms.Tensor, lower: ms.Tensor) -> Any:
+        """Return the sum of the weights before each block, [S, blocks], and the total."""
+        return self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
+
+    def block_at(self, before: ms.Tensor, target: ms.Tensor) -> Any:
+        """Return the last block before which the sum is at most `target`, and what then remains of `target`."""
+        index = self.sub(self.number_of(self.within(before, target)), self.one)
+        index = self.minimum(self.maximum(index, self.zero), self.last_block)
+        return index, self.sub(target, self.at(before, index))
+
+    def block_of(self, weights: ms.Tensor, row: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
+        """Return the weights of one block of each row, [S, 128]."""
+        indices = self.add(self.mul(row, self.num_blocks_of_row), index)  # below 2^24
+        blocks = self.reshape(weights, (-1, _BLOCK))
+        return self.gather_rows(blocks, self.reshape(self.cast(indices, ms.int32), (-1,)), 0)

@@ -10,10 +10,17 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.base import AttentionShape, Backend
+from llm_serving.backends.token_drawing import NUM_PARAMETERS
 from llm_serving.errors import ModelError
 from llm_serving.lowering import operations as cells
 from llm_serving.lowering.parameters import Parameters
-from llm_serving.lowering.step_inputs import NUM_TOKEN_ARRAYS, SINGLE_TOKEN_INPUTS, TOKEN_ROW_INPUTS, KVCaches
+from llm_serving.lowering.step_inputs import (
+    NUM_TOKEN_ARRAYS,
+    NUM_TOKEN_COLUMNS,
+    SINGLE_TOKEN_INPUTS,
+    TOKEN_ROW_INPUTS,
+    KVCaches,
+)
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
@@ -102,28 +109,31 @@ class NoMask(nn.Cell):
 class TokenNetwork(nn.Cell):
     """A network for steps in which each request computes one token. `network`: a `CellNetwork` with `single_tokens`.
 
+    Its results are logits, float32 [S, V], the two results of `Backend.largest_logits`, and the parameters of drawing,
+    int32 [S, 15].
+
     Its results are logits, float32 [S, V], and the two results of `Backend.largest_logits`.
     """
 
     inputs: Sequence[tuple[str, int]]
-    """(name, number of dimensions) of the arguments of `construct`. The first one, [4, T], holds token ids, positions,
-    KV slots and sources of tokens, so that one copy to the device is enough.
-    """
+    """(name, number of dimensions) of the arguments of `construct`."""
 
     def __init__(self, network: nn.Cell, backend: Backend) -> None:
         super().__init__()
         largest = backend.largest_logits()
         assert largest is not None
         self.network, self.largest = network, largest
+        self.of_tokens, self.of_tables = backend.columns(0, NUM_TOKEN_COLUMNS), backend.columns(NUM_TOKEN_COLUMNS)
         self.split, self.reshape = gen_ops_prim.SplitWithSize(), ops.Reshape()
         self.concat, self.gather = ops.Concat(0), gen_ops_prim.Gather()
+        self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
-    def arrays_of(self, tokens: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Return token ids, positions and KV slots, each int32 [T]."""
-        given, positions, slots, sources = self.split(tokens, (1,) * NUM_TOKEN_ARRAYS, 0)
+    def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
+        """Return token ids, positions and KV slots, each int32 [T], and parameters of drawing, int32 [T, 15]."""
+        given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
         token_ids = self.gather(known, self.reshape(sources, (-1,)), 0)
-        return token_ids, self.reshape(positions, (-1,)), self.reshape(slots, (-1,))
+        return token_ids, self.reshape(positions, (-1,)), self.reshape(slots, (-1,)), parameters
 
 
 class SingleTokenNetwork(TokenNetwork):
@@ -131,13 +141,11 @@ class SingleTokenNetwork(TokenNetwork):
 
     inputs = SINGLE_TOKEN_INPUTS
 
-    def construct(
-        self, tokens: ms.Tensor, previous: ms.Tensor, block_tables: ms.Tensor, batch_valid_length: ms.Tensor
-    ) -> Any:
-        token_ids, positions, slots = self.arrays_of(tokens, previous)
-        logits = self.network(token_ids, positions, slots, block_tables, None, batch_valid_length, None)
+    def construct(self, step: ms.Tensor, previous: ms.Tensor, batch_valid_length: ms.Tensor) -> Any:
+        token_ids, positions, slots, parameters = self.arrays_of(step, previous)
+        logits = self.network(token_ids, positions, slots, self.of_tables(step), None, batch_valid_length, None)
         ids, largest = self.largest(logits)
-        return logits, ids, largest
+        return logits, ids, largest, parameters
 
 
 class TokenRowsNetwork(TokenNetwork):
@@ -147,17 +155,18 @@ class TokenRowsNetwork(TokenNetwork):
 
     def construct(
         self,
-        tokens: ms.Tensor,
+        step: ms.Tensor,
         previous: ms.Tensor,
-        block_tables: ms.Tensor,
         batch_valid_length: ms.Tensor,
         q_seq_lens: ms.Tensor,
+        table_rows: ms.Tensor,
         sample_indices: ms.Tensor,
     ) -> Any:
-        token_ids, positions, slots = self.arrays_of(tokens, previous)
-        logits = self.network(token_ids, positions, slots, block_tables, q_seq_lens, batch_valid_length, sample_indices)
+        token_ids, positions, slots, parameters = self.arrays_of(step, previous)
+        tables = self.gather(self.of_tables(step), table_rows, 0)
+        logits = self.network(token_ids, positions, slots, tables, q_seq_lens, batch_valid_length, sample_indices)
         ids, largest = self.largest(logits)
-        return logits, ids, largest
+        return logits, ids, largest, self.gather(parameters, sample_indices, 0)
 
 
 class CellLmHead(nn.Cell):

@@ -9,6 +9,8 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.backends.token_drawing import NUM_PARAMETERS
+
 KVCaches = Sequence[tuple[ms.Parameter, ms.Parameter]]
 
 STEP_INPUTS: Final = (
@@ -36,17 +38,20 @@ ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
 """Last input of a network with adapter slots: the slot of each row's adapter; -1: the row has none."""
 
 NUM_TOKEN_ARRAYS: Final = 4
-"""Number of arrays in `tokens` of `SINGLE_TOKEN_INPUTS`: the first three of `STEP_INPUTS`, and the
-sources of tokens.
-"""
-SINGLE_TOKEN_INPUTS: Final = (("tokens", 2), ("previous", 1), ("block_tables", 2), ("batch_valid_length", 1))
+NUM_TOKEN_COLUMNS: Final = NUM_TOKEN_ARRAYS + NUM_PARAMETERS
+"""Number of columns before the block table in `step` of `SINGLE_TOKEN_INPUTS`."""
+SINGLE_TOKEN_INPUTS: Final = (("step", 2), ("previous", 1), ("batch_valid_length", 1))
 """The inputs of steps in which each request has one token, with a result for every token.
 
-`tokens` is [4, T]. Its last row, the source of each token, is an index i. If i < P, the token's id is `previous[i]`,
-from an array [P] on the device; otherwise it is i - P.
+`step` [T, 19 + W] has for each token its id, position, KV slot, source, the parameters of drawing its sample
+(`TokenDrawing`), and the block table of its request, so that one copy to the device is enough. The source is an index
+i. If i < P, the token's id is `previous[i]`, from an array [P] on the device; otherwise it is the id i - P in `step`.
 """
-TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("sample_indices", 1))
-"""`SINGLE_TOKEN_INPUTS` and two more, for steps in which some rows have no token and some tokens have no result."""
+TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("table_rows", 1), ("sample_indices", 1))
+"""`SINGLE_TOKEN_INPUTS` and three more, for steps in which some rows have no token and some tokens have no result.
+
+`table_rows` [B]: the row of `step` with the block table of each row.
+"""
 
 
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:

@@ -25,8 +25,10 @@ NPU_RESERVE: Final = 2**30
 """Bytes that stay free on an NPU even with `max_device_memory`, because MindSpore's limit must be below the total."""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
-NUM_DRAWING_VALUES: Final = 8
-"""Number of float32 values that an NPU keeps at a time for each logit while it draws tokens."""
+NUM_DRAWING_VALUES: Final = 16
+"""Estimated number of float32 values that an NPU keeps at a time for each logit while it draws tokens: it sorts weights
+together with 64-bit indices. Not measured on a device.
+"""
 LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MIN_SPARE_SLOTS: Final = 8

@@ -60,6 +60,7 @@ class CompiledNetwork:
         self._phase: str | None = None
         self._pins = is_on_npu()
         self._inputs: deque[tuple[ms.Tensor, ...]] = deque(maxlen=MAX_STARTED)
+        self._sources: deque[ms.Tensor] = deque(maxlen=2 * MAX_STARTED)
 
     @property
     def num_compilations(self) -> int:
@@ -84,6 +85,15 @@ class CompiledNetwork:
         tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
         self._inputs.append(tensors)  # the device may copy them after this returns
         return self._run(tensors)
+
+    def on_device(self, array: NDArray[Any]) -> ms.Tensor:
+        """Return a tensor with the elements of an array, for `submit`.
+
+        On an NPU it is in the memory of the device, so that several steps can use one copy.
+        """
+        tensor = self._tensor(array)
+        self._sources.append(tensor)  # as in `submit`
+        return tensor.to("Ascend", non_blocking=True) if self._pins else tensor
 
     def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
         """Return an array as a tensor. On an NPU it is in pinned memory, so that the host need not

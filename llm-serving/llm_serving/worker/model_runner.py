@@ -13,7 +13,15 @@ from llm_serving.backends.base import Backend
 from llm_serving.backends.parameters import is_on_npu
 from llm_serving.core.enums import ImplementationName
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
-from llm_serving.core.step import AllowedTokens, DraftModelClient, Float32Array, Int32Array, StepInput, StepOutput
+from llm_serving.core.step import (
+    AllowedTokens,
+    DraftModelClient,
+    Float32Array,
+    Int32Array,
+    SamplingInput,
+    StepInput,
+    StepOutput,
+)
 from llm_serving.core.window import CacheGroups
 from llm_serving.errors import StepMismatchError, WorkerError
 from llm_serving.lowering.lower import lower
@@ -302,7 +310,7 @@ class ModelRunner:
                 given_ids = step.token_ids
             else:
                 inputs, _ = _resolved(step, inputs, latest)
-        computed = self._computed(inputs, given_ids)
+        computed = self._computed(inputs, given_ids, None if step.allowed_follow else step.sampling)
         self._export(step.exports)
         num_samples = step.sampling.num_samples
 
@@ -317,9 +325,8 @@ class ModelRunner:
                 sample_on_host(computed.copy()) if tokens is None else output_of_tokens(step.step, tokens[:num_samples])
             )
 
-        if on_device and not step.allowed_follow:
-            assert self._tokens is not None
-            chosen = self._tokens.choose(computed, step.sampling)
+        if self._tokens is not None:
+            chosen = self._tokens.choose(computed)
             if chosen is not None:
                 return StartedStep(HostCopy(chosen), take_tokens, num_samples, keeps_tokens=True)
         return StartedStep(HostCopy(computed.logits), sample_on_host, num_samples)
@@ -396,11 +403,16 @@ class ModelRunner:
         kept.keep(inputs.slot_mapping[indices], states)
         return self.logits_of(states[np.searchsorted(indices, inputs.selected_indices)])
 
-    def _computed(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
-        """Start the networks of a step on a backend with a token graph. `given_ids`: see `TokenGraph.submit`."""
+    def _computed(
+        self, inputs: ModelInputs, given_ids: Int32Array | None = None, sampling: SamplingInput | None = None
+    ) -> DeviceLogits:
+        """Start the networks of a step on a backend with a token graph.
+
+        `given_ids`, `sampling`: see `TokenGraph.submit`.
+        """
         assert self._tokens is not None
         if self._tokens.computes(inputs):
-            return self._tokens.submit(inputs, given_ids)
+            return self._tokens.submit(inputs, given_ids, sampling)
         network, arrays = self._states_network(inputs)
         states = network.submit(arrays)
         return DeviceLogits(self._head.submit((states, *step_inputs_for_rows(len(inputs.selected_indices)))))

@@ -1,19 +1,30 @@
 """The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`.
 
-The device chooses their tokens, unless a sample needs more than `can_draw` allows.
+The device chooses their tokens, unless `choice_of` says that the host must sample.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+from collections.abc import Mapping
+from typing import Any, Final
 
 import mindspore as ms
 import numpy as np
 
 from llm_serving.backends.base import Backend
-from llm_serving.backends.token_drawing import MAX_DRAWN_VOCAB, MAX_TOP_K, NUM_PIECES, PARAMETERS, PIECE_BITS
+from llm_serving.backends.token_drawing import (
+    LEAST_FLOAT,
+    MAX_DRAWN_VOCAB,
+    NUM_CANDIDATES,
+    NUM_PARAMETERS,
+    NUM_PIECES,
+    PIECE_BITS,
+    split_floats,
+)
 from llm_serving.core.step import Float32Array, Int32Array, SamplingInput
 from llm_serving.log import get_logger
+from llm_serving.lowering.step_inputs import NUM_TOKEN_ARRAYS, NUM_TOKEN_COLUMNS
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.logprobs import weight_scales
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, all_true
@@ -27,16 +38,43 @@ _SMALLEST_SHARE = np.float32(2**-20)
 _NUM_CHECKED = 64
 
 
+class TokenChoice(enum.Enum):
+    """How the tokens of a step are chosen."""
+
+    HOST = "the host samples"
+    GREEDY = "the device returns the most likely tokens"
+    ALL = "the device draws among all tokens"
+    LARGEST = "some rows have top_k up to `NUM_CANDIDATES`"
+    SORTED = "some rows have another top_k, or top_p alone"
+
+
+NUM_SORTED: Final[Mapping[TokenChoice, int]] = {
+    TokenChoice.ALL: 0,
+    TokenChoice.LARGEST: NUM_CANDIDATES,
+    TokenChoice.SORTED: MAX_DRAWN_VOCAB,
+}
+"""How tokens are drawn -> the number of candidates of `TokenDrawing`."""
+
+
 class DeviceLogits:
     """Logits in the memory of the device, which computes them while the host continues.
 
     Args:
         logits: float32 [S, V]
         token_ids, largest: The two results of `Backend.largest_logits`; None: the graph does not compute them.
+        parameters: Of `TokenDrawing`, int32 [S, 15]; only valid if `choice` draws tokens.
     """
 
-    def __init__(self, logits: ms.Tensor, token_ids: ms.Tensor | None = None, largest: ms.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        logits: ms.Tensor,
+        token_ids: ms.Tensor | None = None,
+        largest: ms.Tensor | None = None,
+        parameters: ms.Tensor | None = None,
+        choice: TokenChoice = TokenChoice.HOST,
+    ) -> None:
         self.logits, self.token_ids, self.largest = logits, token_ids, largest
+        self.parameters, self.choice = parameters, choice
 
     def copy(self) -> Float32Array:
         """Wait for the step. Return a copy of the logits on the host, [S, V]."""
@@ -53,31 +91,43 @@ def tokens_of(chosen: Float32Array) -> Int32Array | None:
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
 
-def can_draw(sampling: SamplingInput) -> bool:
-    """Return whether the graph of `Backend.token_drawing` can choose the tokens of samples that use logits unchanged.
-
-    A sample with `top_p` must have `top_k`, at most `MAX_TOP_K`, because finding the most likely tokens among all of
-    them takes the device longer than copying the logits.
-    """
-    limited = (sampling.top_k > 0) & (sampling.top_k <= MAX_TOP_K)
-    drawn = (limited | ((sampling.top_k == 0) & (sampling.top_p == 1))) & (sampling.typical_p == 1)
-    return all_true(greedy_samples(sampling) | drawn)
-
-
-def drawing_parameters(sampling: SamplingInput) -> Float32Array:
-    """Return the parameters of `TokenDrawing`, float32 [S, 13]."""
+def choice_of(sampling: SamplingInput) -> TokenChoice:
+    """Return how the tokens of samples can be chosen, if the device draws tokens."""
+    if not uses_logits_unchanged(sampling):
+        return TokenChoice.HOST
     greedy = greedy_samples(sampling)
-    return np.column_stack(
+    if all_true(greedy):
+        return TokenChoice.GREEDY
+    drawn = (sampling.typical_p == 1) & (weight_scales(sampling.temperature) >= LEAST_FLOAT)
+    if not all_true(greedy | drawn):
+        return TokenChoice.HOST
+    all_tokens = (sampling.top_k == 0) & (sampling.top_p == 1)
+    if all_true(greedy | all_tokens):
+        return TokenChoice.ALL
+    few = (sampling.top_k > 0) & (sampling.top_k <= NUM_CANDIDATES)
+    return TokenChoice.LARGEST if all_true(greedy | all_tokens | few) else TokenChoice.SORTED
+
+
+def drawing_parameters(sampling: SamplingInput) -> Int32Array:
+    """Return the parameters of `TokenDrawing`, int32 [S, 15]."""
+    greedy = greedy_samples(sampling)
+    top_k = np.where((sampling.top_k == 0) & (sampling.top_p < 1), MAX_DRAWN_VOCAB, sampling.top_k)
+    scale, scale_power = split_floats(weight_scales(sampling.temperature))
+    min_p, min_p_power = split_floats(sampling.min_p)
+    parameters: Int32Array = np.column_stack(
         [
-            np.arange(len(greedy), dtype=np.float32),
+            np.arange(len(greedy)),
             greedy,
-            weight_scales(sampling.temperature),
-            sampling.min_p,
-            np.where(greedy, 0, sampling.top_k),
+            np.where(greedy, 0, np.minimum(top_k, MAX_DRAWN_VOCAB)),
             *_pieces(uniform(sampling.seed, sampling.position)),
             *_pieces(np.maximum(sampling.top_p, _SMALLEST_SHARE)),
+            scale,
+            min_p,
+            scale_power,
+            min_p_power,
         ]
-    ).astype(np.float32)
+    ).astype(np.int32)
+    return parameters
 
 
 def _pieces(fractions: Any) -> list[Any]:
@@ -95,16 +145,21 @@ class TokenGraph:
         self._network = network
         self._attention_rows = backend.attention_rows
         self._vocab_size = vocab_size
-        shapes = [None, vocab_size], [None, 2], [None, sum(PARAMETERS.values())]
-        inputs = [ms.Tensor(shape=list(shape), dtype=ms.float32) for shape in shapes]
+        inputs = [
+            ms.Tensor(shape=[None, vocab_size], dtype=ms.float32),
+            ms.Tensor(shape=[None, 2], dtype=ms.float32),
+            ms.Tensor(shape=[None, NUM_PARAMETERS], dtype=ms.int32),
+        ]
         self._drawing = {
-            has_limits: CompiledNetwork(cell, inputs, is_decode=True)
-            for has_limits in (False, True)
-            if vocab_size <= MAX_DRAWN_VOCAB
-            and (cell := backend.token_drawing(vocab_size, has_limits=has_limits)) is not None
+            choice: CompiledNetwork(cell, inputs, is_decode=True)
+            for choice, num_candidates in NUM_SORTED.items()
+            if vocab_size <= MAX_DRAWN_VOCAB and (cell := backend.token_drawing(vocab_size, num_candidates)) is not None
         }
-        """Whether samples may have `top_k` -> the graph that draws them."""
+        """How tokens are drawn -> the graph that draws them."""
         self._latest = ms.Tensor(np.zeros(1, np.int32))
+        """Token ids of the latest run, in the memory of the device."""
+        self._rows: tuple[int, ms.Tensor, ms.Tensor] | None = None
+        """The number of tokens of a step, and what `_rows_of` returned for it."""
 
     @property
     def num_compilations(self) -> int:
@@ -116,50 +171,75 @@ class TokenGraph:
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
-    def submit(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
+    def submit(
+        self, inputs: ModelInputs, given_ids: Int32Array | None = None, sampling: SamplingInput | None = None
+    ) -> DeviceLogits:
         """Start a step. A step without results returns the logits of its first token, because some kernels need a row.
 
-        `given_ids`: token ids with references to the previous step (`core.step.reference_to_previous_step`), which
-        stand for the tokens that the device chose in the latest run; None: there are no references.
+        Args:
+            given_ids: Token ids, in which references to the previous step (`core.step.reference_to_previous_step`)
+                stand for the tokens that the device chose in the latest run; None: there are no references.
+            sampling: The samples, if they are known and the device may choose their tokens.
         """
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
+        step = np.zeros((num_tokens, NUM_TOKEN_COLUMNS + inputs.block_tables.shape[1]), np.int32)
+        step[:, 0], step[:, 1], step[:, 2] = inputs.token_ids, inputs.positions, inputs.slot_mapping
         # Index of each token among those of the latest run, followed by those of this one.
-        sources = np.arange(num_latest, num_latest + num_tokens, dtype=np.int32)
+        step[:, 3] = np.arange(num_latest, num_latest + num_tokens)
         if given_ids is not None:
-            sources = np.where(given_ids < 0, np.int32(-1) - given_ids, sources)
+            step[:, 3] = np.where(given_ids < 0, np.int32(-1) - given_ids, step[:, 3])
+        choice = TokenChoice.HOST if sampling is None else self._choice(sampling)
+        if sampling is not None and choice in self._drawing:
+            step[inputs.sample_indices, NUM_TOKEN_ARRAYS:NUM_TOKEN_COLUMNS] = drawing_parameters(sampling)
         if self._attention_rows:
-            inputs = inputs.with_token_rows(self._attention_rows)
-        arguments: tuple[Any, ...] = (
-            np.stack([inputs.token_ids, inputs.positions, inputs.slot_mapping, sources]),
-            self._latest,
-            inputs.block_tables,
-            inputs.context_lens,
-        )
-        if self._attention_rows:
-            arguments = *arguments, inputs.query_lens, inputs.selected_indices
+            arguments = self._arguments_of_rows(step, inputs)
+        else:
+            step[:, NUM_TOKEN_COLUMNS:] = inputs.block_tables
+            arguments = step, self._latest, inputs.context_lens
         computed = DeviceLogits(*self._network.submit(arguments))
+        computed.choice = choice
         assert computed.token_ids is not None
         self._latest = computed.token_ids
         return computed
 
-    def choose(self, computed: DeviceLogits, sampling: SamplingInput) -> ms.Tensor | None:
+    def _arguments_of_rows(self, step: Int32Array, inputs: ModelInputs) -> tuple[Any, ...]:
+        """Return the arguments of a graph that computes each token as a row of its own."""
+        step[:, NUM_TOKEN_COLUMNS:] = np.repeat(inputs.block_tables, inputs.query_lens, axis=0)
+        rows = inputs.with_token_rows(self._attention_rows)
+        table_rows, selected = self._rows_of(len(step), rows)
+        return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
+
+    def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
+        """Return the row of block tables that each row reads, and the rows with results.
+
+        If all tokens have results, as in decode steps, both depend on the number of tokens alone. They then stay on the
+        device for the next step.
+        """
+        table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
+        table_rows[num_tokens:] = 0
+        if len(selected) < num_tokens:
+            return table_rows, selected
+        if self._rows is None or self._rows[0] != num_tokens:
+            self._rows = num_tokens, self._network.on_device(table_rows), self._network.on_device(selected)
+        return self._rows[1:]
+
+    def _choice(self, sampling: SamplingInput) -> TokenChoice:
+        choice = choice_of(sampling)
+        return choice if choice in self._drawing or choice is TokenChoice.GREEDY else TokenChoice.HOST
+
+    def choose(self, computed: DeviceLogits) -> ms.Tensor | None:
         """Start to choose the tokens of a step that `submit` returned; None: the host must sample.
 
         Return them for `tokens_of`, float32 [S, 2]. The next step can refer to them.
         """
-        if not uses_logits_unchanged(sampling):
-            return None
-        if all_true(greedy_samples(sampling)):
+        if computed.choice is TokenChoice.GREEDY:
             return computed.largest
-        if not self._drawing or not can_draw(sampling):
+        if computed.choice not in self._drawing:
             return None
-        self._latest, drawn = self._draw(computed.logits, computed.largest, sampling)
+        self._latest, drawn = self._drawing[computed.choice].submit(
+            (computed.logits, computed.largest, computed.parameters)
+        )
         return drawn
-
-    def _draw(self, logits: Any, largest: Any, sampling: SamplingInput) -> Any:
-        parameters = drawing_parameters(sampling)
-        has_limits = bool((sampling.top_k > 1).any())
-        return self._drawing[has_limits].submit((logits, largest, parameters))
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
         """Compile the graphs that draw tokens, and compare their tokens with the sampler's for random logits.
@@ -173,17 +253,17 @@ class TokenGraph:
         largest = np.stack([logits.argmax(1), logits.max(1)], 1).astype(np.float32)
         seeds = random.integers(0, 2**63, _NUM_CHECKED).astype(np.uint64)
         temperatures = random.choice(np.array([0.01, 0.3, 1, 3], np.float32), _NUM_CHECKED)
-        plain = SamplingInput.plain(_NUM_CHECKED, temperature=temperatures, seed=seeds)
-        limited = SamplingInput.plain(
-            _NUM_CHECKED,
-            temperature=temperatures,
-            seed=seeds,
-            top_k=random.integers(1, MAX_TOP_K + 1, _NUM_CHECKED).astype(np.int32),
-            top_p=random.choice(np.array([0.5, 0.9, 1], np.float32), _NUM_CHECKED),
-            min_p=random.choice(np.array([0, 0.01], np.float32), _NUM_CHECKED),
-        )
-        for sampling in (plain, limited):
-            _, drawn = self._draw(logits, largest, sampling)
+        given = {"temperature": temperatures, "seed": seeds}
+        top_p = random.choice(np.array([0.5, 0.9, 1], np.float32), _NUM_CHECKED)
+        min_p = random.choice(np.array([0, 0.01], np.float32), _NUM_CHECKED)
+        top_k = random.integers(1, NUM_CANDIDATES + 1, _NUM_CHECKED).astype(np.int32)
+        samples = {
+            TokenChoice.ALL: SamplingInput.plain(_NUM_CHECKED, **given),
+            TokenChoice.LARGEST: SamplingInput.plain(_NUM_CHECKED, top_k=top_k, top_p=top_p, min_p=min_p, **given),
+            TokenChoice.SORTED: SamplingInput.plain(_NUM_CHECKED, top_p=top_p, **given),
+        }
+        for choice, sampling in samples.items():
+            _, drawn = self._drawing[choice].submit((logits, largest, drawing_parameters(sampling)))
             differ = tokens_of(drawn.asnumpy()) != choose_tokens(logits, sampling, NO_TOKENS).token_ids
             if np.any(differ):
                 self._drawing = {}
