@@ -102,8 +102,9 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block; None if it is not stored. A damaged file is deleted; a named pipe, a link or
-        another file that is not regular is left alone.
+        """Return the contents of a block, or None if it is not stored.
+
+        A damaged file is deleted. A link, a named pipe or another file that is not regular is left alone.
         """
         path = self._own / block_hash.hex()
         try:
