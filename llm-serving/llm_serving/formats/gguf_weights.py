@@ -113,8 +113,10 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return (name, tensor) of each weight that a tensor stacks. `known` has the names, separated by `|`: query, key
-    and value, or parts with the same number of rows.
+    """Return the name and the weights of each part of a GGUF tensor that stacks several weights.
+
+    Args:
+        known: The names of the parts, separated by `|`: query, key and value, or parts with the same number of rows.
     """
     names = known.split("|")
     if len(names) == 1:
