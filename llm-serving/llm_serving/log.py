@@ -18,7 +18,6 @@ from typing import Final
 ROOT: Final = "llm_serving"
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 _CONTROL_CHARACTERS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Characters to escape: line ends, terminal control characters and lone surrogates."""
 
 
 BATCH_S: Final = 0.1
@@ -33,7 +32,6 @@ CLOSE_S: Final = 5.0
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; pass `__name__`."""
     return logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
 
 
@@ -97,7 +95,6 @@ class LogWriter:
         self._fails = False
         self._is_reported = False
         self._is_stale = False
-        """Whether the file must be opened again."""
         self._lock = threading.Lock()
         self._filled = threading.Event()
         self._closing = threading.Event()

@@ -40,7 +40,6 @@ class ReplicaLoad:
     """Number of replicas over which the requests of a group are spread."""
     speed: ReplicaSpeed | None
     honours_classes: bool
-    """Whether the replica schedules higher classes first."""
     in_flight: InFlightSteps = NO_STEPS
     num_cached_tokens: int = 0
     """Number of prompt tokens of the requests that are in the replica's prefix cache."""

@@ -71,7 +71,6 @@ class QueueLimit(NamedTuple):
     name: str
     """One of `LIMITS`. It is also the reason in the metric of refusals."""
     key: str
-    """The YAML key of the limit, for errors."""
     unit: str
     used: int
     limit: int
@@ -121,7 +120,6 @@ class AdmissionQueue:
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
         self._loads: dict[tuple[int | None, str], QueueLoad] = {}
-        """(replica, class) -> load. Replica None: the sum of all replicas."""
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[str] = Counter()
         self._drain_rate = DrainRate()

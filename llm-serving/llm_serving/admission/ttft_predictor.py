@@ -56,7 +56,6 @@ class QueueAhead:
     num_finishes: int = 0
     """Number of requests of the same tenant that must finish first, because of its concurrency limit."""
     tenant_slots: int = 1
-    """The tenant's concurrency limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,6 @@ def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozens
 
 
 def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
-    """Raise RequestError if `bad_words` and `min_tokens` could leave no token to sample in a step."""
     allowed, forbidden = sampling.allowed_token_ids, {sequence[-1] for sequence in sampling.bad_words}
     if sampling.min_tokens:
         forbidden |= stop_token_ids(sampling, end_ids)

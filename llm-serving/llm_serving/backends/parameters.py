@@ -46,7 +46,6 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeroed_bytes(size: int) -> NDArray[np.uint8]:
-    """Return zeroed bytes, as `zeroed_array` does."""
     if size < 2 * _LARGE_PAGE:
         raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
         offset = -raw.ctypes.data % _ALIGNMENT
@@ -87,7 +86,6 @@ _weights = WeightMemory()
 
 
 def weight_memory(size: int) -> NDArray[np.uint8]:
-    """Return zeroed memory for a weight from `WeightMemory`."""
     return _weights.take(size)
 
 

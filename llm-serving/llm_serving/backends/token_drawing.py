@@ -49,7 +49,6 @@ _DIGITS: Final = 24
 _BLOCK: Final = 128
 _FRACTION_BITS: Final = 53
 _UPPER_BITS, _LOWER_BITS = 17, 16
-"""Bits of the two parts of a weight."""
 _DIGIT_BITS: Final = 12
 _LOWEST, _ROUND_TO_INTEGER, _ROUND_TO_QUANTUM = -64.0, 1.5 * 2**23, 2.0**-10
 _COEFFICIENTS: Final = [math.log(2) ** k / math.factorial(k) for k in range(7, 0, -1)]

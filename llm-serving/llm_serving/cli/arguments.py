@@ -110,7 +110,6 @@ REFUSED: Final = (
 
 
 def add_command(commands: Subcommands, name: str, run: Runner, text: str) -> argparse.ArgumentParser:
-    """Add a subcommand that calls `run` with its arguments. `text` is its help."""
     parser = commands.add_parser(name, help=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser

@@ -101,7 +101,6 @@ class ChatClient:
         return text
 
     def served_models(self) -> list[str]:
-        """Return the names of the served models. Raise the errors of `say`."""
         with self._open("/v1/models") as response:
             try:
                 return [str(card["id"]) for card in json.loads(response.read())["data"]]
@@ -154,7 +153,6 @@ class Command(NamedTuple):
     """A command of the chat, such as `/quit`."""
 
     run: Callable[[Chat, str], None]
-    """Runs the command with the text after its name."""
     takes: str
     help: str
 

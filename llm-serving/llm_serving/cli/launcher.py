@@ -258,7 +258,6 @@ def _health(record: ServerRecord) -> tuple[bool, str]:
 
 
 def _end(process: psutil.Process, timeout_s: float) -> None:
-    """Terminate the server and its WorkAgents. After `timeout_s`, kill the processes that remain."""
     with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself at any moment
         family = [process, *process.children(recursive=True)]
         process.terminate()

@@ -32,7 +32,6 @@ from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"
 RECEIPTS: Final = "llm_serving_receipts"
-"""Name of the optional package with the subcommands for receipts."""
 
 
 @dataclass(frozen=True)

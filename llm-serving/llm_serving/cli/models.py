@@ -43,7 +43,6 @@ def cached_table() -> Iterator[str]:
 
 
 def _state_of(folder: Path) -> str:
-    """Return "complete", the names of missing files, or the reason why the model cannot be served."""
     try:
         missing = missing_files(folder)
         if CONFIG_NAME not in missing:

@@ -106,7 +106,6 @@ def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
 def _tensors(
     spec: ModelSpec, reader: WeightReader, quantized: set[str], form: Format, group_size: int | None
 ) -> Iterator[TensorSource]:
-    """Yield the tensors of the result. The tensors of one quantized weight follow each other."""
     shapes = reader.shapes()
     expected_shapes = {
         **spec.tensors,

@@ -58,7 +58,6 @@ class AdapterRegistry:
             self.add(self.read(name, folder))
 
     def is_offered(self, number: int) -> bool:
-        """Return whether new requests may use the adapter with this number."""
         return any(each.number == number for each in self.by_name.values())
 
     def read(self, name: str, folder: Path) -> Adapter:

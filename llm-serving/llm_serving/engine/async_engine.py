@@ -291,7 +291,6 @@ class AsyncEngine:
         return stream
 
     def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
-        """Return a stream of an answer that another request computes or has computed."""
         self.metrics.record_coalesced()
         self._requests.record_coalesced(client_id, shared.request_id)
         opened = self._requests.by_id.get(shared.request_id)

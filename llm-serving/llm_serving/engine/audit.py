@@ -68,7 +68,6 @@ class Auditor:
         self.watched: dict[str, Answer] = {}
         """Request id -> outputs so far, for each selected request."""
         self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
-        """Finished answers that wait for their audit."""
         self.every = every
         self._metrics = metrics
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
@@ -77,7 +76,6 @@ class Auditor:
         """The client's answer, and the outputs so far of the copy that runs. None: no copy runs."""
 
     def start(self, request: Request) -> None:
-        """Record the outputs of a request that was selected for an audit."""
         self.watched[request.request_id] = Answer(request)
 
     def watches(self, request_id: str) -> bool:
@@ -94,7 +92,6 @@ class Auditor:
             self.watched[request.request_id] = answer
 
     def record(self, pieces: list[RequestOutput]) -> None:
-        """Record those outputs that belong to selected requests."""
         for piece in pieces:
             answer = self.watched.get(piece.request_id)
             if answer is None:

@@ -35,7 +35,6 @@ class Hypothesis:
     token_id: int = -1
     logprob: float = 0.0
     likely: LikelyTokens = NO_TOKENS
-    """The candidates for this token."""
     length: int = 0
     cumulative_logprob: float = 0.0
 
@@ -74,7 +73,6 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._finished: list[FinishedBeam] = []
-        """The best finished sequences, at most `width`, best first."""
 
     @property
     def has_ended(self) -> bool:
@@ -146,7 +144,6 @@ class BeamSearchSink:
         self._params = request.beam_search
         self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
         self._beams: list[Request] = []
-        """The requests of the live sequences, in the order of `BeamSearch.live`."""
         self._candidates: dict[str, LikelyTokens] = {}
         """Request id of a beam -> its candidates for the current step, if they have arrived."""
         self._num_forks = 0

@@ -76,7 +76,6 @@ class CoalescedResponse:
         self._abort = abort
         self._extend_deadline = extend_deadline
         self._deadline: float | None = None
-        """Time at which the engine ends the computation; None: never."""
         self._grew = grew
         self._clock = clock
         self._grace_s = sharing.grace_s
@@ -238,7 +237,6 @@ class CoalescedResponses:
         self._num_bytes = 0
         self._in_flight: dict[bytes, CoalescedResponse] = {}
         self._kept: dict[bytes, CoalescedResponse] = {}
-        """Key -> finished answer, in the order in which they finished."""
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._kept)

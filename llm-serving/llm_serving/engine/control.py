@@ -51,7 +51,6 @@ class Control:
         self._lookup = lookup
         self._dispatcher = dispatcher
         self._checks: set[asyncio.Task[None]] = set()
-        """Checks of adapter files that are in progress."""
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
 
     def add_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> None:

@@ -55,7 +55,6 @@ class _Lookup:
 
     request: Request
     add: Callable[[], None]
-    """Adds the request to the scheduler."""
     hashes: list[bytes]
     table: BlockTable
     """Blocks of the transfer pool that receive the data. The first one is for the first prompt block that is not in the
@@ -132,7 +131,6 @@ class DiskCache(StepObserver):
         self._lookups: dict[str, _Lookup] = {}
         self._reading: dict[bytes, _Lookup] = {}
         self._storing: set[bytes] = set()
-        """Hashes of exported blocks that the WorkAgent has not written yet."""
         self._released: deque[list[TransferBlock]] = deque()
         """For each step in flight: blocks of the transfer pool that are free after it."""
         self._is_late = False

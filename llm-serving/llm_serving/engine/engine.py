@@ -90,7 +90,6 @@ class Engine(EngineRequests):
         self._build_step: BuildStep = self._builder.build if build_step is None else build_step
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._in_flight: deque[Schedule] = deque()
-        """Steps without a reply, oldest first."""
         self._step_metrics = MetricsObserver(metrics, scheduler, index)
         observers: list[StepObserver] = [] if self.migration is None else [self.migration]
         observers += [self._fairness, self._reports, self._step_metrics]

@@ -80,9 +80,7 @@ class Lifecycle:
         self.gate: Gate | None = None
         """Makes new requests wait, or refuses them. None: the model serves."""
         self.level = 0
-        """Level of sleep; 0: awake."""
         self.weights = config.model.model_path
-        """Folder of the weights that are served."""
         self._unrecorded = ""
         """Hash of the weights that a sleeping model will load. When it wakes up, the recordings get this hash."""
         self._config = config
@@ -294,7 +292,6 @@ class Lifecycle:
         self._is_frozen = is_frozen
 
     async def _note(self, text: str) -> None:
-        """Write a text into the recordings of all schedulers."""
         await self._until_true(partial(_note, text=text))
 
     async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
@@ -305,7 +302,6 @@ class Lifecycle:
                     await asyncio.sleep(POLL_S)
 
     async def _suspend(self) -> None:
-        """Stop all WorkAgents, to free their memory."""
         self._is_suspended, self._is_frozen = True, False
         self._replicas.suspend()
         while not self._replicas.all_left:

@@ -30,8 +30,7 @@ class EngineListener:
     def on_started(self, request_ids: list[str]) -> None:
         """Called when the first step of these requests was submitted, before their first output."""
 
-    def on_restart_attempt(self) -> None:
-        """Called after each attempt to restart the WorkAgent."""
+    def on_restart_attempt(self) -> None: ...
 
     def on_closing(self) -> None:
         """Called in any thread when the engine accepts no further requests."""
@@ -189,7 +188,6 @@ class LoadReports(StepObserver):
         self._report_in_flight((), self._times.began)
 
     def _report_in_flight(self, steps: Collection[Schedule], began: float) -> None:
-        """Pass the steps in flight to the predictor. `began`: start of the oldest."""
         num_tokens = 0
         for each in steps:
             num_tokens += each.num_tokens - len(each.rows)

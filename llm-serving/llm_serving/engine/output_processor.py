@@ -47,7 +47,6 @@ class OutputProcessor:
         self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
-        """Seconds between consecutive tokens of requests, not yet in the metrics."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
@@ -204,4 +203,3 @@ class SinkContext:
     scheduler: Scheduler
     processor: OutputProcessor
     emit: Callable[[RequestOutput], None]
-    """Called with each output of each request."""

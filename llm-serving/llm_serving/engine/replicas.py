@@ -89,11 +89,9 @@ class Events:
     """Functions that the event loop calls after events in an engine thread."""
 
     on_outputs: Callable[[list[RequestOutput]], None]
-    """Called with the outputs of a step."""
     on_started: Callable[[list[str]], None]
     """Called with the ids of requests whose first step was submitted, before their first output."""
     on_migrating: Callable[[list[MigratingRequest]], None]
-    """Called with requests that another replica must continue."""
     on_failure: Callable[[LLMServingError], None]
     """Called if the server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
@@ -109,22 +107,17 @@ class Replicas(EngineListener):
         self.engines: dict[int, Engine] = {}
         """Index -> loaded engine. An engine that has ended stays here until its replica has loaded again."""
         self.accounting = FleetAccounting()
-        """Accounting that all engines share, if there are several."""
         self.drained: dict[int, threading.Event] = {}
         """Index of a drained replica -> event for which its thread waits before it loads again."""
         self._suspended: list[int] = []
-        """Replicas that `suspend` drained."""
         self._left: set[int] = set()
-        """Drained replicas whose WorkAgents have exited."""
         self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
         self._reloaded: tuple[int, ServingConfig] | None = None
-        """(number of the latest reload, from 1, its configuration); None: no reload."""
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
         """Number of changes so far. After a change, `open` computes its result again."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
-        """Latest result of `open`, with the number of changes at that time."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
         self._num_transfer_blocks = config.num_transfer_blocks
@@ -193,7 +186,6 @@ class Replicas(EngineListener):
         self.reclaim_blocks(blocks)
 
     def _changed(self) -> None:
-        """Invalidate the result of `open`. Thread-safe."""
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
@@ -362,7 +354,6 @@ class Replicas(EngineListener):
                 self._ends(index, engine)
 
     def _begins(self, index: int, engine: Engine) -> None:
-        """Let a loaded replica accept requests, unless it was drained meanwhile."""
         self.watch(engine)
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)

@@ -173,7 +173,6 @@ class RequestDispatcher:
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could continue it")
 
     def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
-        """End a request whose migration raised an exception. Free its blocks, unless a replica has accepted it."""
         request_id = migrating.request.request_id
         opened = self.requests.by_id.get(request_id)
         has_no_replica = opened is None or opened.request is not migrating.request
@@ -185,7 +184,6 @@ class RequestDispatcher:
                 self.replicas.reclaim_blocks(migrating.drop_blocks())
 
     def _end(self, request: Request, reason: FinishReason, error: str) -> None:
-        """End a request that no replica has, because it is migrating."""
         opened = self.close(request.request_id)
         self.replicas.accounting.tenant_slots.end_migration(request.request_id)
         if opened is not None:

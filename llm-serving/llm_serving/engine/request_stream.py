@@ -23,7 +23,6 @@ class RequestStream:
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """Completes when the next output arrives. None: the reader does not wait."""
         self.take: Callable[[RequestOutput], bool] | None = None
         """Called with each output, except the final one, that arrives while the reader waits. Returns whether it used
         the output; if not, the reader gets it.
@@ -31,7 +30,6 @@ class RequestStream:
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
-        """Number of outputs that the reader has got since it last waited."""
 
     def __aiter__(self) -> RequestStream:
         return self

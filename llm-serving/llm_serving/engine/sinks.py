@@ -143,7 +143,6 @@ def _deliver_prompt_results(schedule: Schedule, output: StepOutput) -> set[Reque
 
 
 def _prompt_logprobs(token_ids: list[int], scores: Scores, results: range) -> PromptLogprobs:
-    """Return the results of one request: P tokens, each with the same number of alternatives."""
     part = slice(results.start, results.stop)
     first, last = scores.top.offsets[[results.start, results.stop]].tolist()
     shape = len(results), (last - first) // len(results)

@@ -244,13 +244,9 @@ class RemoteExecutor(Executor):
         self._in_flight: deque[RunStep] = deque()
         self._expected: deque[_ExpectedResults] = deque()
         self._replies: deque[AgentMessage] = deque()
-        """Replies that `await_ending` has received and `collect` has not returned."""
         self._ending = -1
-        """Number of the latest step whose end the WorkAgent has announced; -1: none."""
         self._waited_s = 0.0
-        """Seconds spent in waiting for the oldest step in flight."""
         self._allowed = -1
-        """Number of the latest step whose allowed tokens were sent; -1: none."""
         self.max_steps_in_flight = self._num_buffers = buffers.num_buffers
         self.next_step = 0
         self.num_compilations = 0

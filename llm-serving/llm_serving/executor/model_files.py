@@ -177,7 +177,6 @@ class SameFiles:
         self._lock = threading.Lock()
         self._reference: tuple[FileState, ...] = ()
         self._fingerprint = ""
-        """Fingerprint of the master's files; empty until it is needed."""
 
     def start_checked(self, start: Callable[[], Agent]) -> Agent:
         """Start a WorkAgent. If its files differ from those of the first one, kill it and raise ModelError."""

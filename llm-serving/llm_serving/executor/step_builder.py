@@ -164,7 +164,6 @@ class StepBuilder:
         )
 
     def _history(self, request: Request, num_drafts: int) -> list[int]:
-        """Return the tokens before the sampled one; empty: no penalty needs them."""
         if not request.sampling.has_penalties:
             return []
         history = request.prompt_token_ids + request.output_token_ids

@@ -36,7 +36,6 @@ class RankChannels:
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
         self._channels = channels
         self._received: list[deque[AgentMessage]] = [deque() for _ in channels]
-        """For each rank: its messages that some other rank has not sent yet."""
         self._poll = select.epoll(len(channels))
         for channel in channels:
             self._poll.register(channel, select.EPOLLIN)

@@ -28,7 +28,6 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
 _ENDINGS: Final = ("qweight", "qzeros", "scales")
 _POSITION_OF_ROW: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of each of eight consecutive outputs in a 32-bit word of 4-bit values."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ If tensors are stacked into one weight, the rows of each but the last must be a 
 padded to a multiple.
 """
 _AT_ONCE: Final = 2**22
-"""Number of elements that are dequantized at a time, which limits temporary memory."""
 
 
 @dataclass(frozen=True, eq=False)

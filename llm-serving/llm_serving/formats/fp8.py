@@ -63,7 +63,6 @@ class Fp8:
         return PackedTensor(name, (out, width), parts, lambda arrays: _values(arrays["weight"], arrays[ending], block))
 
     def _block_of(self, scale: tuple[int, ...], out: int, width: int) -> tuple[int, int] | None:
-        """Return the rows and columns that share a scale; None: the shape of the scale does not match."""
         if scale in ((), (1,), (1, 1)):
             return max(1, out), max(1, width)
         if scale in ((out,), (out, 1)):

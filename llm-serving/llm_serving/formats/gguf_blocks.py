@@ -38,7 +38,6 @@ from llm_serving.formats.stored_tensor import Array
 Uint8Array = NDArray[np.uint8]
 
 _AT_ONCE: Final = 2**24
-"""Number of elements that are unpacked at a time, which limits temporary memory."""
 _LINE: Final = 64
 
 
@@ -104,12 +103,10 @@ class BlockType:
 
 
 def _halves(blocks: Uint8Array, start: int) -> NDArray[np.float16]:
-    """Return the float16 number at a byte offset of each block, [n, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
 
 
 def _low_then_high(packed: Uint8Array) -> Uint8Array:
-    """Unpack bytes [..., n] to 4-bit values [..., 2 n]: all low nibbles, then all high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -195,7 +192,6 @@ def _q6_k(blocks: Uint8Array) -> _Numbers:
 
 
 _TABLE: Final = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
-"""The sixteen values of IQ4_NL and IQ4_XS, plus 128, so that they are unsigned."""
 
 
 def _iq4_nl(blocks: Uint8Array) -> _Numbers:

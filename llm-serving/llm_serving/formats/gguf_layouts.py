@@ -126,7 +126,6 @@ def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Rea
 
 
 def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array]:
-    """Return the row numbers of queries, keys, values and gates in `in_proj_qkvz`."""
     own = head_rows(name, tensor, heads.linear_keys)
     values = heads.linear_values // heads.linear_keys * heads.linear_dim
     key_dim = own // 2 - values

@@ -100,7 +100,6 @@ _LFM2: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
 
 
 def _shared(name: str) -> dict[str, str]:
-    """Return the names of the projections of a shared expert, whose Hugging Face prefix is `name`."""
     return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
 
 
@@ -409,4 +408,3 @@ NAMINGS: Final[Mapping[str, Naming]] = {
         }
     ),
 }
-"""`general.architecture` -> names and layouts."""

@@ -49,7 +49,6 @@ _NAME: Final = re.compile(
     r"(?P<scale>\.scale)?(?:\.(?P<kind>weight|bias))?$"
 )
 _PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
-"""Pattern of the names of tensors that only multi-token prediction layers have."""
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 """Prefixes of Hugging Face's names. GGUF files with such names are refused, because their row order is unknown."""
 

@@ -44,7 +44,6 @@ _CORE: Final = (
     (".mlp.linear_fc2.", ".mlp.down_proj."),
     (".pre_mlp_layernorm.", ".post_attention_layernorm."),
 )
-"""`_NAMES` of newer networks."""
 _CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
 
 QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_qkv)\.(?P<kind>weight|bias)$")

@@ -39,7 +39,6 @@ _TRAINING: Final = re.compile(
     r"^(global_step|learning_rate|loss_scale|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|"
     r"current_step_step|beta[12]_power|network_.*|weight_decay)$"
 )
-"""Names of training state that a checkpoint may contain besides weights."""
 
 
 class _CheckpointPiece(NamedTuple):

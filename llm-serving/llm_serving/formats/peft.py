@@ -140,7 +140,6 @@ def read_adapter(folder: Path) -> PeftAdapter:
 
 
 def _array(path: Path, data: NDArray[np.uint8], tensor: StoredTensor) -> Array:
-    """Return a tensor of a file. `data`: content of the file."""
     ((start, num_bytes),) = tensor.pieces
     if start + num_bytes > len(data):
         raise ModelError(f"{path}: must not change while it is read")

@@ -27,7 +27,6 @@ large scale represents the largest element better, a small scale the other eleme
 _LANES: Final = 16
 """Number of partial sums of a group's squared error. Column j is added to sum j % 16, as the kernels do."""
 _AT_ONCE: Final = 2**22
-"""Number of elements that are rounded at a time, which limits temporary memory."""
 
 
 class QValuesForm(NamedTuple):

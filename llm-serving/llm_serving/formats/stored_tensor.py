@@ -37,7 +37,6 @@ _NOT_FINITE: Final[Mapping[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
 }
 """Array type -> (integer type of the same width, bits of infinity shifted left by one, without the sign bit)."""
 _AT_ONCE: Final = 2**18
-"""Number of elements checked at a time, so that they stay in the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,6 @@ def write_safetensors(
 
 
 def write_checkpoint(path: Path, tensors: list[TensorSource], advance: Advance) -> None:
-    """Write one checkpoint as `mindspore.save_checkpoint` does."""
     with path.open("wb") as file:
         for tensor in tensors:
             array = tensor.read().reshape(-1)

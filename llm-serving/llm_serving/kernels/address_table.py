@@ -39,7 +39,6 @@ class AddressTable:
         self.memory: NDArray[np.int64] = words.reshape(num_parameters, _WORDS)
 
     def set_copy(self, number: int, array: NDArray[Any]) -> None:
-        """Bind a parameter to a copy of an array."""
         self._set(number, array.tobytes(), array)
 
     def set_view(self, number: int, array: NDArray[Any]) -> None:

@@ -37,7 +37,6 @@ logger = get_logger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
 _ISA_SOURCES = "*_isa.cc"
-"""Sources that are compiled once for each instruction set."""
 _LIBRARY = "libllm_serving"
 _FLAGS = (
     "-std=c++17",
@@ -242,7 +241,6 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
 
 
 def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str]]:
-    """Return the compiler command of each object file of a part."""
     kernels = set(_SOURCES.glob(_ISA_SOURCES))
     flags: tuple[str, ...] = ()
     sources = set(_SOURCES.glob("*.cc")) - kernels

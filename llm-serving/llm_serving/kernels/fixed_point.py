@@ -93,12 +93,10 @@ def _sum_of_squares(values: Singles) -> Singles:
 
 
 def _exponents(values: Doubles) -> Doubles:
-    """Return the exponent of the largest magnitude of each row, at least MIN_EXPONENT."""
     return np.maximum(_floor_exponents(np.abs(values).max(axis=1, initial=0)), MIN_EXPONENT)
 
 
 def _floor_exponents(values: Floats) -> Doubles:
-    """Return floor(log2(value)) of numbers >= 0, infinity included."""
     exponents = np.frexp(values)[1] - 1.0
     return np.where(np.isinf(values), np.inf, np.where(values == 0, -np.inf, exponents))
 

@@ -15,9 +15,7 @@ PLAIN: Final = "plain"
 class InstructionSet(NamedTuple):
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
-    """Flags that /proc/cpuinfo must list."""
     is_for_tests: bool = False
-    """Whether the set is used only if a test names it."""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -42,11 +40,9 @@ INSTRUCTION_SETS: Final = {
     # The avx_vnni kernels with the AVX-512 encoding of their instruction, for CPUs without the VEX encoding.
     "avx_vnni_evex": InstructionSet((*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"), _HAS_VNNI, True),
 }
-"""Name -> instruction set, best first."""
 
 
 def compilable_isas() -> list[str]:
-    """Return the instruction sets of this machine's architecture."""
     return list(INSTRUCTION_SETS) if platform.machine() in ("x86_64", "AMD64") else [PLAIN]
 
 

@@ -114,7 +114,6 @@ def load() -> ctypes.CDLL:
 
 
 def _best_kernels() -> int:
-    """Return the address of the kernels of the first of `preferred_isas()` that can be used."""
     failure = KernelError("this process may use no instruction set that the kernels are written for")
     for isa in preferred_isas():
         try:

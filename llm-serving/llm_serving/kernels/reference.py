@@ -110,7 +110,6 @@ Step = Callable[[Doubles, int], Doubles]
 
 
 def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
-    """Apply the rows of each sequence, one after another, to its state in `states` [slots, ...]."""
     row = 0
     for length, slot in zip(sequences.query_lens, sequences.state_in, strict=True):
         state = np.zeros(states.shape[1:]) if slot < 0 else _double(states[slot])
@@ -450,5 +449,4 @@ def round_to_bfloat16(array: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the float32 values of bfloat16 bits, exactly."""
     return (np.asarray(bits, dtype=np.uint32) << 16).view(np.float32)

@@ -15,7 +15,6 @@ from llm_serving.kernels.rotation import Singles, rotate, without_subnormals
 from llm_serving.kernels.w8a8 import Floats, quantize_rows
 
 ZERO: Final = 8
-"""Zero point of symmetric weights."""
 
 
 def linear(

@@ -17,9 +17,7 @@ class AdapterSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._adapters = [0] * num_slots
-        """Slot -> number of its adapter; 0: none."""
         self._free = list(range(num_slots))
-        """Slots without running requests, least recently used first."""
         self._users: dict[int, int] = {}
         self._filled_step = -1
 
@@ -32,7 +30,6 @@ class AdapterSlots:
         return [adapter for adapter in self._adapters if adapter]
 
     def slot_of(self, adapter: int) -> int:
-        """Return the slot of an adapter that a running request uses."""
         return self._adapters.index(adapter)
 
     def waits_for_a_step(self, request: Request, step: int) -> bool:

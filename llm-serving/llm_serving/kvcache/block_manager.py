@@ -35,7 +35,6 @@ class BlockManager(RequestBlocks):
         self._released_imports: list[TransferBlock] = []
         """Blocks of other replicas' transfer pools that they can reclaim after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
-        """Request id -> hashes of its first full blocks. They are computed when needed."""
         self._kept_ends: dict[str, tuple[int, ...]] = {}
         """Request id -> numbers of blocks after which later prompts probably differ. Used only with several groups."""
         self._block_moves: list[BlockMove] = []
@@ -325,7 +324,6 @@ class BlockManager(RequestBlocks):
         return search.tables(None if self.states is None else self.states.is_checkpoint)
 
     def _num_tokens_shared_with(self, request: Request, parent: Request) -> int:
-        """Return how many tokens of the common prefix the parent has computed and the request may share."""
         most = min(request.max_prefix_hit_tokens, parent.num_confirmed_tokens)
         if request.known_token_ids(0, most) == parent.known_token_ids(0, most):
             return most
@@ -379,7 +377,6 @@ class BlockManager(RequestBlocks):
         ]
 
     def _num_missing_blocks(self, tables: Tables, num_tokens: int) -> int:
-        """Return how many blocks `_allocate` would add."""
         num_entries, most, table = -(-num_tokens // self.block_size), self.max_blocks, tables[0]
         missing = max(0, min(num_entries, table.start + most[0]) - len(table.ids))
         for group in range(1, self.num_groups):
@@ -388,7 +385,6 @@ class BlockManager(RequestBlocks):
         return missing
 
     def _allocate(self, tables: Tables, num_tokens: int) -> None:
-        """Extend tables to `num_tokens`, or to a window and a step."""
         num_entries = self.num_blocks_for(num_tokens)
         for table, most in zip(tables, self.max_blocks, strict=True):
             count = min(num_entries, table.start + most) - len(table.ids)

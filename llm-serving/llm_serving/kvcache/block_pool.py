@@ -21,7 +21,6 @@ class BlockPool:
         """`last_epoch`: the first allocation has the next epoch."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """Free blocks in order of allocation, except those freed early."""
         self._early: OrderedDict[int, None] = OrderedDict()
         """Free blocks with a hash that were freed early, in order of allocation."""
         self._ref_counts = [0] * num_blocks

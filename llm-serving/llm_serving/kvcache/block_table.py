@@ -69,7 +69,6 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """Number of entries, with and without blocks."""
         return len(self.ids)
 
     def __len__(self) -> int:
@@ -80,7 +79,6 @@ class BlockTable:
 
 
 Tables = tuple[BlockTable, ...]
-"""The block tables of a request, one for each group of layers."""
 
 
 def block_moves(

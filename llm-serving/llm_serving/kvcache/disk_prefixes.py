@@ -37,7 +37,6 @@ class DiskPrefixes:
         self.exports = exports
         self._block_size = block_size
         self._found: dict[str, BlockTable] = {}
-        """Request id -> blocks that were read from disk for the request, until its admission."""
         self._num_stored: dict[str, int] = {}
         """Request id -> number of blocks from the start of the prompt that are on disk or were exported."""
         self._released: list[TransferBlock] = []

@@ -27,7 +27,6 @@ class RequestBlocks:
     """None: there is no disk cache. With a disk cache, there is only one group."""
 
     adapters: AdapterSlots | None = None
-    """Slots of adapters; None: the model serves none."""
 
     def __init__(
         self,
@@ -49,13 +48,10 @@ class RequestBlocks:
         self.groups = groups
         self.num_groups = len(self.groups.windows)
         self.has_sliding_window = self.groups.is_sliding
-        """Whether requests free blocks that a window has passed."""
         self.max_blocks = self.groups.max_blocks(block_size, num_blocks)
-        """Maximum number of blocks that a request holds, for each group."""
         self.max_request_tokens = self.groups.max_request_tokens(block_size, num_blocks)
         """Length of the longest request that fits into an empty cache, in tokens."""
         self._unshared: set[str] = set()
-        """Ids of requests that share no blocks (see `BlockManager.admit`)."""
         self.tables: dict[str, Tables] = {}
         self._host_tables: dict[str, Tables] = {}
         self._import_tables: dict[str, Tables] = {}

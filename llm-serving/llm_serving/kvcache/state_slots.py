@@ -32,7 +32,6 @@ class StateSlots:
         self.num_pieces = num_pieces
         self._block_size = block_size
         self._own: dict[str, int] = {}
-        """Id of a running or swapped request -> its own slot."""
         self._swapped: set[str] = set()
         self._sources: dict[str, int] = {}
         """Request id -> slot of the checkpoint from which its next row continues."""

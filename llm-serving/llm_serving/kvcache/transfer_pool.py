@@ -31,7 +31,6 @@ class TransferPool:
         self.pool = BlockPool(num_blocks, last_epoch)
         self._first = first
         self._pending: dict[str, tuple[BlockTable, int]] = {}
-        """Request id -> (blocks, number of tokens that they will hold after the exporting step)."""
         self._handed_over: dict[int, int] = {}
         """Id of a block that another replica may read -> its epoch."""
 

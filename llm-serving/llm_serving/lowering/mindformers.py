@@ -129,7 +129,6 @@ def module_of_mindformers(module: str) -> Any:
 
 
 def _quieten(mindformers_logger: logging.Logger) -> None:
-    """Disable MindFormers' log files and its messages below WARNING."""
     mindformers_logger.setLevel(logging.WARNING)
     for handler in list(mindformers_logger.handlers):
         if isinstance(handler, logging.FileHandler):
@@ -239,7 +238,6 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
-    """Replace the Parameters that MindFormers created by those of this server, which must have one for each."""
     for operation in without_key_offsets(network).operations:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
@@ -316,7 +314,6 @@ class MindFormersLlamaNetwork(nn.Cell):
 
 
 def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_size: int) -> nn.Cell:
-    """Build the class's `LlamaModel`, with its own Parameters and caches of one block."""
     make_config = module_of_mindformers("mindformers.models.llama.llama_config").LlamaConfig
     make_network = module_of_mindformers("mindformers.models.llama.llama").LlamaForCausalLM
     c = ConfigReader(spec.config, CONFIG_NAME)

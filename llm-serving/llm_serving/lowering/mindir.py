@@ -19,12 +19,10 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
 
 GRAPHS: Final = ("states", "head")
-"""The fields of `Lowered` that are exported."""
 SETTINGS_FILE: Final = "mindir.json"
 
 
 def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
-    """Return the dynamic inputs of one of `GRAPHS`."""
     return Lowered.head_inputs(spec.network.hidden) if graph == "head" else dynamic_inputs()
 
 

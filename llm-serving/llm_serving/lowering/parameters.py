@@ -159,7 +159,6 @@ def _quantized_values(
 
 
 def _blocks(weight: Weight, reader: WeightReader) -> Stored:
-    """Return the stored blocks of a weight if the kernels can multiply them, else its values."""
     parts = _read_packed(weight, reader)
     segments = stored_blocks(weight, parts)
     return row_stack(weight, _dequantized(weight, parts)) if segments is None else segments
@@ -170,7 +169,6 @@ def _read_packed(weight: Weight, reader: WeightReader) -> list[Quantized | Array
 
 
 def _stored(weight: Weight) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of each tensor of a weight."""
     return zip(weight.names, weight.stored_shapes, strict=True)
 
 

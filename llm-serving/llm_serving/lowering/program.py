@@ -16,7 +16,6 @@ from llm_serving.lowering.step_inputs import STATE_INPUTS, STEP_INPUTS, KVCaches
 from llm_serving.network.program import DTYPES, Program
 
 _STEP: Final = 2
-"""Index of the first step input among the operator's parameters, after instructions and operands."""
 _WEIGHTS: Final = _STEP + len(STEP_INPUTS)
 
 

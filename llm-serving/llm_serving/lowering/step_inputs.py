@@ -62,7 +62,6 @@ def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
 
 
 def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
-    """Return int32 tensors of which every dimension is dynamic."""
     return [ms.Tensor(shape=[None] * rank, dtype=ms.int32) for _, rank in inputs]
 
 

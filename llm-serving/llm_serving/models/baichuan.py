@@ -35,7 +35,6 @@ def baichuan2(c: ConfigReader) -> Network:
 
 
 def unit_rows(head: Float32Array) -> Float32Array:
-    """Normalise each row to length 1."""
     length = np.sqrt(np.sum(head * head, axis=1, keepdims=True))
     rows: Float32Array = head / np.maximum(length, np.float32(1e-12))
     return rows

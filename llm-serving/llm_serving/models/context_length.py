@@ -52,7 +52,6 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
 
 
 def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
-    """Return the RoPE scaling that gives the shortest context; None: a layer has no scaling."""
     scalings = [each.scaling for each in rotaries]
     found = [each for each in scalings if each is not None and each.first(own) is not None]
     return min(found, key=lambda each: _scaled_length(each, own)) if found and len(found) == len(scalings) else None

@@ -48,7 +48,6 @@ def glm_moe_dsa(c: ConfigReader) -> Network:
 
 
 def _num_dense(c: ConfigReader, default: int) -> int:
-    """Return the number of layers before the first one with experts."""
     count = c.integer("num_hidden_layers")
     kinds = c.choices("mlp_layer_types", ("dense", "sparse"), count)
     if kinds is None:

@@ -54,7 +54,6 @@ def _gemma(
     norms: tuple[str, str] | None = None,
     caps: tuple[float | None, float | None] = (None, None),
 ) -> Network:
-    """Build the network of Gemma 2 or 3. `caps`: default caps of scores and of logits."""
     net, heads = empty_network(c, plus_one), attention_heads(c)
     inner = c.integer("intermediate_size")
     kinds = layer_kinds(c, every)

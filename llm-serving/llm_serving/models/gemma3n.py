@@ -70,7 +70,6 @@ def gemma3n(c: ConfigReader) -> Network:
 
 
 def _sizes(c: ConfigReader, count: int) -> list[int]:
-    """Return the intermediate size of each layer, from one number or a list."""
     values = c.config.get("intermediate_size")
     if not isinstance(values, list):
         return [c.integer("intermediate_size", 16384)] * count

@@ -55,7 +55,6 @@ class LayerInputs:
 
 
 def text_prefix(c: ConfigReader) -> str:
-    """Return the tensor name prefix of the text model."""
     return "model.language_model." if c.has(TEXT_CONFIG) else "model."
 
 

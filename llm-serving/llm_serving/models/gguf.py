@@ -31,14 +31,11 @@ _NUMBERS: Final[Mapping[str, str]] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""Metadata key after the architecture's prefix -> key of a config.json."""
 _ROPE_THETA: Final = 10000.0
-"""Default base of the rotary frequencies, for files without it."""
 _NEEDED: Final = ("embedding_length", "block_count", "attention.head_count")
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SCALINGS: Final = ("none", "linear", "yarn")
 _POOLING: Final[Mapping[Any, str]] = {1: "mean", 2: "cls", 3: "lasttoken"}
-"""Number in GGUF files -> pooling mode of sentence-transformers."""
 _MAX_ROTATION: Final = 2**12
 
 

@@ -378,10 +378,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     **HYBRIDS,
     **ENCODERS,
 }
-"""`general.architecture` of a file -> its architecture."""
 
 FROM_FOLDERS: Final[Mapping[str, str]] = {
     "deepseek32": "the sparse indexer of DeepSeek-V3.2",
     "glm-dsa": "the sparse indexer of GLM-5",
 }
-"""Architecture of a file that is refused -> what is read from a Hugging Face folder only."""
+"""Architecture of a GGUF file that is refused -> its part that is read only from a Hugging Face folder."""

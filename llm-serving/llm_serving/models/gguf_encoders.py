@@ -11,7 +11,6 @@ from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReade
 LAYER_NORM: Final = "attention.layer_norm_epsilon"
 _CLASSIFIER: Final = "cls.output.weight"
 _MEAN: Final = 1
-"""Number that stands for mean pooling in GGUF files."""
 
 
 def _bert(reader: MetadataReader, config: Config) -> None:
@@ -62,4 +61,3 @@ ENCODERS: Final[Mapping[str, Architecture]] = {
         complete=_modern_bert,
     ),
 }
-"""`general.architecture` of a file -> its architecture."""

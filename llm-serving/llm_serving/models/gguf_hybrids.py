@@ -45,7 +45,6 @@ def _number_of_each_layer(reader: MetadataReader, config: Config, name: str) -> 
 
 
 def _kv_heads(reader: MetadataReader, config: Config) -> list[int]:
-    """Return the number of KV heads of each layer; 0: the layer has no attention."""
     counts = _number_of_each_layer(reader, config, "attention.head_count_kv")
     config["num_key_value_heads"] = max(counts) or config["num_attention_heads"]
     return counts
@@ -208,4 +207,3 @@ HYBRIDS: Final[Mapping[str, Architecture]] = {
         has_experts=True,
     ),
 }
-"""`general.architecture` of a file -> its architecture."""

@@ -48,7 +48,6 @@ class MetadataReader:
         return f"{self.architecture}.{name}"
 
     def own(self, name: str) -> int | float | None:
-        """Return the number with the metadata key `<architecture>.<name>`."""
         return self.number(self.key(name))
 
     def numbers(self, name: str) -> list[int] | None:
@@ -75,7 +74,6 @@ class MetadataReader:
         return value
 
     def has_in_layer(self, name: str) -> bool:
-        """Return whether at least one layer has a tensor of this name."""
         return name in self._of_layers
 
     def has_tensor(self, name: str) -> bool:

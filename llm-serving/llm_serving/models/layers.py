@@ -44,7 +44,6 @@ def empty_network(
 
 
 def classifier_labels(c: ConfigReader) -> int:
-    """Return the number of labels of a classifier. It must be 1: the score of a reranker."""
     labels = c.config.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else c.integer("num_labels", 2)
     if count != 1:

@@ -72,6 +72,5 @@ def _rotated_layers(c: ConfigReader, count: int) -> list[bool]:
 
 
 def _is_tuned(c: ConfigReader) -> bool:
-    """Return `attn_temperature_tuning`, which some folders store as an integer."""
     value = c.config.get("attn_temperature_tuning")
     return value != 0 if type(value) is int else c.boolean("attn_temperature_tuning", True)

@@ -36,7 +36,6 @@ class Mamba:
 
 
 def mamba_sizes(c: ConfigReader) -> Mamba:
-    """Read the keys that begin with `mamba_`."""
     heads, inner = c.integer("mamba_n_heads", 128), c.integer("mamba_expand", 2) * c.integer("hidden_size")
     inner = c.integer("mamba_d_ssm", inner)
     has_dim = isinstance(c.config.get("mamba_d_head"), int)

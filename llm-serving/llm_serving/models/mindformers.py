@@ -32,7 +32,6 @@ _FAMILIES: Final[Mapping[str, str]] = {
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen2": "Qwen2ForCausalLM",
 }
-"""Prefix of a network class of MindFormers -> the architecture that serves it."""
 _LIKE_LLAMA: Final = ("Llama", "Qwen", "InternLM")
 """Prefixes of classes that are a Llama or, with biases, a Qwen2."""
 _EXTENSIONS: Final = ("None", "PI", "linear", "NTK", "YARN", "LLAMA3")
@@ -115,7 +114,6 @@ def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str
 
 
 def _rotation(reader: ConfigReader) -> tuple[float, dict[str, Any]]:
-    """Return base and scaling of the rotary embedding, from `extend_method` and `scaling_factor`."""
     theta = reader.number("theta", 10000.0)
     method = reader.choice("extend_method", _EXTENSIONS, "None")
     if method == "None":
@@ -136,7 +134,6 @@ class MindFormersClass(NamedTuple):
     module: str
     network: str
     config_arguments: Mapping[str, Any] = {}
-    """Arguments of the configuration that only this class has."""
 
 
 _QWEN2: Final = MindFormersClass(
@@ -267,7 +264,6 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
         (r"model\.norm\.weight", "norm_out.weight"),
     )
 )
-"""Pattern of a tensor -> its parameter in a `LlamaModel`."""
 
 
 def mindformers_llama_parameter(name: str) -> str | None:

@@ -38,7 +38,6 @@ class MtpNames:
     norm: str
 
     def count(self, c: ConfigReader) -> int:
-        """Return the number of MTP layers of a configuration."""
         return c.integer(self.count_key, self.default, least=0)
 
 
@@ -52,7 +51,6 @@ MTP: Final = MtpNames(
     "mtp.fc",
     "mtp.norm",
 )
-"""Names in Qwen3-Next and Qwen3.5."""
 SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 """A tensor of MTP layers whose experts are not stacked, as in Qwen3.5. Qwen3.6 stacks them."""
 

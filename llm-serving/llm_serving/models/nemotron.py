@@ -71,7 +71,6 @@ def _experts(net: Network, c: ConfigReader, x: Value, at: str, *, bias: bool) ->
 
 
 def _pattern(c: ConfigReader) -> str:
-    """Return the kinds of all layers as a text with one character for each layer."""
     count = c.integer("num_hidden_layers")
     kinds = c.choices("layers_block_type", tuple(KINDS), count)
     pattern = c.config.get("hybrid_override_pattern") if kinds is None else "".join(KINDS[kind] for kind in kinds)

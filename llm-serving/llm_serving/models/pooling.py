@@ -35,7 +35,6 @@ _MODES: Final[Mapping[str, PoolingMode]] = {
     "mean_tokens": PoolingMode.MEAN,
 }
 _ACTIVATIONS: Final[Mapping[str, bool]] = {"Sigmoid": True, "Identity": False}
-"""Activation function of a reranker's score -> whether it is the sigmoid."""
 _ACTIVATION_KEYS: Final = ("activation_fn", "activation_function", "sbert_ce_default_activation_function")
 
 
@@ -203,7 +202,6 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return the name and the configuration file of each module; empty: there is no `modules.json`."""
     path = folder / MODULES_NAME
     if not path.exists():
         return []

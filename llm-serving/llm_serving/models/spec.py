@@ -111,7 +111,6 @@ class ModelSpec:
 
     @cached_property
     def _windows(self) -> list[LayerWindow]:
-        """Window with which each layer's KV cache is read, by the layer itself or by others that share it."""
         windows: list[LayerWindow | None] = [None] * len(self.network.caches)
         for each in self.network.operations:
             if each.kind == "attention":
@@ -123,7 +122,6 @@ class ModelSpec:
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """The recurrent states of layers; empty: there are none."""
         return tuple(self.network.states)
 
     @cached_property
@@ -166,13 +164,11 @@ class ModelSpec:
         return spec, linears
 
     def adapter_bytes(self, slots: int, max_rank: int, dtype_bytes: int) -> int:
-        """Return the bytes of all adapter slots."""
         _, linears = self.with_adapters(slots, max_rank, as_program=True)
         return dtype_bytes * sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in linears)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a folder must have."""
         return {
             name: shape
             for weight in self.network.weights
@@ -274,7 +270,6 @@ class ModelSpec:
 
 
 def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return `quantization_config` from its older key or from a separate file; None: there is none."""
     if (compressed := config.get("compression_config")) is not None:
         return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
     for name, method in _QUANTIZATION_FILES.items():

@@ -264,7 +264,6 @@ def check_replacement(folder: Path, old: ModelSpec) -> None:
 
 
 _FREE_KEYS: Final = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"))
-"""Keys of config.json that do not change what is computed."""
 
 
 def optional_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -57,7 +57,6 @@ class CacheLayout:
     """
 
     windows: tuple[LayerWindow, ...]
-    """Window of each group, largest first."""
     layer_tensors: tuple[tuple[int, int], ...]
     """(group, number of the pair of tensors) of each layer."""
     shapes: tuple[CacheShape, ...]

@@ -37,7 +37,6 @@ INSTRUCTION_LENGTH: Final = 1 + max(
 FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh", "relu", "relu2")
 SCORES: Final = ("softmax", "sigmoid", "sparsemixer")
 FLOATS: Final = ("scale", "cap", "eps", "low", "high", "margin", "offset")
-"""Names of the attributes that are float32 numbers."""
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1

@@ -28,7 +28,6 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "experts": ("gate_up", "down"),
     "lm_head": ("weight",),
 }
-"""Operation kind -> roles of the weights that are quantized."""
 
 MIN_GROUP_SIZE: Final = 32
 """Minimum number of inputs that share a scale. Group sizes are powers of two."""
@@ -68,7 +67,6 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
 
 
 def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int) -> QuantizationName:
-    """Return the scheme `kept`, or its 8-bit scheme if the weight's columns do not divide into groups."""
     return scheme if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(scheme, scheme)
 
 

@@ -221,7 +221,6 @@ RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_n
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:
-    """Return the changes of one pass of a rule, without changes that overlap earlier ones."""
     graph, changes = Graph(operations), Changes()
     for operation in operations:
         change = rule(graph, operation)

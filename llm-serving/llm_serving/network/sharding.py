@@ -76,12 +76,10 @@ class _Sharding:
         self._network, self._rank, self._count = network, rank, count
         self._graph = Graph(network.operations)
         self._columns: dict[Value, Indices] = {}
-        """Split value -> the columns that this rank holds."""
         self._own_columns: set[Value] = set()
         """Values that this rank computes whole, although it reads only its own columns of them."""
         self._split_stores: set[Operation] = set()
         self._values: dict[Value, Value] = {}
-        """Value of the whole network -> the value that replaces it on this rank."""
         self.result = Network(network.hidden, network.vocab)
         self.result.rotaries = network.rotaries
         self.result.states = list(network.states)
@@ -158,7 +156,6 @@ class _Sharding:
             self._columns[y] = self._own(y.width)
 
     def _norms_and_gates(self, value: Value) -> list[Operation]:
-        """Return the norms and products with a gate that follow a value."""
         found: list[Operation] = []
         for each in self._graph.consumers(value):
             if each.kind in ("rms_norm", "multiply"):
@@ -255,13 +252,11 @@ class _Sharding:
         return x.root in self._columns or x in self._own_columns
 
     def _of_own_heads(self, weight: Weight) -> Weight:
-        """Return the rank's part of a weight whose rows are divided equally among heads."""
         order = tuple(range(weight.shape[0])) if weight.rows is None else weight.rows
         rows = shared_order(order[self._share(len(order))])
         return replace(weight, shape=(weight.shape[0] // self._count, weight.shape[1]), rows=rows)
 
     def _part(self, operation: Operation, role: str, weight: Weight) -> Weight:
-        """Return the rank's part of a weight that an operation applies to split heads or columns."""
         if role == "slopes":
             return _VectorPart.of(weight, self._rank, self._count)
         of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
@@ -313,7 +308,6 @@ class _Sharding:
             self._write_partial_sum(part, weights)
 
     def _write_partial_sum(self, operation: Operation, weights: Mapping[str, Weight]) -> None:
-        """Write an operation that computes a partial sum, and the `all_reduce` after it."""
         y = operation.outputs["y"]
         part = replace(y, name=f"{y.name}.part")
         self._record(operation.changed(outputs={"y": part}), weights)
@@ -329,7 +323,6 @@ class _Sharding:
         )
 
     def _local(self, x: Value) -> Value:
-        """Return the part of a value, or of a view, that the rank holds."""
         whole = self._values[x.root]
         if x in self._own_columns:
             share = range(x.start, x.start + x.width)[self._share(x.width)]

@@ -119,12 +119,10 @@ def _negative_exp(values: Float32Array) -> Float32Array:
 
 
 def _matrices(net: Network, heads: int, rows: int, columns: int) -> int:
-    """Add a state that is a matrix for each head. Return its number."""
     return _state(net, heads, -(-columns // LANES) * rows, LANES)
 
 
 def _state(net: Network, *shape: int) -> int:
-    """Add a state to a network. Return its number."""
     net.states.append(StateShape(shape))
     return len(net.states) - 1
 

@@ -162,7 +162,6 @@ def _targets_of(request_class: RequestClass) -> list[str]:
 
 
 def _is_met(target_s: float | None, seconds: float | None, failed: bool) -> bool | None:
-    """Return whether a target was met; None: it is not configured, or the time is unknown."""
     if target_s is None:
         return None
     if failed:

@@ -23,7 +23,6 @@ from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
 
 ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
-"""Prefixes of a response id, which precede the request id."""
 
 
 class Step(NamedTuple):
@@ -33,7 +32,6 @@ class Step(NamedTuple):
 
     number: int
     formed: float
-    """Time at which the scheduler formed the step."""
     ended: float
     singles: tuple[int, ...]
     """`Request.sequence` of each row that computed one token and sampled the next."""
@@ -171,7 +169,6 @@ class EventSnapshot:
         return found
 
     def steps_between(self, start: float, end: float) -> list[Step]:
-        """Return the steps that ended after `start` and were formed before `end`."""
         first = bisect_left(self._ends, start)
         last = bisect_left(self._formed, end)
         return self.steps[first:last]

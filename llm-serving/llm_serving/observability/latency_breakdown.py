@@ -72,7 +72,6 @@ def attribute(record: RequestRecord, events: EventSnapshot) -> list[Span]:
 
 
 def own_rows(record: RequestRecord, events: EventSnapshot) -> list[OwnRow]:
-    """Return the recorded steps that computed the request, in order."""
     summary = record.summary
     missed = _is_missed(record, events)
     position = furthest = summary.num_prompt_tokens if missed else 0
@@ -163,7 +162,6 @@ class _SpanBuilder:
         return self._spans
 
     def _limit(self) -> int:
-        """Return the time of the request's last token or of its abort, in nanoseconds."""
         replies = [end for row in self._rows if (end := nanoseconds(row.step.ended)) <= self._end]
         complete = self._summary.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return replies[-1] if complete and replies else self._end
@@ -263,7 +261,6 @@ def _preemption_mode(preempted: Preempted) -> str:
 
 
 def _is_missed(record: RequestRecord, events: EventSnapshot) -> bool:
-    """Return whether the log has deleted some steps of the request."""
     first = record.summary.first_scheduled_time
     return first is not None and first < events.kept_since
 
@@ -297,7 +294,6 @@ class ExplainedSteps(Struct, kw_only=True):
 class ExplainedTokens(Struct, kw_only=True):
     prompt: int
     cached: int
-    """Prompt tokens found in the prefix cache."""
     output: int
     accepted_draft: int
     """Draft tokens accepted in the recorded steps: output tokens without a step of their own."""
@@ -414,7 +410,6 @@ def _first_token(record: RequestRecord) -> ExplainedFirstToken:
 
 
 def _sum_up(spans: Iterable[Span]) -> list[ExplainedPart]:
-    """Return the total time of each reason, in order of first occurrence."""
     sums: dict[tuple[Part, str], int] = {}
     steps: dict[tuple[Part, str], set[int]] = {}
     for span in spans:

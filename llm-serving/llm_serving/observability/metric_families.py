@@ -12,9 +12,7 @@ LATENCY_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-"""Upper bounds of latency buckets in seconds."""
 TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
-"""Upper bounds of buckets for the number of tokens in a step."""
 LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 """Upper bounds of buckets for the number of tokens of a request, up to half a million."""
 

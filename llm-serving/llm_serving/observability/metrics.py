@@ -93,7 +93,6 @@ class Metrics(Collector):
         self.disk = DiskMetrics(self._labels)
         self.http = HttpMetrics(self._labels)
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
-        """Returns the numbers of replicas. Each scrape calls it."""
         self._lock = Lock()
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
@@ -160,7 +159,6 @@ class Metrics(Collector):
         self.classes.record_first_token(priority, seconds)
 
     def record_inter_tokens(self, seconds: Sequence[float]) -> None:
-        """Record the seconds between consecutive tokens of requests."""
         observe = self._inter_token.observe
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += len(seconds)
@@ -238,7 +236,6 @@ class Metrics(Collector):
         self._add("llm_serving:audit_mismatch_total", int(differs))
 
     def reloaded(self, outcome: str) -> None:
-        """Count a configuration reload by its outcome, one of `RELOADS`."""
         with self._lock:
             self._reloads[outcome] += 1
 
@@ -404,7 +401,6 @@ _REPLICA_GAUGES: Final = (
     ("llm_serving:replica_requests_waiting", "Waiting requests of each replica.", "num_waiting"),
     ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
 )
-"""(metric, help text, field of `Load`)."""
 _MEMORY_GAUGES: Final = (
     ("llm_serving:kv_cache_reserved_bytes", "Bytes of all blocks of the KV cache, of each replica.", "reserved"),
     ("llm_serving:kv_cache_committed_bytes", "Bytes of the blocks that were in use at least once.", "committed"),
@@ -414,13 +410,11 @@ _MEMORY_GAUGES: Final = (
         "resident",
     ),
 )
-"""(metric, help text, field of `WorkAgentMemory`)."""
 _STATE_GAUGES: Final = (
     ("llm_serving:state_slots", "Slots for fixed-size states, of each replica.", "total"),
     ("llm_serving:state_slots_used", "Slots for states in use, of each replica.", "used"),
     ("llm_serving:state_checkpoints", "States that a prefix hit can use, of each replica.", "checkpoints"),
 )
-"""(metric, help text, field of `StateSlotUsage`)."""
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {
@@ -447,7 +441,6 @@ _DRAFT_TOKENS: Final = {
         "llm_serving:guesses_right_total",
     ),
 }
-"""Name of the metric -> (help text, deprecated name)."""
 _HISTOGRAMS: Final = {
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKEN_BUCKETS),
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", LATENCY_BUCKETS),

@@ -36,15 +36,12 @@ class RunningRequest(Struct, kw_only=True):
     """`prefill`, `decode`, or `paused`: a beam that waits for the other beams of its search."""
     since_step: int
     seconds: float
-    """Seconds since the request got its running slot."""
     tokens: int
-    """Number of tokens of prompt and output."""
     computed: int
     """Number of tokens whose keys and values are computed or being computed."""
     blocks: int
     preemptions: int
     age: float
-    """Seconds since the request arrived."""
     prompt: int
     cached: int
     """Number of prompt tokens found in the prefix cache at the first admission."""
@@ -87,13 +84,10 @@ class WaitingRequest(Struct, kw_only=True):
     request_class: str
     tenant: str
     seconds: float
-    """Seconds since the request arrived."""
     tokens: int
     preemptions: int
     has_run: bool
-    """Whether the request ran before and was preempted."""
     tenant_limit: bool
-    """Whether the request waits because its tenant has reached its limit of running requests."""
     prompt: int
     waited: int | None
     """Number of steps waited, counted like `bound`; null: no bound applies, or the request was admitted before."""
@@ -154,7 +148,6 @@ class BlockUsage(Struct, kw_only=True):
     """Usage of the KV cache and of the host pool, in blocks."""
 
     tokens: int
-    """Tokens per block."""
     total: int
     used: int
     cached: int
@@ -184,7 +177,6 @@ class SchedulerState(NamedTuple):
     now: float
     """Seconds on the engine's clock."""
     step: int
-    """Number of the next step."""
     num_slots: int
     running: dict[int, RunningRequest]
     """`Request.sequence` -> running request, in decode order."""
@@ -193,7 +185,6 @@ class SchedulerState(NamedTuple):
     num_waiting: int
     """Number of all waiting requests, including forks that wait for their parent."""
     classes: list[ClassQueueState]
-    """In ascending order of rank."""
     served: dict[str, dict[str, int]]
     """Class -> tenant -> virtual tokens, for the tenants of `running` and `waiting`."""
     blocks: BlockUsage
@@ -242,7 +233,6 @@ class EngineSnapshot(NamedTuple):
     """(time at which the WorkAgent began the step, step)."""
     ended: list[RequestRecord]
     cpu_s: float
-    """CPU seconds spent on this snapshot."""
 
 
 def take_snapshot(

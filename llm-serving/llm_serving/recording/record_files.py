@@ -14,7 +14,6 @@ logger = get_logger(__name__)
 MAX_PENDING_BYTES: Final = 64 * 2**20
 """Maximum bytes that wait to be written. If more wait, the disk is too slow, and the recording stops."""
 BATCH_S: Final = 0.1
-"""Seconds for which records are collected before they are written."""
 CLOSE_S: Final = 10.0
 """Maximum seconds that `close` waits for the disk."""
 

@@ -58,11 +58,9 @@ class Sink(Protocol):
     """Output of a recorder. Only `close` blocks, and no method raises an error."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether data are still accepted."""
+    def is_open(self) -> bool: ...
 
-    def begin(self, data: bytes) -> None:
-        """Start the next file with `data`."""
+    def begin(self, data: bytes) -> None: ...
 
     def append(self, data: bytes) -> None: ...
 
@@ -116,7 +114,6 @@ class Recorder:
         self._chain: Chain | None = None
         self._file_bytes = self._state_bytes = 0
         self._open: dict[int, Schedule] = {}
-        """Step number -> schedule, for steps without results."""
         self._num_events = self._num_decisions = 0
 
     @property

@@ -34,7 +34,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
 
     format: int
     version: str
-    """Version of the package that wrote the recording."""
     name: str
     seal: bytes
     """Last seal of the previous file; empty in the first file."""
@@ -227,7 +226,6 @@ class Entry(NamedTuple):
     number: int
     """Number of the record; the header is 0."""
     offset: int
-    """Bytes from the start of the file."""
     payload: bytes
     record: Record
 

@@ -79,7 +79,6 @@ class Replay:
 
     @property
     def requests(self) -> list[Request]:
-        """The unfinished requests."""
         return [*self._requests.values()]
 
     @property

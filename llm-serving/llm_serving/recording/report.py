@@ -132,7 +132,6 @@ def _share(scheduler: Scheduler, request: Request) -> str:
 
 
 def _next(scheduler: Scheduler) -> Request | None:
-    """Return the request that the scheduler would try to admit next."""
     closed: set[str] = set()
     waiting = copy.copy(scheduler.waiting)
     waiting.sharing = copy.deepcopy(waiting.sharing)  # `peek` changes the contenders
@@ -196,7 +195,6 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     behind: str | None
     """Class that holds the most slots or blocks, whichever of them `next` lacks."""
     closed: tuple[str, ...]
-    """Classes at their share limit."""
     num_used_blocks: int
 
 
@@ -205,7 +203,6 @@ class ReplayPageData(msgspec.Struct):
     version: str
     slots: int
     budget: int
-    """Token budget of a step."""
     blocks: int
     block_size: int
     requests: list[ReplayedRequest]
@@ -269,7 +266,6 @@ class ReplayPageBuilder:
         )
 
     def _add_request(self, request: Request) -> int:
-        """Store a request for the page, and return its `Request.sequence`."""
         if request.sequence not in self._requests:
             self._requests[request.sequence] = ReplayedRequest(
                 request.request_id,

@@ -27,7 +27,6 @@ _SEQUENCES: Final[dict[str, type[Any]]] = {each.__name__: each for each in (list
 _MAPPINGS: Final[dict[str, type[Any]]] = {each.__name__: each for each in (dict, OrderedDict)}
 _PACKAGE: Final = __name__.partition(".")[0]
 _PARTS: Final = ("core", "kvcache", "scheduler")
-"""Packages whose classes the state may contain."""
 _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset({"constraint", "matcher", "beam_search", "sink", "http_timings"})
 }
@@ -110,7 +109,6 @@ class _Writer:
 
 
 def _name_of(kind: type) -> str:
-    """Return the name `package.module:Class` of a class that a state may contain."""
     name = f"{kind.__module__.removeprefix(_PACKAGE + '.')}:{kind.__name__}"
     if _class_of(name) is not kind:
         raise TypeError(f"{kind} cannot be part of a scheduler's state")
@@ -139,7 +137,6 @@ def _declared(kind: type[Any]) -> list[str]:
 
 
 def _constants(kind: type[Any]) -> dict[str, Any]:
-    """Return name -> default for the fields of a dataclass with a constant default."""
     every = fields(kind) if is_dataclass(kind) else ()
     return {field.name: field.default for field in every if field.default is not MISSING}
 

@@ -204,9 +204,7 @@ class WaitMonitor:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Class -> heap of entries. An entry that is not in `_waits` is outdated."""
         self._waits: dict[int, _Due] = {}
-        """`Request.sequence` -> entry of the waiting request."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
         """Start to monitor a request that begins to wait.

@@ -28,7 +28,6 @@ class SchedulingRules(NamedTuple):
     limits: SchedulerLimits
     policy: Policy
     classes: Sequence[RequestClass]
-    """Request classes in ascending order of rank."""
     order: Order
     prefix_caching: bool
 

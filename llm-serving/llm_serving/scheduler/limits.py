@@ -24,7 +24,6 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     """Token budget of a step: prompt and output tokens together. It is at least `max_num_seqs`."""
     max_num_seqs: int
-    """Number of running slots."""
     max_prefill_seqs: int
     """Maximum number of prompts, or chunks of prompts, in one step."""
     max_model_len: int

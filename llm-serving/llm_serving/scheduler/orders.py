@@ -61,7 +61,6 @@ class ShortestOrder:
 
     def __init__(self) -> None:
         self._mean_lengths: dict[tuple[str, str], float] = {}
-        """(class, tenant) -> mean number of output tokens."""
 
     def sort_key(self, request: Request) -> float:
         most = request.sampling.max_tokens

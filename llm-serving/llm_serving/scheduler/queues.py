@@ -51,12 +51,10 @@ class ClassQueue:
         self._order = order
         self._max_overtakes = max_overtakes
         self._num_bypasses = 0
-        """Number of consecutive admissions that bypassed the oldest request."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._returning: _Heap = []
         self.num_returning = 0
-        """Number of queued requests that have been admitted before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
         """Tenant -> heap of its requests. All requests are under "" if the order does not share among tenants."""

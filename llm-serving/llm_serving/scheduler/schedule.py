@@ -134,7 +134,6 @@ class StepPlan:
         self.now = now
         """Time in seconds, by the clock of `Request.arrival_time`."""
         self.budget = budget
-        """Number of tokens that still fit into the step."""
         self.closed_classes: set[str] = set()
         self.first_class: str | None = None
         """Class whose prompts the step computes first. None: the highest class."""

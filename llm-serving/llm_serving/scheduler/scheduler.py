@@ -74,7 +74,6 @@ class Scheduler:
         self.running = self.slots.running
         self.prefill, self.decode, self._preemptor = components.prefill, components.decode, components.preemptor
         self._closed_classes: set[str] = set()
-        """Classes at their share limit in the latest step that considered prompts."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 

@@ -280,7 +280,6 @@ class PrefillStage:
 
 
 def _aged_classes(prompts: Collection[Request], step: int) -> set[str]:
-    """Return the classes with a prompt that is incomplete `ageing_steps` after its admission."""
     return {
         each.request_class.name for each in prompts if step - each.running_since[0] >= each.request_class.ageing_steps
     }

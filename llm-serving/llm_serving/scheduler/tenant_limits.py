@@ -42,7 +42,6 @@ class _Tenant:
         self.num_leased = 0 if limits.num_schedulers > 1 else limit
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
-        """`Request.sequence` -> admitted, unfinished request."""
         self.released: dict[str, dict[int, Request]] = {}
         """Class -> `Request.sequence` -> request in the waiting queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}

@@ -78,7 +78,6 @@ class Site:
 
     @property
     def routes(self) -> Application:
-        """The routes of the default model."""
         return self.models.default.routes
 
 

@@ -210,7 +210,6 @@ def _range_of(rule: ParameterRule | None) -> JsonObject:
 
 
 def _add_range(about: JsonObject, limits: JsonObject) -> None:
-    """Add each limit to the branches of a schema to which its type applies."""
     kinds = {"minimum": {"integer", "number"}, "maximum": {"integer", "number"}}
     kinds |= {"minItems": {"array"}, "maxItems": {"array"}, "maxProperties": {"object"}}
     for branch in about.get("anyOf", [about]):

@@ -20,7 +20,6 @@ from llm_serving.server.generation.choices import Choices
 
 PACKAGE: Final = "llm_serving_receipts"
 DISABLED, AT_START = "none", "at_start"
-"""Values of `serving_config.receipts`."""
 
 
 class ReceiptDraftProtocol(Protocol):

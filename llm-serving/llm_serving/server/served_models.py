@@ -50,7 +50,6 @@ SELECTED_KEY: Final = "llm_serving.selected_model"
 REQUESTS_PATH: Final = "/v1/requests/"
 STREAMS_PATH: Final = "/v1/streams/"
 OLDER_PATH: Final = "/models/"
-"""Start of the older routes, whose path names the model."""
 POLL_S: Final = 0.05
 
 
@@ -122,7 +121,6 @@ class ServedModels:
         self._routes_of = routes_of
         self._open = open_model
         self._changing: dict[str, ServingConfig] = {}
-        """Name of a model that is being loaded -> its configuration."""
         self._loading: set[ServedModel] = set()
         self._turn = asyncio.Lock()
         self._is_ending = False
@@ -136,7 +134,6 @@ class ServedModels:
         }
 
     def add(self, opened: OpenedModel) -> ServedModel:
-        """Add a model without starting it."""
         model = self._made(opened)
         self._models[model.name] = model
         return model
@@ -151,7 +148,6 @@ class ServedModels:
 
     @property
     def default(self) -> ServedModel:
-        """The model of requests that name none."""
         return next(iter(self._models.values()))
 
     def find(self, name: str) -> ServedModel:
@@ -224,7 +220,6 @@ class ServedModels:
         return self.default, scope
 
     def _of_request(self, request_id: str) -> ServedModel:
-        """Return the model that has or had a request; the default if no model knows it."""
         models: list[ServedModel] = [*self, *self._drains.values()]
         for model in models:
             try:
@@ -406,7 +401,6 @@ class _ModelField(msgspec.Struct):
 
 
 def _model_field(body: bytes) -> str | None:
-    """Return the field `model` of a JSON object; None: there is none, or the body is malformed."""
     try:
         name = msgspec.json.decode(body, type=_ModelField).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -82,7 +82,6 @@ class GainModel:
         """Seconds by which a step starts later because it is formed only after the previous reply."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         self._num_rows = 0
-        """Number of rows for which the fields below were computed; 0: they are outdated."""
         self._rows_s = self._token_s = 0.0
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
@@ -183,7 +182,6 @@ class GainModel:
         return False
 
     def _balance(self, candidates: Sequence[DraftCandidate], pass_s: float) -> tuple[float, float]:
-        """Return (expected number of accepted tokens, cost of all drafts in seconds)."""
         num_draft_tokens, gain, longest = 0.0, 0.0, 0
         share_s = 0.0 if pass_s == 0.0 else pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
         for acceptance, max_tokens, uses_model in candidates:
@@ -404,7 +402,6 @@ class SpeculationController:
         return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
-        """Return whether drafts raise the throughput. `model`: requests that the draft model would propose for."""
         candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
         candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
         for request, drafts in self._constrained.items():

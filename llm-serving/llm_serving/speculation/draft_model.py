@@ -100,7 +100,6 @@ class DraftModelProposer:
         return {request: token_ids for (request, _), token_ids in zip(counts, drafts, strict=True)}
 
     def _room(self, request: Request) -> int:
-        """Return how many draft tokens the request's last block and its `max_tokens` leave room for."""
         return min(-request.num_tokens % self._block_size, request.sampling.max_tokens - request.num_output_tokens - 1)
 
     def _draft_request(self, request: Request, count: int) -> DraftRequest:

@@ -30,7 +30,6 @@ from llm_serving.speculation.statistics import (
 )
 
 FINISHED_TOKENS: Final = 2**18
-"""Maximum number of tokens in the index of finished answers."""
 MAX_INDEXED_TOKENS: Final = 8192
 """Maximum number of prompt tokens that are searched: the last ones."""
 INDEX_SHARE: Final = 4
@@ -95,7 +94,6 @@ class FinishedAnswersIndex:
         self._slots = {each: table(1 << slot_bits) for each in (length, 2 * length)}
         """N-gram length -> hash -> (number of the answer << 32 | index of the token after the n-gram)."""
         self._answers: dict[int, tuple[str, Sequence[int]]] = {}
-        """Number of the answer -> (namespace, tokens), oldest first."""
         self._num_answers = 0
         self.num_tokens = 0
 
@@ -152,12 +150,10 @@ class NgramLookup:
     ) -> None:
         self._tokens = list(prompt_token_ids[-MAX_INDEXED_TOKENS:])
         self.num_output_tokens = 0
-        """Number of output tokens passed to `advance`."""
         self._namespace = namespace
         self._length = length
         self._finished = finished
         self._positions: dict[int, int] = {}
-        """N-gram -> index of the token after its last occurrence."""
         self._mask = (1 << length * TOKEN_BITS) - 1
         self._ngram = 0
         self._indexed = 0
@@ -275,9 +271,7 @@ class NgramProposer:
         """New requests, and requests that have just lost their draft. A lookup for them may gain more than it costs."""
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
-        """Finished answers that are not in the index yet, as (namespace, tokens)."""
         self._credit = 0.0
-        """Number of lookups that the rotation may still do."""
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
         """Start to track a request. `model_rate`: assumed acceptance rate of the draft model."""

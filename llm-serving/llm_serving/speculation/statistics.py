@@ -108,10 +108,8 @@ class RequestStatistics:
     _first: float = field(default=FIRST_TOKEN_RATE, init=False)
     _further: float = field(default=FURTHER_TOKEN_RATE, init=False)
     _is_confirmed: bool = field(default=False, init=False)
-    """Whether the n-gram draft predicted the latest output token."""
     _forced_tokens: float = field(default=FIRST_FORCED_TOKENS, init=False)
     _forced_at: int = field(default=0, init=False)
-    """Number of output tokens when `_forced_tokens` was last updated."""
     _model_pause: int = field(default=FIRST_PAUSE_TOKENS, init=False)
     _model_resumes_at: int = field(default=0, init=False)
 
@@ -220,9 +218,7 @@ class MeasuredGain:
 
     def __init__(self) -> None:
         self._plain = StepTimeModel()
-        """Predicts the seconds between two replies without drafts."""
         self._plain_s = 0.0
-        """Seconds between the latest two replies without drafts."""
         self._saved_s = self._spent_s = 0.0
         """Decaying sums over steps with drafts: `_saved_s`, the seconds that their tokens would take without drafts,
         and `_spent_s`, the seconds that they took.

@@ -148,7 +148,6 @@ class Channel(Generic[Incoming]):
             self._received += chunk
 
     def _polled(self, remaining: float | None) -> bytes | None:
-        """Return bytes that arrive within `poll_s` and `remaining` seconds; None: there are none."""
         now = time.monotonic()
         until = now + (self.poll_s if remaining is None else min(self.poll_s, remaining))
         self._socket.settimeout(None)

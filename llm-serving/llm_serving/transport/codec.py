@@ -87,7 +87,6 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool
 
 
 def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
-    """Return the arrays of a step's allowed tokens, after an array with the step's number."""
     return [np.array([step], np.uint64), *allowed]
 
 
@@ -112,7 +111,6 @@ def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[I
 
 
 def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_shared: Int32Array) -> Int32Array:
-    """Undo `_drop_shared_prefixes`. Raise ProtocolError if the lengths are inconsistent."""
     lengths = np.diff(offsets)
     most = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
     if num_shared.shape != lengths.shape or (num_shared < 0).any() or (num_shared > most).any():

@@ -111,7 +111,6 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     log_name: str = ""
     """Name of the model at the start of its log lines; empty: the server has only one model."""
     max_loras: int = 0
-    """Number of adapter slots; 0: the network has none."""
     max_lora_rank: int = 0
     rank_table: str | None = None
     uses_mtp: bool = False
@@ -141,7 +140,6 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     files.
     """
     windows: tuple[LayerWindow, ...] = (LayerWindow(),)
-    """Window of each group of layers."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -245,7 +243,6 @@ class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
     block_ids: list[int]
     epochs: list[int]
     num_written: list[int]
-    """Number of tokens written in each block."""
     content: bytes
     """Keys of all blocks in the first layer, their values, then those of the second layer, and so on."""
 
@@ -270,7 +267,6 @@ class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
 
 class BlocksLoaded(msgspec.Struct, tag="blocks_loaded", frozen=True):
     num_stored: int
-    """Number of blocks from the start of the prompt that are on disk."""
     num_read: int
     num_damaged: int
     """Number of files that were deleted because their contents did not match their checksum."""

@@ -30,7 +30,6 @@ MAX_BLOCKS_PER_FRAME: Final = 256
 MAX_TOKENS_PER_BLOCK: Final = 2**16
 """Maximum valid number of tokens in a block, for the check of `num_written`."""
 _NAMES_BYTES: Final = 2**14
-"""Bytes of a frame for block ids, epochs and token counts."""
 
 AnyArray = NDArray[Any]
 

@@ -54,7 +54,6 @@ class AdapterMemory:
         self._host: dict[int, Future[list[_Stored]]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._slots: dict[int, int] = {}
-        """Slot -> number of the adapter in it."""
 
     def set(self, number: int, folder: str) -> None:
         """Start to read an adapter into host memory, in another thread. If `folder` is empty, drop the adapter instead;

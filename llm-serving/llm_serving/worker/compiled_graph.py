@@ -30,7 +30,6 @@ except ImportError:  # another release
 
 LITE_PACKAGE: Final = "mindspore_lite"
 MAX_STARTED: Final = 2
-"""Maximum number of started steps that were not waited for."""
 _DECODE_PHASE: Final = "increment"
 """The name that marks a graph of decode steps for MindSpore."""
 

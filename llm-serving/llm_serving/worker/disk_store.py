@@ -37,12 +37,10 @@ logger = get_logger(__name__)
 
 MAGIC: Final = b"LLMKV001"
 _HEADER: Final = struct.Struct("<8s16s16sQ")
-"""Magic number, fingerprint, block hash, number of bytes of the contents."""
 DIGEST_BYTES: Final = 16
 OVERHEAD_BYTES: Final = _HEADER.size + DIGEST_BYTES
 TEMPORARY: Final = "temporary"
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
-"""A fingerprint or a block hash as the name of a folder or file."""
 KEPT_FRACTION: Final = 0.9
 """Fraction of `max_bytes` that remains after an eviction. It is below 1, so that not every write reads the folder."""
 

@@ -114,7 +114,6 @@ class DraftModel:
     def _extend(
         self, requests: Sequence[DraftRequest], rows: list[DraftRow], proposed: list[list[int]]
     ) -> list[DraftRow]:
-        """Add one draft token to each row. Return the rows that need more tokens."""
         extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)
@@ -151,7 +150,6 @@ class DraftModel:
 
 
 def _sampling(requests: Sequence[DraftRequest], positions: Sequence[int]) -> SamplingInput:
-    """Return the sampling parameters of the requests, without penalties, biases and allowed tokens."""
     return SamplingInput.plain(
         len(requests),
         temperature=np.array([each.temperature for each in requests], np.float32),

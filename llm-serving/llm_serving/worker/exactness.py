@@ -32,7 +32,6 @@ GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
         f"computes steps of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
     ),
 }
-"""(exactness, backend name) -> text of the guarantee."""
 
 
 OF_EXPERTS: Final = (

@@ -208,7 +208,6 @@ class KVTensors:
                 self.backend.copy_blocks(source, target, pairs)
 
     def _move_states(self, kind: BlockMoveKind, pairs: Int32Array) -> None:
-        """Copy states to or from blocks of the transfer pool, in pieces of the size of a block."""
         assert self.transfer is not None
         exports = kind is BlockMoveKind.EXPORT_STATE
         slots, blocks = (pairs[:, 0], pairs[:, 1]) if exports else (pairs[:, 1], pairs[:, 0])
@@ -249,12 +248,10 @@ class GraphOwnedCache(KVTensors):
 
 
 def _bytes_of(array: Array) -> Array:
-    """Return a contiguous array as a view of its bytes."""
     return array.reshape(-1).view(np.uint8)
 
 
 def _copy_bytes(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Copy the bytes of all `sources` in order into `targets`, until either ends."""
     content = np.concatenate(sources)
     offset = 0
     for target in targets:

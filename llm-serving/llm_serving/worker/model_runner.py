@@ -366,12 +366,10 @@ class ModelRunner:
         return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
-        """Return the hidden states that the LM head reads, [max(S, 1), H]. S: number of results."""
         network, arrays = self._states_network(inputs)
         return network(arrays)
 
     def _states_network(self, inputs: ModelInputs) -> tuple[StepNetwork, Sequence[Int32Array]]:
-        """Return the network that computes the hidden states of a step, and its arguments."""
         if self._prompts is None or not inputs.are_whole_prompts or inputs.num_rows > self._num_prompt_rows:
             return self._states, self._planned(inputs).arrays()
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()

@@ -79,7 +79,6 @@ class MtpModel(DraftModel):
     def __init__(
         self, runner: ModelRunner, lowered: LoweredMtp, states: HiddenStates, choose_tokens: ChooseTokens
     ) -> None:
-        """`states`: hidden states that the runner keeps."""
         super().__init__(runner, runner.spec.vocab_size)
         self._states = states
         self._embedding, self._layer = CompiledNetwork(lowered.embedding), CompiledNetwork(lowered.states)
@@ -88,7 +87,6 @@ class MtpModel(DraftModel):
         blocks = MAX_DRAFT_REQUESTS * self.blocks_per_request
         self._limits = ModelLimits(runner.spec.vocab_size, MAX_TOKENS, blocks, size)
         self._given: dict[int, Float32Array] = {}
-        """Index of a request -> hidden states of the tokens before its last tokens."""
 
     def warm_up(self) -> None:
         slots = np.arange(1, dtype=np.int32)

@@ -28,7 +28,6 @@ logger = get_logger(__name__)
 HOST: Final = "127.0.0.1"
 """Address of the scheduler process and the ranks. Other machines cannot reach it."""
 JOIN_TIMEOUT_S: Final = 600
-"""Seconds within which all ranks must join."""
 POLL_INTERVAL_S: Final = 1
 """Seconds between two polls of the scheduler process. MindSpore's default of 3 to 5 s is for large clusters."""
 RECEIVE_TIMEOUT_S: Final = 24 * 3600

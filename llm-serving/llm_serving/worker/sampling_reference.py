@@ -170,7 +170,6 @@ def _choose(
 
 
 def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
-    """Forbid, in place, the tokens whose bit is not set (see `AllowedTokens.words`)."""
     bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
     values[bits == 0] = -np.inf
 

@@ -36,7 +36,6 @@ class TenantUsage:
         self._totals: list[int] = []
         self._version = 0
         self._snapshot_versions: dict[int, int] = {}
-        """Replica -> `_version` at its snapshot."""
         self._snapshots: dict[int, list[int]] = {}
         """Replica -> totals at its snapshot, plus the replica's own service since then."""
         self._known: dict[int, list[int]] = {}
@@ -184,7 +183,6 @@ class FleetSync(FairnessObserver):
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         super().__init__(index, scheduler, metrics)
         self._accounting = FleetAccounting()
-        """Accounting of this replica alone, until `join`."""
         self._num_reloads = 0
 
     def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:

@@ -67,7 +67,6 @@ class FleetClassUsage:
         self._demand = ClassDemand()
         self._exceeding = _NO_CLASSES
         self._reported: dict[int, frozenset[str]] = {}
-        """Replica -> classes that exceeded their share at its latest `pop_exceeding`."""
 
     @property
     def replicas(self) -> set[int]:
@@ -119,7 +118,6 @@ class ClassLeadMonitor:
         """Class -> its leads, by the number of the call of `record`."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
-        """Replica -> (number of its latest call of `record`, classes in that call)."""
 
     @property
     def replicas(self) -> set[int]:

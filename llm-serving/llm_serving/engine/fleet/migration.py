@@ -153,7 +153,6 @@ class RequestMigration(StepObserver):
         """Accepted request -> `MigratingRequest.exported_at`, until the request's first step."""
 
     def accept(self, migrating: MigratingRequest) -> None:
-        """Continue a request of another engine."""
         request = migrating.request
         if migrating.transferred is not None and migrating.transferred.link.is_closed:
             self._reclaim(migrating.drop_blocks())
@@ -255,7 +254,6 @@ class BlockTransferrer:
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._num_requests: Counter[int] = Counter()
-        """Source replica -> number of requests that wait for the transfer of their blocks."""
         self._num_bytes: Counter[int] = Counter()
 
     def start(

@@ -104,7 +104,6 @@ class WeightMonitor:
         return num_violations
 
     def _has_waiting(self, name: str) -> bool:
-        """Return whether a request of the class waits and may get a slot."""
         queue = self._queue.queues[name]
         return len(queue) > 0 and name not in self._scheduler.closed_classes and queue.arrival_clock() is not None
 
@@ -146,7 +145,6 @@ class LimitMonitor:
         self._tenants: dict[str, _Tenant] = {}
         self._max_tenants = MIN_TENANTS
         self._reloads: dict[int, int] = {}
-        """Replica -> number of the reload whose rules it uses."""
         self._kept: dict[int, set[str]] = {}
         """Replica -> ids of requests that held a tenant slot at its last reload and have not started."""
 

@@ -72,7 +72,6 @@ class PromptBlocks:
         self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
         """Request id -> (replica, hashes of its prompt blocks). Other classes only read it."""
         self._counts: dict[int, Counter[bytes]] = {}
-        """Replica -> block hash -> number of requests with this block."""
         self._first_blocks: dict[bytes, Counter[int]] = {}
         """Hash of a first block -> replica -> number of requests that begin with this block."""
 

@@ -16,7 +16,6 @@ class _Tenant:
     def __init__(self) -> None:
         self.limit = 0
         self.demands: dict[int, SlotDemand] = {}
-        """Replica -> the demand that it reported last."""
         self.changes: Counter[int] = Counter()
         """Replica -> number of slots leased to it since its last report; negative: slots that it must return."""
         self.last_leases: Counter[int] = Counter()
@@ -65,7 +64,6 @@ class TenantSlots:
             self._wakes[replica] = wake
 
     def leave(self, replica: int) -> None:
-        """Remove a replica, and lease its slots to others."""
         with self._lock:
             self._wakes.pop(replica, None)
             self._pending.pop(replica, None)
@@ -134,7 +132,6 @@ class TenantSlots:
                 self._pending.setdefault(each, set()).add(name)
 
     def _pop_change(self, replica: int, name: str) -> int:
-        """Return the change of the replica's leases, and mark it as applied."""
         tenant = self._tenants.get(name)
         if tenant is None or (demand := tenant.demands.get(replica)) is None:
             return 0

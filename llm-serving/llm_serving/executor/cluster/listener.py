@@ -47,7 +47,6 @@ class PendingHandshakes:
         self._limit = limit
         self._lock = threading.Lock()
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
-        """Connections without a token, oldest first."""
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
         """Add a connection. Return False if the limit does not allow it.
@@ -76,7 +75,6 @@ class PendingHandshakes:
             return True
 
     def remove(self, connection: ssl.SSLSocket) -> bool:
-        """Remove a connection. Return False if it was replaced before."""
         with self._lock:
             return self._connections.pop(connection, None) is not None
 
@@ -200,7 +198,6 @@ class Listener:
             logger.warning("refused a connection from %s to the cluster's port: %s", peer, error)
 
     def _attach(self, connection: ssl.SSLSocket, peer: str) -> bool:
-        """Read the token. Return whether a waiting start accepted the connection."""
         enable_keepalive(connection)
         channel: AgentChannel = Channel(connection, AgentMessage)  # type: ignore[arg-type]
         channel.max_frame_bytes = MAX_ATTACH_BYTES

@@ -146,7 +146,6 @@ class ClusterPlacement:
 
 
 def _peer_of(index: int, channel: AgentChannel) -> str:
-    """Return the address of the WorkAgent's machine. Raise WorkerDiedError if the connection is closed."""
     try:
         return channel.peer
     except OSError as error:

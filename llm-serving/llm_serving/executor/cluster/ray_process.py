@@ -252,7 +252,6 @@ def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """Import ray. Raise ConfigError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError:

@@ -128,7 +128,6 @@ def _folder(engine: AsyncEngine, name: str) -> Path:
 
 
 def _choice(http_request: Request, name: str, values: Sequence[str]) -> Any:
-    """Return a query parameter that must be one of `values`; if it is absent, the first of them."""
     given = http_request.query_params.get(name, values[0])
     if given not in values:
         raise RequestError(name, f"must be one of {', '.join(values)}", given)

@@ -298,7 +298,6 @@ class LiveFeed:
             await self._sleep(pause_s(spent_s))
 
     async def _show(self, snapshots: Mapping[int, EngineSnapshot | None]) -> float:
-        """Pass every client its snapshot. Return the CPU seconds used."""
         self._number += 1
         now = self._clock()
         spent_s = sum(each.cpu_s for each in snapshots.values() if each is not None)

@@ -208,7 +208,6 @@ class Batches:
 
     @staticmethod
     async def _pause(cancelled: asyncio.Event, pause_s: float) -> None:
-        """Sleep for `pause_s`, or until the batch is cancelled."""
         if cancelled.is_set():
             await asyncio.sleep(pause_s)
             return
@@ -370,7 +369,6 @@ def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
 
 
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
-    """Return what is wrong with a line; None: nothing. Add its id and number to `ids`."""
     try:
         check_json_limits(text)
     except RequestError as error:

@@ -54,7 +54,6 @@ which become files.
 """
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
-"""Query of the input bytes of unfinished batches, of all tenants, and of one."""
 
 
 class PendingLine(NamedTuple):
@@ -191,7 +190,6 @@ class BatchStore:
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 
     def tenant_of(self, batch_id: str) -> str:
-        """Return the batch's tenant; empty: there is no such batch."""
         row = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return "" if row is None else str(row[0])
 
@@ -290,7 +288,6 @@ class BatchStore:
     def _insert(
         self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float, most: float = math.inf
     ) -> None:
-        """Store a file of at most `most` bytes, and set `about.bytes` to its size."""
         row = (about.id, tenant, b"", now, about.expires_at, 0)
         self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
         about.bytes = 0

@@ -48,7 +48,6 @@ class PrecheckInput(NamedTuple):
     field_names: Mapping[str, str] = NO_RENAMES
     """Field in errors of the engine -> the protocol's name."""
     num_choices: int = 1
-    """Number of sequences for each prompt."""
     template_factor: int = 1
     """Maximum ratio of a text's length after the chat template is applied to its length before."""
     truncates: bool = False

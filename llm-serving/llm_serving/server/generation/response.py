@@ -50,8 +50,7 @@ class ResponseBuilder(ABC):
         """Return the bytes of a stream for the delta of an output."""
 
     @abstractmethod
-    def fold(self, index: int, output: RequestOutput) -> None:
-        """Add an output to the whole response."""
+    def fold(self, index: int, output: RequestOutput) -> None: ...
 
     async def finish(self) -> bytes:
         """Return the bytes that a stream sends after the last output."""

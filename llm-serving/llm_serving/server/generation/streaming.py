@@ -55,8 +55,7 @@ class Chunks(Protocol):
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         """Return the bytes for an output of a choice, perhaps none. Raise LLMServingError if the generation failed."""
 
-    async def finish(self) -> bytes:
-        """Return the bytes after the last output."""
+    async def finish(self) -> bytes: ...
 
 
 class StreamResponse(Response):

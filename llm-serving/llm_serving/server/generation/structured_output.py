@@ -28,7 +28,6 @@ NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
 """Maximum seconds to compile a grammar, including the time in the queue."""
 _COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
-"""Threads for grammars only, so that other work is not delayed."""
 MAX_GUIDED_CHOICES: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -187,7 +186,6 @@ def _choice(field: str, value: Any, _: str | None) -> StructuredOutput:
 
 
 def _response_format(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """Read OpenAI's `response_format`, or TGI's object with `type` and `value`."""
     kind = _kind(field, value, ("text", "json_object", "json_schema", "json", "regex"))
     if kind in ("json", "regex"):
         return _tgi_grammar(field, value, whitespace)

@@ -48,7 +48,6 @@ class ReasoningTokenCounter:
         self._is_open = is_open
         self._is_closed = False
         self._tail: list[int] = []
-        """The latest tokens outside reasoning, at most as many as `opening` has."""
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -99,7 +98,6 @@ MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _ID_CHARS: Final = string.ascii_letters + string.digits
 _TAIL_TOKENS: Final = 16
-"""Number of tokens at the end of a prompt that are searched for the start of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

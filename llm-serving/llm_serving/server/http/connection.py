@@ -66,7 +66,6 @@ class Connection(asyncio.Protocol):
         self.address = address
         self.weight = 0
         self.handshake: asyncio.Task[Any] | None = None
-        """The TLS handshake, until `connection_made`."""
         self.write: Callable[[bytes], None] = _discard
         self.request: HttpRequest | NoRequest = NO_REQUEST
         self._config, self._state = config, state
@@ -278,7 +277,6 @@ class Connection(asyncio.Protocol):
         self.refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, rule))
 
     def _watch_writing(self) -> None:
-        """Abort the connection if its client stops reading the response."""
         self._stop_watching()
         if self._transport is not None and (size := self._transport.get_write_buffer_size()):
             self._write_timer = self._loop.call_later(self._limits.write_timeout_s, self._check_writing, size)
@@ -365,7 +363,6 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _write_old_head(self, data: bytes) -> None:
-        """Write the head of a response to an HTTP/1.0 client, without chunked encoding."""
         assert self._transport is not None
         self.write = self._write_unframed if CHUNKED in data else self._transport.write
         self._transport.write(data.replace(CHUNKED, b""))
@@ -384,8 +381,7 @@ def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:
         transport.write(data[begin : begin + WRITE_BUFFER_BYTES])
 
 
-def _discard(data: bytes) -> None:
-    """Ignore data written to a connection that has ended."""
+def _discard(data: bytes) -> None: ...
 
 
 class StartPacer:

@@ -209,7 +209,6 @@ class HttpRequest:
 
     def __init__(self, head: RequestHead, limits: ServerConfig, connection: Connection) -> None:
         self.in_body = head.body_length != 0
-        """Whether the body has not ended yet."""
         self.is_started = self.is_complete = False
         """`is_started`: the response has begun. `is_complete`: its last byte was written."""
         self._left = head.body_length
@@ -220,7 +219,6 @@ class HttpRequest:
         self._must_close = head.expects_continue or head.body_length is None or head.body_length > most
         self._arrived = monotonic()
         self.num_unsent = 0
-        """Number of produced, unsent bytes of the response."""
         self._num_body = self._num_framing = 0
         self._is_received = self._is_digested = self._is_chunked = False
         if head.body_length is None:

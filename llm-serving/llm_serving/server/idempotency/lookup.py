@@ -159,7 +159,6 @@ async def _add(accepted: AcceptedRequests, claim: Claim | None, record: Accepted
 
 
 def seed_of(tenant: str, key: str, digest: bytes) -> int:
-    """Derive the seed of a request that has a key but no seed."""
     hashed = hashlib.blake2b(_encode_json((tenant, key)) + digest, digest_size=SEED_BYTES, person=b"idempotency-key")
     return int.from_bytes(hashed.digest())
 

@@ -103,7 +103,6 @@ class IdempotentRequest:
         self.position = position
         self._add = add
         self._prompts = b""
-        """Digest of the token ids of its prompts."""
 
     @property
     def stream_id(self) -> str:

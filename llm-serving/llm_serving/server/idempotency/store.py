@@ -32,12 +32,9 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     key: str
     """The `Idempotency-Key`; empty: there is none."""
     digest: bytes
-    """Digest of the request as the client sent it."""
     request: bytes
-    """The request as JSON, with its seed."""
     seed: int
     seeded: bool
-    """Whether the client gave the seed."""
     streams: bool
     """Whether its response is a stream that can be resumed."""
     request_id: str
@@ -47,7 +44,6 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Digest of what the response depends on: the model, its configuration and kernels."""
     prompts: bytes
     accepted_at: float
-    """Seconds since the epoch."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +84,7 @@ class AcceptedRequests:
         self._clock = clock
         self._sizes = StoredSizes(quota)
         self._records: dict[str, AcceptedRequest] = {}
-        """Stream -> its record, oldest first."""
         self._known_until: dict[str, float] = {}
-        """Stream -> time on `clock` at which its record expires."""
         self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         self.log: Log | None = None

@@ -66,7 +66,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One line of the access log. Times in ms count from the arrival of the request's headers, unless noted."""
 
     time: str
-    """UTC time at which the response ended."""
     client: str
     method: str
     route: str

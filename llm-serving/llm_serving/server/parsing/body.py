@@ -44,7 +44,6 @@ MAX_NEUTRAL_BYTES: Final = 64
 MAX_NAME_CHARS: Final = 60
 EMPTY_BODIES: Final = (b"", b"{}", b"null")
 ANY_MODEL: Final = "*"
-"""The alias that matches every model name."""
 
 BODIES: Final[Mapping[type, BodyFields]] = {
     **openai_fields.UNSUPPORTED,
@@ -115,7 +114,6 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
 
 
 async def check_no_body(request: Request, limits: ServerConfig) -> None:
-    """Raise RequestError if the body is not empty, on a route without a body."""
     body = (await read_body(request, limits)).strip()
     if body in EMPTY_BODIES:
         return
@@ -240,7 +238,6 @@ def _value_at(body: bytes, path: str) -> tuple[bool, Any]:
 
 
 def _literals_at(kind: type, path: str) -> list[str]:
-    """Return the allowed values of the field at a path, if its type lists them."""
     types = _alternatives(msgspec.inspect.type_info(kind))
     for name, _ in _STEP.findall(path):
         types = [inner for each in types for inner in _within(each, name)]
@@ -250,7 +247,6 @@ def _literals_at(kind: type, path: str) -> list[str]:
 
 
 def _within(kind: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
-    """Return the types of a field of an object or, without a name, of the items of a list."""
     if not name and isinstance(kind, msgspec.inspect.ListType):
         return _alternatives(kind.item_type)
     if isinstance(kind, msgspec.inspect.StructType):

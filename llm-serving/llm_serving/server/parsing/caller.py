@@ -160,7 +160,6 @@ def _with_headers(http_request: Request, priority: int | None, class_name: str |
 
 
 def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> str | None:
-    """Return the name of the class that a `service_tier` selects; None: it selects none."""
     tiers = {each.service_tier: each.name for each in config.request_classes if each.service_tier is not None}
     if not tiers:
         note_ignored(http_request, "service_tier")
@@ -173,7 +172,6 @@ def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> s
 
 
 def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[CallerFields]) -> float | None:
-    """Return the timeout of the request in seconds, from the field or the header."""
     value: float | None = _given("timeout_s", bodies)
     header = read_header(http_request, TIMEOUT_HEADER)
     if value is None and header is None:

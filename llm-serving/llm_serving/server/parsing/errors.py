@@ -70,7 +70,6 @@ def openai_error_response(error: LLMServingError) -> Response:
 
 
 def tgi_error_content(error: LLMServingError) -> dict[str, str]:
-    """Return TGI's error body: `{"error", "error_type"}`."""
     if isinstance(error, RequestError):
         kind = "validation"
     elif isinstance(error, CapacityError | UnavailableError):

@@ -84,7 +84,6 @@ class ResponseIdentity:
     id: str
     request_id: str
     created: int
-    """Seconds since the epoch."""
     model: str
 
     @property

@@ -30,7 +30,6 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a thread if it is long."""
     return await asyncio.to_thread(work) if is_long else work()
 
 

@@ -15,7 +15,6 @@ class RefusedField:
     neutral: tuple[Any, ...] = ("", 0, False)
     """Values without effect, in addition to null and empty ones."""
     empty_asks: bool = False
-    """Whether an empty value is refused too."""
 
 
 @dataclass(frozen=True, slots=True)

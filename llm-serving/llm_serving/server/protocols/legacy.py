@@ -142,7 +142,6 @@ class LegacyBuilder(ResponseBuilder):
         return _line(self._summary() | {"details": None})
 
     def _add_text(self, text: str, finish_reason: str) -> JsonObject:
-        """End the response with an error text, which is reported like a token."""
         token = {"id": 0, "logprob": 0.0, "special": False, "text": text}
         self._tokens.append(token)
         self._texts.append(text)

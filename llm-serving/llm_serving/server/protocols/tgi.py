@@ -34,7 +34,6 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 
 _FIELDS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "logprobs": "top_n_tokens"}
-"""Parameter -> its name in this protocol."""
 _NAMES: Final = {**_FIELDS, "prompt": "inputs"}
 _TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
 
@@ -84,7 +83,6 @@ class _TGIRequest(ProtocolRequest):
         return PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, count, truncates=truncates)
 
     def _checked_count(self) -> int:
-        """Return the number of sequences to generate. Raise RequestError if fields exclude each other."""
         parameters = self._parameters
         if self._streams and parameters.decoder_input_details:
             raise RequestError("decoder_input_details", "is not supported in a stream", True)
@@ -168,7 +166,6 @@ class TGIBuilder(ResponseBuilder):
         self._prompt_logprobs: PromptLogprobs | None = None
 
     def _add(self, index: int, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
-        """Add an output. Return its tokens, and for each token the most likely ones."""
         if (sequence := self._sequences.get(index)) is None:
             sequence = self._sequences[index] = _Sequence([self._beginning])
         sequence.texts.append(output.text)
@@ -216,7 +213,6 @@ class TGIBuilder(ResponseBuilder):
         return details | {"top_tokens": sequence.top_tokens} if self._parameters.top_n_tokens else details
 
     def _prefill(self) -> list[JsonObject]:
-        """Return the tokens of the prompt. The first has no log-probability."""
         values = [] if self._prompt_logprobs is None else self._prompt_logprobs.logprobs.tolist()
         logprobs = [None, *(max(value, MIN_LOGPROB) for value in values)]
         return [

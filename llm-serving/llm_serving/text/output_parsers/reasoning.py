@@ -8,7 +8,6 @@ from llm_serving.text.output_parsers.reasoning_formats import THINK, ReasoningFo
 from llm_serving.text.tool_parsers.base import overlap
 
 _MAX_SPACES: Final = 64
-"""Maximum number of white-space characters before an answer's opening delimiter."""
 
 
 class Split(NamedTuple):
@@ -33,7 +32,6 @@ class ReasoningParser:
         self._thinks: bool | None = True if is_open else None
         self._text = ""
         self._spaces: list[str] = []
-        """White space held back, as the pieces in which it arrived."""
         self._has_begun = False
         """Whether text was returned since the last `<think>` or `</think>`. Until then, white space is dropped."""
 

@@ -43,7 +43,6 @@ class Try(msgspec.Struct):
 
 class Tried(msgspec.Struct):
     error: str
-    """Why the grammar cannot be compiled; empty: it can."""
     place: str = ""
     """JSON pointer to the part of a schema that cannot be compiled; empty: unknown."""
 

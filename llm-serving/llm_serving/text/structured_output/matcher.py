@@ -62,9 +62,7 @@ class TokenMatcher:
         self._matcher = start.deep_copy()
         self._taken: list[int] = []
         self._num_queried = 0
-        """Number of output tokens in the last query. Tokens of `_taken` beyond this number are draft tokens."""
         self._words: Int32Array | None = None
-        """Bit mask of the tokens that may follow the output of the last query; None: not computed yet."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         return self.allowed_words_after_drafts(output_token_ids, ())[0]
@@ -114,7 +112,6 @@ class TokenMatcher:
         return self._words
 
     def _go_to(self, output: Sequence[int]) -> bool:
-        """Advance to the end of an output. Return False if the grammar does not allow the output."""
         num_same = self._num_same(output)
         if num_same < len(output) or len(output) != self._num_queried:
             self._words = None
@@ -133,7 +130,6 @@ class TokenMatcher:
         return min(start + sum(1 for _ in same), len(output))
 
     def _take(self, token_ids: list[int]) -> bool:
-        """Consume tokens. Return False if the grammar does not allow all of them."""
         if not token_ids:
             return True
         num_taken = self._matcher.try_consume_tokens(token_ids)

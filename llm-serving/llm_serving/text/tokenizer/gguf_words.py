@@ -99,4 +99,3 @@ PRES: Final[Mapping[str, Pre]] = {
     "deepseek-coder": Pre(_DEEPSEEK_CODER),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Pre(_DEEPSEEK3)),
 }
-"""`tokenizer.ggml.pre` -> rule."""

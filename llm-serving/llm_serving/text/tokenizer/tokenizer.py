@@ -171,7 +171,6 @@ class Tokenizer:
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:
-        """Return the text of the chat template that conversations use; empty: there is none."""
         return self._conversations.source(with_tools=with_tools)
 
     @cached_property

@@ -61,7 +61,6 @@ class TypedText:
         return [self._with_sentinels(each, sentinel) for each in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, sentinel: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a rendered prompt with sentinels."""
         first, *others = text.split(sentinel)
         plain = self._encode(first, False)
         ids = [*plain, *itertools.chain.from_iterable(map(self._continued, others))]

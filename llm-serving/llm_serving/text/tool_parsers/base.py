@@ -33,7 +33,6 @@ class Call(NamedTuple):
     arguments: str
     """A JSON object as text. Streamed calls may contain the model's invalid JSON."""
     id: str = ""
-    """Id that the model gives the call; empty: none."""
 
 
 class Thought(NamedTuple):
@@ -96,7 +95,6 @@ class DelimitedCalls:
         self._opened_by = ""
         """Opening before `_text` while a reader is active; empty: the answer began open."""
         self._text = ""
-        """Text that was not returned yet, or is part of a call."""
         self._num_calls = self._num_chars = 0
         """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
         self._num_false = 0
@@ -121,7 +119,6 @@ class DelimitedCalls:
         return joined(parts)
 
     def _step(self, parts: list[Part], ended: bool) -> bool:
-        """Process one opening or one call. Return False if more text is needed."""
         if self._reader is not None:
             return self._read(self._reader, parts, ended)
         found = self._openings.search(self._text) if self._num_false < MAX_FALSE_OPENINGS else None
@@ -186,7 +183,6 @@ def overlap(text: str, opening: str) -> int:
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Return the parts with neighbours of the same kind joined."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -28,7 +28,6 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, is_name, parsed
 
 NEXT: Final = "<|end|><|start|>assistant"
-"""Text between two messages."""
 _MESSAGE: Final = "<|message|>"
 _FUNCTIONS: Final = "functions."
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
@@ -42,7 +41,6 @@ _MAX_HEADER_CHARS: Final = 512
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _BETWEEN: Final = "\n\n"
-"""Text that joins two messages of the same kind."""
 
 
 class HarmonyParser:
@@ -63,14 +61,11 @@ class HarmonyParser:
         self._text = ""
         self._kind: type[str] | type[Thought] = Thought if in_thought and thinks else str
         self._begun: set[type] = set()
-        """Kinds of text (`str` or `Thought`) that have been returned."""
         self._is_new = False
-        """Whether nothing of the current message has been returned."""
         self._drops_spaces = False
         self._name = ""
         self._written: StreamedCall | None = None
         self._num_chars = 0
-        """Number of returned characters of the current call's arguments."""
         self._json = JsonEnd()
 
     def add(self, text: str) -> list[Part]:
@@ -103,7 +98,6 @@ class HarmonyParser:
         return True
 
     def _open(self, header: str) -> None:
-        """Start the message after a header."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_thought = channel is not None and channel[1] == "analysis"
         self._kind = Thought if is_thought and self._thinks else str
@@ -166,7 +160,6 @@ class HarmonyParser:
         return True
 
     def _close(self, end: int) -> None:
-        """Continue after the arguments of a call. Text that follows is content."""
         self._text, self._step = self._text[end:], self._body
         self._kind, self._is_new, self._drops_spaces = str, True, True
 

@@ -62,13 +62,10 @@ class HeadedReader:
     names: Collection[str]
     _calls: list[Call] = field(default_factory=list)
     _at: int = 0
-    """Index after the calls read so far and their closing texts."""
     _head: re.Match[str] | None = None
-    """Head of the call whose arguments are being read."""
     _written: StreamedCall | None = None
     _json: JsonEnd = field(default_factory=JsonEnd)
     _is_closed: bool = False
-    """Whether the calls have ended. Later text is content."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         try:
@@ -86,7 +83,6 @@ class HeadedReader:
         return Read(calls, end, may_continue=not ended) if calls else None
 
     def _step(self, body: str, ended: bool) -> bool:
-        """Read one head or one call. Return False if more text is needed."""
         return self._read_head(body) if self._head is None else self._read_call(body, ended)
 
     def _read_head(self, body: str) -> bool:
@@ -129,7 +125,6 @@ class HeadedReader:
         return True
 
     def _behind_tail(self, body: str, at: int, ended: bool) -> int | None:
-        """Return the index after the closing texts; None: more text is needed."""
         for delimiter in self.layout.tail:
             rest = body[at:].lstrip()
             if rest.startswith(delimiter):

@@ -84,7 +84,6 @@ class _Reader:
 
 
 def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Return calls, each a name and arguments, as the model writes them."""
     values = [{layout.name: name, layout.arguments: arguments} for name, arguments in calls]
     return layout.openings[0] + json.dumps(values, ensure_ascii=False) + layout.closing
 

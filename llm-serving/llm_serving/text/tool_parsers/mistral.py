@@ -35,7 +35,6 @@ OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
-"""Maximum length of a name with the delimiters that may follow it."""
 
 
 class _Reader:

@@ -158,7 +158,6 @@ class _Reader:
         return ""
 
     def _text_before(self, body: str, delimiter: str) -> str | None:
-        """Return the name before `delimiter`, and skip both; None: the name is incomplete."""
         name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(delimiter)].partition(delimiter)
         if not found:
             if len(name) > MAX_NAME_CHARS or "<" in name:

@@ -39,7 +39,6 @@ def typed_value(text: str, schema: Any) -> Any:
 
 
 def _kinds_of_any(schema: Any) -> set[str]:
-    """Return the JSON types that a schema or its alternatives allow; empty: unspecified."""
     about = schema if isinstance(schema, dict) else {}
     listed = about.get("anyOf", about.get("oneOf"))
     kinds = [_kinds(each) for each in (listed if isinstance(listed, list) else [about])]

@@ -36,7 +36,6 @@ _FIELDS: Final[dict[str, frozenset[str]]] = {
     "tool_use": frozenset({"id", "name", "input"}),
     "tool_result": frozenset({"tool_use_id", "content"}),
 }
-"""Content block type -> names of its fields."""
 _NAMES: Final = tuple(name for names in _FIELDS.values() for name in sorted(names))
 _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -149,7 +148,6 @@ def _user_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
 
 
 def _check(field: str, block: ContentBlock) -> None:
-    """Raise RequestError if a block has a field that its type does not allow."""
     for name in _NAMES:
         if getattr(block, name) is not None and name not in _FIELDS.get(block.type, _NAMES):
             raise RequestError(f"{field}.{name}", f"is not a field of a block of type {block.type}")

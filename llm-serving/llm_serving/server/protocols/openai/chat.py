@@ -106,7 +106,6 @@ class ChatBuilder(OpenAIResponseBuilder):
         self._prompt_logprobs: PromptLogprobs | None = None
 
     def _delta(self, index: int, output: RequestOutput) -> ChatChunkChoice | None:
-        """Return what an output adds to a choice; None: nothing that a chunk would report."""
         self.add_usage(index, output)
         parser = self._parsers[index]
         delta = parser.delta(output)

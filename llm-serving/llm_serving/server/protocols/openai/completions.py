@@ -156,7 +156,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
-        """Return what an output adds to a choice; None: the stream sends nothing for it."""
         body = self._body
         self.add_usage(index, output)
         is_first = index not in self._started
@@ -271,7 +270,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
 
 
 def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Append `second` to `first`. Return `first`."""
     first.tokens += second.tokens
     first.token_logprobs += second.token_logprobs
     first.top_logprobs += second.top_logprobs

@@ -78,13 +78,10 @@ class OpenAIResponseBuilder(ResponseBuilder):
         logprobs = getattr(request, "logprobs", None)
         reports_tokens = (logprobs is not None and logprobs is not False) or bool(request.return_token_ids)
         self._reports_tokens = reports_tokens or request.prompt_logprobs is not None
-        """Whether the response reports more than the text of each token."""
         self._sends_empty_deltas = reports_tokens or usage.in_every_chunk
         """Whether an output without text produces a chunk."""
         self._started: set[int] = set()
-        """Choices that have sent a delta."""
         self._text_events: dict[int, TextEvents] = {}
-        """Choice -> its events, if further chunks report only text."""
         self._whole: Completion | ChatCompletion | None = None
 
     check = staticmethod(raise_on_failure)

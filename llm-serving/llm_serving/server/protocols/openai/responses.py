@@ -66,7 +66,6 @@ logger = get_logger(__name__)
 ORDERS: Final = ("desc", "asc")
 """Orders of input items; the first is the default."""
 _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
-"""Field of chat -> its name in this protocol."""
 
 
 async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
@@ -217,7 +216,6 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def _run_in_background(http_request: Request, generation: Generation, builder: ResponsesBuilder) -> None:
-    """Generate a response in the background. Its client retrieves it later."""
     try:
         await buffered(http_request, generation, builder.collect(generation))
     except LLMServingError as error:
@@ -330,7 +328,6 @@ class ResponsesBuilder(ResponseBuilder):
         return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def _item(self, block: MessageBlock) -> OutputItem:
-        """Return a block as an item. Every block but the last is complete."""
         is_last = block.index == len(self._blocks.blocks) - 1
         status, item_id, text = self._last_item_status if is_last else "completed", self._item_id(block), block.text
         if block.kind is BlockKind.CALL:
@@ -364,7 +361,6 @@ class ResponsesBuilder(ResponseBuilder):
         return done + self._of_block("output_item.done", block, item=item)
 
     def _of_block(self, kind: str, block: MessageBlock, **fields: object) -> bytes:
-        """Return a stream event about an item or its text."""
         if "item" not in fields:
             fields["item_id"] = self._item_id(block)
             if block.kind is not BlockKind.CALL:
@@ -390,7 +386,6 @@ def _logprobs(block: MessageBlock) -> dict[str, object]:
 
 
 def _message(blocks: list[MessageBlock]) -> ChatMessage:
-    """Return the response as a message, for the conversation that continues it."""
     texts = {kind: "".join(block.text for block in blocks if block.kind is kind) for kind in BlockKind}
     calls = [
         ToolCallOfMessage(FunctionOfMessage(block.name, block.text), block.id)

@@ -37,9 +37,7 @@ _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "function_call_output": ("call_id", "output"),
     "reasoning": ("content", "summary"),
 }
-"""Item type -> names of its fields."""
 _OPTIONAL: Final = {"content", "summary"}
-"""Fields of reasoning that may be absent."""
 _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name in names))
 
 

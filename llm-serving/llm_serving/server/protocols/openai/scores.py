@@ -29,7 +29,6 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 )
 
 _INLINE_PAIRS: Final = 2
-"""Maximum number of scores computed on the event loop."""
 _NAMES: Final = (("text_1", "text_2"), ("queries", "documents"))
 
 
