@@ -218,9 +218,7 @@ def _repeated_heads(x: Floats, count: int, heads: int) -> Doubles:
 
 
 def matrices_of_states(states: Floats, width: int) -> Doubles:
-    """Return states in the layout of `network.states` as matrices: [slots, heads, blocks * rows, LANES] -> [slots,
-    heads, rows, width].
-    """
+    """Return states [slots, heads, blocks * rows, LANES] (`network.states`) as matrices [slots, heads, rows, width]."""
     slots, heads, _, lanes = states.shape
     blocks = _double(states).reshape(slots, heads, -(-width // lanes), -1, lanes)
     matrices: Doubles = blocks.transpose(0, 1, 3, 2, 4).reshape(slots, heads, blocks.shape[3], -1)[..., :width]
@@ -391,9 +389,8 @@ def attention(
 
 
 def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
-    """Score keys for one row: the sum over heads of weight * relu(q * key) (DeepSeek-V3.2, 2025).
-
-    q [heads, D], weights [heads], keys [n, D] -> [n].
+    """q [heads, D], weights [heads], keys [n, D] -> [n]: the sum over heads of weight * relu(q *
+    key) (DeepSeek-V3.2).
     """
     scores: Doubles = _double(weights) @ np.maximum(_double(q) @ _double(keys).T, 0)
     return scores

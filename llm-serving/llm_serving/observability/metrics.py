@@ -79,10 +79,7 @@ class Metrics(Collector):
     """The metrics of a server. Names that start with `vllm:` match dashboards for vLLM. Times are in seconds.
 
     Several engine threads record without a lock, so the numbers of one scrape may belong to adjacent steps.
-
-    Args:
-        model_name: Label of every metric.
-        classes: By ascending rank.
+    `model_name`: label of every metric. `classes`: by ascending rank.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -135,9 +132,9 @@ class Metrics(Collector):
     ) -> None:
         """Register functions that every scrape calls for a replica.
 
-        Args:
-            num_compilations: Returns how many graphs its WorkAgent has compiled.
-            machine: Returns the address of the WorkAgent's machine; empty: the master's machine.
+        `num_compilations`: returns how many graphs its WorkAgent has compiled. `machine`: returns the address of its
+        machine; empty:
+        the master's machine.
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
@@ -178,13 +175,8 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request.
-
-        Args:
-            e2e_s, ttft_s, queued_s: Seconds from its arrival to its end, to its first token (None: no token), and to
-                its first
-                step.
-            decode_s: Seconds from its first to its last token.
+        """Record a finished request. Times are seconds from its arrival; `decode_s`: from its first
+        to its last token.
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -367,11 +359,9 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an HTTP request that was answered.
+        """Count an HTTP request that was answered. `longest`: number of tokens of the longest answer to each prompt.
 
-        Args:
-            route: Path template. With real paths, clients could create any number of time series.
-            longest: Number of tokens of the longest answer to each prompt.
+        `route` is the path template, because clients could create any number of time series with paths.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:
