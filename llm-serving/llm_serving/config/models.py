@@ -66,7 +66,7 @@ class ModelRow:
 
 
 def read_rows(content: Located) -> list[ModelRow]:
-    """Return the models of the section. Raise ConfigError if a name, a key or a value breaks its rule."""
+    """Return the models in the YAML section `models`. Raise ConfigError if a name, a key or a value breaks its rule."""
     return [_read_row(name, item) for name, item in content.items()]
 
 

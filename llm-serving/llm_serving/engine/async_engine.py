@@ -120,7 +120,9 @@ class AsyncEngine:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop all replicas. Unfinished requests end with an error. A replica that is loading stops after that."""
+        """Stop all replicas. Unfinished requests end with an error. A replica that is loading is stopped once it has
+        loaded.
+        """
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -141,7 +143,10 @@ class AsyncEngine:
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
-        """The same for all replicas. Raise UnavailableError if no WorkAgent has loaded its model."""
+        """Fingerprint of the software and settings that compute answers. All replicas have the same one.
+
+        Raise UnavailableError if no WorkAgent has loaded its model.
+        """
         living = self.replicas.living()
         if not living:
             raise UnavailableError(self.health().detail)

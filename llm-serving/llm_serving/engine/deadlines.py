@@ -116,7 +116,7 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _first_to_compute(request: Request) -> Request | None:
-    """Return the request that the scheduler computes first for a client's request; None: it has begun."""
+    """Return the request that the scheduler computes first for a client's request; None: its computation has begun."""
     if request.sink is None:
         return None
     computed = request.sink.active_requests

@@ -88,7 +88,7 @@ class EngineRequests:
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
-        """Admission control reads it from other threads."""
+        """Predicts the TTFT of new requests. Admission control reads it from other threads."""
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
         """Accounting of tenants and classes across replicas; None: this is the only replica."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)

@@ -37,7 +37,10 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each unfinished request until it is sent. `metrics`: None: `event_log` is unused too."""
+    """Collects the output of each unfinished request until it is sent.
+
+    `metrics`: None: neither metrics nor events are recorded.
+    """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer

@@ -138,7 +138,7 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute all tokens, and one more, of copies of these requests.
+        """Return whether the WorkAgent can compute copies of these requests: all tokens so far, and one more.
 
         Answers are batch-invariant, so a copy causes the same failure as its request.
         """

@@ -154,7 +154,9 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Stop all engines. Unfinished requests end with an error. A replica that is loading stops after that."""
+        """Stop all engines. Unfinished requests end with an error. A replica that is loading is stopped once it has
+        loaded.
+        """
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -169,7 +171,9 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, by ascending index. The object changes only when they change."""
+        """Return the engines that accept requests, by ascending index. The same object is returned until an engine
+        changes.
+        """
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -213,7 +217,7 @@ class Replicas(EngineListener):
             engine.stop()
 
     def suspend(self) -> None:
-        """Stop all WorkAgents; one that is loading stops after that. Their threads wait until `unsuspend`."""
+        """Stop all WorkAgents, each of which must first finish loading. Their threads wait until `unsuspend`."""
         for index in range(len(self)):
             if index not in self.drained:
                 self.drained[index] = threading.Event()

@@ -69,7 +69,9 @@ class RankChannels:
         first, *others = (received.popleft() for received in self._received)
         for rank, other in enumerate(others, 1):
             if _compared(other) != _compared(first):
-                raise ProtocolError(f"rank 0 sent {str(first)[:200]}, rank {rank} sent {str(other)[:200]}")
+                raise ProtocolError(
+                    f"ranks sent different messages: rank 0 {str(first)[:200]}, rank {rank} {str(other)[:200]}"
+                )
         return first
 
     def _ready(self, deadline: float | None) -> list[int]:

@@ -133,7 +133,7 @@ _LAYER_INPUTS: Final[Mapping[str, str]] = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
-"""Gemma 3n and 4: a layer's own embedding of the token."""
+"""Tensors of Gemma 3n and 4 for a layer's own embedding of the token: name in the file -> Hugging Face's name."""
 _TABLES_OF_LAYERS: Final[Mapping[str, str]] = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -187,7 +187,9 @@ _DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_norm": (NamedLayout("linear_attn.norm", flat),),
     "ssm_out": "linear_attn.out_proj",
 }
-"""Qwen3-Next. In files of 2025, `ssm_in` replaces `attn_qkv` and `attn_gate`."""
+"""Tensors of Qwen3-Next: name in the file -> Hugging Face's name. In files of 2025, `ssm_in` replaces `attn_qkv` and
+`attn_gate`.
+"""
 _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     **_DELTA,
     "attn_qkv": (NamedLayout("linear_attn.in_proj_qkv", untiled),),
@@ -199,7 +201,7 @@ _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_a": (NamedLayout("linear_attn.A_log", untiled_rates),),
     "ssm_out": (NamedLayout("linear_attn.out_proj", untiled_columns),),
 }
-"""Qwen3.5: `_DELTA` with the value heads in another order."""
+"""Tensors of Qwen3.5: like `_DELTA`, but with the value heads in another order."""
 _SHARED_MLP: Final[Mapping[str, str]] = {
     f"ffn_{part}{ending}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for ending in ("", "_shexp")
 }

@@ -2,8 +2,7 @@
 
 Environment:
     LLM_SERVING_ISA: Instruction set to use instead of the best one: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni,
-        avx2 or
-        plain. Its kernels are compiled if they are missing.
+        avx2 or plain. Its kernels are compiled if they are missing.
     LLM_SERVING_THREADS: Threads of the kernels, at most as many as the system grants. Default: all that the process may
         use.
 """

@@ -22,8 +22,7 @@ class Ranks:
     """One of several processes (ranks) that compute the same step at the same time.
 
     Methods raise RankLostError if another rank has ended or computes another step. After an error, do not use the
-    object again:
-    the partial sums of one step could be added to those of another.
+    object again: the partial sums of one step could be added to those of another.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:

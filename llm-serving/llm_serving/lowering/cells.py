@@ -26,7 +26,7 @@ from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
 
 RESULTS: Final = ("lm_head", "hidden_states")
-"""Kinds of operations that can end a network. Their value is its result."""
+"""Kinds of operations that can be the last one of a network. The value that they write is the network's result."""
 
 EMBEDDING_ATTRIBUTES: Final = ("scale", "rounded_scale", "first", "rows")
 LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")

@@ -51,7 +51,7 @@ def _phi3(reader: MetadataReader, config: Config) -> None:
 
 
 def _phimoe(reader: MetadataReader, config: Config) -> None:
-    """Read the factor of longrope, which config.json has once for short and once for long contexts."""
+    """Set both factors of longrope in config.json (for short and for long contexts) to the one that a GGUF file has."""
     _phi3(reader, config)
     config["lm_head_bias"] = reader.has_tensor("output.bias")
     if (scaling := config.get("rope_scaling")) is not None:

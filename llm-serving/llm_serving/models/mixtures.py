@@ -39,8 +39,7 @@ def mixture_of_experts(
     Args:
         inner_key: Configuration key of the experts' intermediate size.
         parts: Names of the tensors of each expert, after the expert's number; the first is empty if experts have no
-            gate.
-            Not used with `stacks`.
+            gate. Not used with `stacks`.
         stacks: Tensors that hold all experts; None: each expert has its own.
         top_k_key: Configuration key of `routing.top_k`, for errors.
         routed: Input of the router; None: x.

@@ -56,10 +56,12 @@ SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 
 
 def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer, whose input rows are [embedding, hidden state].
+    """Begin the network of an MTP layer. Its input rows are [embedding, hidden state].
 
-    Return the input of the layer itself, and its tensor name prefix. `after`: prefix of the layer number after the last
-    layer of the model.
+    Return the input of the decoder layer in it, and the prefix of that layer's tensor names.
+
+    Args:
+        after: Tensor name prefix of the layer that would follow the model's last one.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)

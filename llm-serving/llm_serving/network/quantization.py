@@ -270,7 +270,7 @@ def unsupported_quantization(quantization: Quantization | None) -> str | None:
 
 
 def unsupported_by_int8_cache(network: Network) -> str | None:
-    """Return the feature of the network that does not work with an int8 KV cache; None: all do."""
+    """Return the first feature of the network that does not work with an int8 KV cache; None: all features do."""
     if not network.causal:
         return _BIDIRECTIONAL
     return _LATENT if any(map(_is_latent, network.operations)) else None

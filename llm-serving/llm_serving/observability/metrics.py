@@ -133,8 +133,7 @@ class Metrics(Collector):
         """Register functions that every scrape calls for a replica.
 
         `num_compilations`: returns how many graphs its WorkAgent has compiled. `machine`: returns the address of its
-        machine; empty:
-        the master's machine.
+        machine; empty: the master's machine.
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine

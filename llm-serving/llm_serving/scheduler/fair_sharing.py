@@ -17,7 +17,9 @@ from llm_serving.scheduler.limits import SchedulerLimits
 FULL_STEP: Final = 2**16
 """Service that a class is charged for a step that serves no other class."""
 SCALE: Final = 2**23
-"""Factor of all charges. It keeps charges apart that are divided by large weights, and all charges fit into 63 bits."""
+"""Factor of all charges. It is large enough that charges divided by different large weights differ, and small enough
+that all charges fit into 63 bits.
+"""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
@@ -91,11 +93,11 @@ class WeightedFairSharing:
         self.contenders = contenders
 
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
-        """Return the class whose request is admitted next; None if no contending class waits.
+        """Return the class whose request is admitted next; None: no contending class waits.
 
-        The class with the lowest charge is next, among those below their share of slots and blocks. There are two
-        exceptions. If all classes are above their share, the highest contender is next. A class above its share is next
-        if its charge is lower than all others by more than a quantum.
+        Usually this is the class with the lowest charge among those below their share of slots and blocks. If no class
+        is below its share, it is the class with the smallest rank. A class above its share is next only if its charge
+        is lower by more than a quantum.
 
         Args:
             waiting: Classes with a request that may be admitted.
@@ -131,7 +133,9 @@ class WeightedFairSharing:
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return for how many steps in a row prefills may leave out the class's decodes, at most; None: no limit."""
+        """Return the maximum number of consecutive steps in which prefills leave no room for the class's decodes; None:
+        no limit.
+        """
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
@@ -269,7 +273,8 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return for how many steps in a row prefills leave out a contending class's decodes, at most. The result is at
-    least 1, because prefill and decode alternate if a step has no room for both.
+    """Return the maximum number of consecutive steps in which prefills leave no room for a class's decodes.
+
+    The result is at least 1, because prefill and decode alternate if a step has no room for both.
     """
     return max(1, sum_of_weights // weight - 1)

@@ -204,7 +204,7 @@ class WaitingQueue:
         self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
         self.service: dict[tuple[str, str], int] = {}
-        """(class, tenant) -> virtual tokens that other schedulers have not received yet."""
+        """(class, tenant) -> virtual tokens that this scheduler has not yet reported to the other schedulers."""
         self._shares_among_tenants = order.shares_fairly
 
     def __len__(self) -> int:

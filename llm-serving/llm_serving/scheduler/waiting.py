@@ -83,7 +83,9 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a request that migrated from another replica. It keeps its slot of the tenant limit."""
+        """Queue a request that migrated from another replica after `num_waited` steps there. It still holds a slot of
+        its tenant's limit.
+        """
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 

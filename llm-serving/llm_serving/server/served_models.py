@@ -61,8 +61,10 @@ class OpenedModel(NamedTuple):
 
 
 OpenModel = Callable[[ServingConfig, int], OpenedModel]
-"""(configuration, bytes of free memory that other models will use) -> the opened model."""
-"""Opens the model of a configuration. Raises LLMServingError if it cannot be used or does not fit into memory."""
+"""Opens a model: (configuration, bytes of free memory that other models will use) -> the opened model.
+
+Raises LLMServingError if it cannot be used or does not fit into memory.
+"""
 
 
 class ServedModel:

@@ -45,7 +45,7 @@ _MOVE_BYTES = len(BlockMove._fields) * 4
 _STATE_BYTES: Final = len(StateAccess._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
-"""Bytes of one sample's parameters (one of them has 8 bytes), and of the length of its shared history prefix."""
+"""Bytes that each sample adds to the arrays of a step, without its biases and its sampling history."""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:

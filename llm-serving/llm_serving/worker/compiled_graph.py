@@ -44,8 +44,7 @@ class CompiledNetwork:
     Args:
         inputs: The arguments, as for `Cell.set_inputs`, if they are not those of a step.
         is_decode: Whether the graph computes decode steps. On Ascend, MindSpore then keeps the shapes, kernel arguments
-            and
-            memory of a step for the next one of the same shapes.
+            and memory of a step for the next one of the same shapes.
     """
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None, *, is_decode: bool = False) -> None:

@@ -221,10 +221,8 @@ class ModelRunner:
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
             WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that were not
-                written
-                for it. Nothing was computed, but the step counts as done. Discard results of the next step that refer
-                    to its
-                tokens.
+                written for it. Nothing was computed, but the step counts as done. Discard results of the next step
+                that refer to its tokens.
             RankLostError: Another rank has exited or computes another step. No further step can be computed.
         """
         if self._ranks is None:

@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens, each row independent of the others.
 
 The same logits and sampling parameters give the same token in any batch and with either implementation: the NumPy
-reference `sampling_reference`, or the kernel library, which is bit-identical and many times faster. Both use single
+reference `sampling_reference`, or the operator library, which is bit-identical and many times faster. Both use single
 IEEE 754 operations and exact sums (`logprobs.token_weights`).
 """
 
@@ -83,8 +83,8 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the sampling function of the operator library. Return the NumPy function if the library is missing, and for
-    the backend `plain`, which does not use it.
+    """Return the sampling function of the operator library, or the one of NumPy if the library is missing or the
+    backend is `plain`.
     """
     if backend_name == "plain":
         return sampling_reference.choose_tokens

@@ -1,4 +1,4 @@
-"""Sampling of tokens in NumPy: the reference, and the fallback without the kernel library.
+"""Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
 Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw.
 The draw runs over the kept tokens in the order of ids, so filters determine only which tokens are candidates. Random

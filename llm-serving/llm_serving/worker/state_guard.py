@@ -32,7 +32,9 @@ class StateGuard:
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):
-            raise WorkerError(f"states must be [N, {len(StateAccess._fields)}]. Given: {list(accesses.shape)}")
+            raise WorkerError(
+                f"the array `states` must have the shape [N, {len(StateAccess._fields)}]. Given: {list(accesses.shape)}"
+            )
         rows, tokens, slots, epochs = accesses.T
         if not (all_in_range(rows, step.num_rows) and all_in_range(slots, len(self._epochs))):
             rule = f"states must be of rows below {step.num_rows} and slots below {len(self._epochs)}"

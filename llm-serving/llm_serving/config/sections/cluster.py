@@ -156,7 +156,7 @@ def _check_roles(values: Values) -> None:
     name, blocks_key = "cluster_config.roles", "cluster_config.num_transfer_blocks"
     roles = values[name]
     if RoleName.PREFILL not in (roles or ()) and values[blocks_key] is not None:
-        raise values.error(blocks_key, f"must come with a replica of `{name}` that is `prefill`")
+        raise values.error(blocks_key, f"needs a replica whose role in `{name}` is `prefill`")
     if roles is None:
         return
     given = ", ".join(roles)

@@ -49,9 +49,9 @@ class PendingHandshakes:
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection. Return False if the limit does not allow it.
+        """Add a connection and start its `thread`, or return False if the limit does not allow another connection.
 
-        Then start `thread`, which must call `remove` before it closes the connection.
+        The thread must call `remove` before it closes the connection.
         """
         with self._lock:
             dropped = None if len(self._connections) < self._limit else self._next_to_drop()

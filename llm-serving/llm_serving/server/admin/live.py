@@ -146,8 +146,8 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return `Request.sequence` of a tenant's waiting, running and just ended requests; None: all
-    tenants are visible.
+    """Return the numbers (`Request.sequence`) of a tenant's waiting, running and just ended requests; None: all
+    requests are visible.
     """
     if tenant is None:
         return None

@@ -72,8 +72,7 @@ class Batches:
     Args:
         store: Opens the store, in its thread.
         concurrency: Maximum number of requests at a time in all batches, and of unfinished lines at a time in one
-            batch.
-            Lines that wait for a retry are unfinished.
+            batch. Lines that wait for a retry are unfinished.
         priority_class: Request class of lines that name no class.
         shares: Quota for files that are being uploaded.
         bounds_answers: Whether lines wait until the store has room for their answers.

@@ -50,8 +50,9 @@ class Connection(asyncio.Protocol):
 
     uvicorn receives a request head when it is complete and rewritten, and the next request when the previous response
     is complete. So a connection runs at most one request, whose application is notified when the client disconnects.
-    `config`:
-    uvicorn's; its application is wrapped by `within_connection`.
+
+    Args:
+        config: uvicorn's configuration. `within_connection` must have wrapped its application.
     """
 
     def __init__(

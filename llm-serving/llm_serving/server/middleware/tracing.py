@@ -32,7 +32,7 @@ MAX_PENDING: Final = 4096
 MAX_SENT: Final = 512
 MAX_ANSWER_BYTES: Final = 2**16
 SEND_EVERY_S: Final = 1.0
-"""Seconds between two messages, unless `MAX_SENT` spans are waiting."""
+"""Seconds between two messages to the collector, unless `MAX_SENT` spans are waiting."""
 TIMEOUT_S: Final = 5.0
 """Maximum seconds of a message, and of the export when the process exits."""
 _SERVER, _INTERNAL = 2, 1

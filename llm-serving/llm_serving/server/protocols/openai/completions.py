@@ -254,7 +254,9 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Append tokens, the first of which begins at `offset`, and move `offset` to the end of the last."""
+        """Append the logprobs of tokens to `target`. `offset` is where the first token begins, and is moved to the end
+        of the last.
+        """
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)

@@ -147,7 +147,7 @@ def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
 
 
 MAX_METADATA_PAIRS: Final = 16
-"""OpenAI's limit, like the two below."""
+"""Maximum number of pairs. This limit and the two below are OpenAI's."""
 MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
 
