@@ -160,7 +160,7 @@ def test_invalid_roles_are_refused(given: list[str], rule: str) -> None:
 
 def test_transfer_blocks_require_a_prefill_replica() -> None:
     common = ["cluster_config.replicas=2", "model_config.max_generate_length=1000", "pa_config.block_size=16"]
-    with pytest.raises(ConfigError, match=r"must come with a replica of `cluster_config\.roles` that is `prefill`"):
+    with pytest.raises(ConfigError, match=r"needs a replica whose role in `cluster_config\.roles` is `prefill`"):
         load_config(None, [*common, "cluster_config.num_transfer_blocks=8"])
     assert load_config(None, [*common, "cluster_config.roles=[both, both]"]).num_transfer_blocks == 0
     moving = load_config(None, [*common, "cluster_config.roles=[prefill, both]"])

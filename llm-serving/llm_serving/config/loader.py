@@ -77,7 +77,7 @@ _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name i
 
 @dataclass(frozen=True)
 class _Given:
-    """A raw value, where it was written, and the folders in which its relative paths are looked up."""
+    """A raw value, the place where it was written, and the folders in which a relative path is looked up."""
 
     value: Any
     source: str

@@ -47,8 +47,8 @@ AttachSink = Callable[[Request, SinkContext], None]
 class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
-    Any thread may call the methods of the first group; they post a message, which the engine's thread handles between
-    two steps. Only the engine's thread may call the second group.
+    Any thread may call the methods and properties above `set_priority`; a change is posted as a message, which the
+    engine's thread handles between two steps. Only the engine's thread may call the others.
 
     Args:
         audit_every: One of this many requests is audited (0: none).

@@ -75,7 +75,7 @@ class OpenRequests:
             self._num_migrating_to[engine] += 1
 
     def finish_migration(self, request_id: str, request: Request, engine: Engine) -> None:
-        """Record that an engine continues a request. `request`: its new object."""
+        """Record that an engine continues a request, which is the object `request` there."""
         if (opened := self.pop(request_id)) is not None:
             opened.request, opened.engine, opened.priority = request, engine, None
             self.add(opened)

@@ -70,7 +70,7 @@ class RankChannels:
         for rank, other in enumerate(others, 1):
             if _compared(other) != _compared(first):
                 raise ProtocolError(
-                    f"ranks sent different messages: rank 0 {str(first)[:200]}, rank {rank} {str(other)[:200]}"
+                    f"the ranks do not agree: rank 0 sent {str(first)[:200]}, rank {rank} sent {str(other)[:200]}"
                 )
         return first
 

@@ -67,9 +67,9 @@ class ClusterConfig:
     `~/.cache/llm_serving/weights`."""
     num_transfer_blocks: int | None = option(None, integer(1), expert=True)
     """Number of KV blocks in the transfer buffer of each `prefill` replica. While the buffer is full, a request
-    continues on the replica that computed its prompt. null: as many as four requests of
-    `model_config.max_generate_length` need; fewer requests if the layers form groups, each with its own blocks. The
-    operating system assigns memory pages when they are first written."""
+    continues on the replica that computed its prompt. null: enough blocks for four requests of
+    `model_config.max_generate_length`, or for fewer requests if the layers form groups, each with its own blocks. A
+    block takes memory from the first time that it is used."""
 
 
 _FOR_RANKS: Final = (
@@ -88,7 +88,7 @@ _OUTSIDE_MODEL: Final = ("model_config.mindir_path", "scheduler_config.draft_mod
 
 
 def check_cluster(values: Values, spec: ModelSpec | None) -> None:
-    """Check the secret, the source of the weights, the ranks and the roles; raise ConfigError if they conflict."""
+    """Raise ConfigError if the secret, the source of the weights, the ranks or the roles conflict with other keys."""
     if values["cluster_config.address"] is not None and values["cluster_config.secret_file"] is None:
         rule = "must come with `cluster_config.secret_file`, a file that all machines have"
         raise values.error("cluster_config.address", rule)

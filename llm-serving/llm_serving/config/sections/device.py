@@ -89,9 +89,9 @@ class CacheConfig:
     """Section `pa_config`: the paged KV cache."""
 
     num_blocks: int | None = option(None, integer(1))
-    """Number of KV blocks of each WorkAgent, each of all layers. null: as many as fit into the memory of
-    `device_config.max_device_memory`. A request that needs more blocks than there are is refused with 400. Groups of
-    layers share the same memory in smaller blocks."""
+    """Number of KV blocks of each WorkAgent. A block holds the keys and values of all layers; if layers form groups,
+    the same memory is divided into smaller blocks. null: as many as fit into the memory of
+    `device_config.max_device_memory`. A request that needs more blocks than there are is refused with 400."""
     block_size: int = option(16, integer(1, 1024))
     """Tokens in one KV block: a multiple of 16, or any number with `device_config.kernels: plain`. On Ascend the
     default is 128 with `exactness: fast` (64 if heads are wider than 128) and 32 with `exact`."""
@@ -134,11 +134,11 @@ class QuantConfig:
     are quantized to 8 bits with one scale for each 32 inputs; all other weights are in `model_config.model_dtype`.
     `dequantized`: all weights in `model_config.model_dtype`."""
     kv_cache_dtype: str = option(KVCacheDtypeName.AUTO.value, choice(tuple(KVCacheDtypeName)))
-    """Data type of the KV cache. `int8`: 8 bits with one scale for each token and head, about half the memory; on a CPU
-    with `kernels: program`. `auto`: `model_config.model_dtype`."""
+    """Data type of the KV cache. `int8`: 8 bits with one scale for each token and head, about half the memory; only on
+    a CPU with `kernels: program`. `auto`: `model_config.model_dtype`."""
     group_size: int = option(128, one_of((32, 64, 128)), expert=True)
-    """Number of inputs that share one scale in 4-bit weights. A weight whose rows it does not divide is kept in 8
-    bits."""
+    """Number of inputs that share one scale in 4-bit weights. A weight whose rows cannot be divided into such groups
+    has 8 bits."""
 
     @property
     def has_coded_cache(self) -> bool:

@@ -139,7 +139,8 @@ _SAME_SHAPE: Final = (
 
 
 def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Compare the configuration with the model's files, and set keys that only these give; else raise ConfigError."""
+    """Raise ConfigError if the configuration contradicts the model's files. Set the keys whose values only these files
+    give."""
     described = mindformers.spec if mindformers is not None else None
     if spec is not None:
         path = values["model_config.model_path"]
@@ -330,7 +331,7 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_graph_engine(values: Values) -> None:
-    """Check what `backend: ge` requires, else raise ConfigError. Without exported graphs, add a notice."""
+    """Raise ConfigError if `backend: ge` lacks something that it requires. Without exported graphs, add a notice."""
     if not values.is_given(MINDIR_PATH):
         if values[BACKEND] == "ge":
             values.notice(BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")

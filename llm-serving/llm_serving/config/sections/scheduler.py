@@ -72,9 +72,9 @@ class SchedulerConfig:
     """True: the scheduler forms step k+1 while the device computes step k. False: it waits for the results of step k;
     the device is idle meanwhile."""
     max_consecutive_prefill_steps: int = option(1, integer(1, 10**6), derived=True, expert=True, reloadable=True)
-    """Maximum number of prefill-only steps between two tokens of a running request; fewer, by weight, while several
-    classes compete. Larger values improve the time to first token and increase the inter-token latency. null: 1, or 4
-    with `enable_mixed_chunk: False`."""
+    """Maximum number of prefill-only steps between two tokens of a running request. While several classes compete, the
+    weight of the request's class may lower it. Larger values improve the time to first token and increase the
+    inter-token latency. null: 1, or 4 with `enable_mixed_chunk: False`."""
     max_consecutive_decode_steps: int = option(16, integer(1, 10**6), expert=True, reloadable=True)
     """With `policy: decode_first`: maximum number of decode-only steps while prompts wait."""
     prefill_time_ms_per_req: float = option(600.0, positive("milliseconds"), expert=True, reloadable=True)
@@ -103,9 +103,10 @@ class SchedulerConfig:
     they are copied to host memory (`pa_config.num_swap_blocks`) and back. `auto`: the cheaper of the two."""
     swap_block_cost_tokens: float = option(4.0, positive("tokens"), expert=True, reloadable=True)
     """Cost of swapping one block out and in, as the number of tokens that are recomputed in the same time.
-    `preemption_mode: auto` compares with it."""
+    `preemption_mode: auto` chooses swapping or recomputing by it."""
     num_speculative_tokens: int = option(16, integer(1, 64), expert=True)
-    """Maximum draft length: draft tokens of one request in one step. The last KV block of the request limits it too."""
+    """Maximum draft length: draft tokens of one request in one step. A draft also ends at the end of the request's last
+    KV block."""
     prompt_lookup_min: int = option(3, integer(1, 16), expert=True)
     """Minimum n-gram length of the lookup, in tokens. The lookup tries an n-gram of twice this length first."""
     record_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
@@ -178,7 +179,8 @@ _FOR_DRAFT_MODEL: Final = (
 
 
 def check_scheduler(values: Values, spec: ModelSpec | None) -> None:
-    """Check the budget, the order, the draft model and the limits of the queue, else raise ConfigError."""
+    """Raise ConfigError if the budget, the order, the draft model or the limits of the queue
+    conflict with other keys."""
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]
     if budget < slots:

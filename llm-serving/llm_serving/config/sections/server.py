@@ -162,10 +162,10 @@ class ServerConfig:
     """Seconds that requests wait for the restart of their WorkAgent before they end with an error. After a failed
     restart, new requests are refused with 503 until it is back."""
     explain_requests: int = option(1000, integer(0, 10**6), expert=True)
-    """Number of finished requests of each WorkAgent, the latest, that `/v1/requests/{id}/explain` covers, besides all
+    """Number of latest finished requests of each WorkAgent that `/v1/requests/{id}/explain` covers, in addition to all
     unfinished ones. 0: no explanations and no timeline."""
     timeline_steps: int = option(10000, integer(1, 10**7), expert=True)
-    """Number of steps of each WorkAgent, the latest, that explanations and `/v1/timeline` cover."""
+    """Number of latest steps of each WorkAgent that explanations and `/v1/timeline` cover."""
     response_store_bytes: int = option(2**26, integer(0, 2**40), expert=True)
     """Memory in bytes for stored responses of `/v1/responses`, and as much again for those in progress in the
     background. At the limit the oldest response of the API key that uses most is deleted. 0: no response is stored."""
@@ -180,9 +180,9 @@ class ServerConfig:
     grammar_cache_size: int = option(64, integer(1, 10**5), expert=True)
     """Number of compiled grammars that are cached. The least recently used is evicted."""
     special_tokens_in_content: str = option(SpecialTokensName.CONTROL.value, choice(tuple(SpecialTokensName)))
-    """What a special token such as `<|im_end|>` in the content of a message is. `control`: a control token, as in the
-    reference implementations, so that a user can end a message or begin one of another role. `text`: characters; for
-    servers whose messages contain untrusted text."""
+    """Meaning of a special token such as `<|im_end|>` in the content of a message. `control`: a control token, as in
+    the reference implementations, so that a user can end a message or begin one of another role. `text`: plain
+    characters; for servers whose messages contain untrusted text."""
     json_whitespace: str = option(JsonWhitespaceName.SPACE.value, choice(tuple(JsonWhitespaceName)), expert=True)
     """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
     `lines`: up to 32 spaces, tabs and line breaks, which a small model may use up."""
@@ -218,11 +218,12 @@ class ServerConfig:
     """Seconds for which a resumable stream is still computed after its client has disconnected. 0: the request is
     aborted at once, and computed again when the client resumes it."""
     receipts: str = option("on_demand", choice(("none", "on_demand", "at_start")), expert=True)
-    """Receipts of responses (`receipt: true` in a request): when the files of the model are hashed. `on_demand`: for
-    the first receipt, which waits for it. `at_start`: after the start. `none`: receipts are refused."""
+    """When the server hashes the files of the model for receipts, which clients request with `receipt: true`.
+    `on_demand`: for the first receipt, whose response waits for the hashes. `at_start`: as soon as the server starts.
+    `none`: requests for receipts are refused."""
     audit_every: int = option(100, integer(0), expert=True)
-    """Audit: of this many requests, one is computed again alone while the server is idle, and its response compared. 0:
-    no audits."""
+    """One of this many requests is audited: it is computed again, alone, while the server is idle, and compared with
+    the response that the client got. 0: no audits."""
     max_live_viewers: int = option(16, integer(0, 1000), expert=True)
     """Maximum number of streams of `/v1/live`, which the web page reads; one tenant may have half of them. All together
     use at most 1 % of a core: updates become less frequent when they cost more. 0: none."""
@@ -230,7 +231,7 @@ class ServerConfig:
     """Size in bytes at which the access log, or the log of `llm-serving start`, continues in a new file, or text such
     as "32MB"."""
     log_files: int = option(4, integer(2, 1000), expert=True)
-    """Number of files that are kept of each of these logs. The oldest is deleted."""
+    """Number of files that are kept of the access log, and of the log of `llm-serving start`. The oldest is deleted."""
 
     @property
     def url(self) -> str:

@@ -1,4 +1,4 @@
-"""Accepted requests by stream and key: the latest ones, up to a number of bytes and an age."""
+"""The store of accepted requests, found by stream or key. The oldest are dropped for lack of memory or by age."""
 
 from __future__ import annotations
 
