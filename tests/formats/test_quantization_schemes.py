@@ -206,7 +206,7 @@ def zeros_like_scales(dtype):
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
-        ("GPTQ, 4 bits", without("scales"), "has g_idx, qweight, qzeros and must have scales"),
+        ("GPTQ, 4 bits", without("scales"), "has g_idx, qweight, qzeros, but must also have scales"),
         ("GPTQ, 4 bits", without("qweight"), "must have qweight"),
         ("GPTQ, 4 bits", without("qzeros"), "must have qzeros"),
         ("GPTQ, 4 bits", cut("scales"), r"scales must have shape \[3, 64\] by its other parts. Found: \[2, 64\]"),

@@ -66,65 +66,86 @@ class Backend(Protocol):
         """Return what the network needs and this backend's Cells lack; None: they can compute it."""
 
     def embedding(self) -> nn.Cell:
-        """(token_ids int32[T], table [V, H]) -> [T, H]. The table is from `table` or from `linear_weight`."""
+        """Return a Cell that looks up rows: (token_ids int32[T], table [V, H]) -> [T, H].
+
+        The table is from `table` or from `linear_weight`.
+        """
 
     def rms_norm(self, eps: float) -> nn.Cell:
-        """(x [T, H], gamma [H]) -> [T, H]; computed in float32, rounded once."""
+        """Return a Cell that normalises rows in float32, rounded once: (x [T, H], gamma [H]) -> [T, H]."""
 
     def add_rms_norm(self, eps: float) -> nn.Cell:
-        """(x [T, H], y [T, H], gamma [H]) -> (rms_norm of x + y, x + y), the sum rounded to the model dtype first."""
+        """Return a Cell that adds rows, rounds the sum to the model dtype, and normalises it: (x [T, H], y [T, H],
+        gamma [H]) -> (rms_norm of x + y, x + y).
+        """
 
     def linear(self) -> nn.Cell:
-        """(x [T, K], weight [N, K] from `linear_weight`) -> [T, N] = x @ weight.T"""
+        """Return a matrix product: (x [T, K], weight [N, K] from `linear_weight`) -> x @ weight.T, [T, N]."""
 
     def logits(self) -> nn.Cell:
-        """(x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype on a CPU."""
+        """Return the product of the LM head: (x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V].
+
+        On a CPU the result is not rounded to the model dtype.
+        """
 
     def quantized_embedding(self) -> nn.Cell:
-        """(token_ids int32[T], qvalues, scales, both from `quantized_weight`) -> value * scale, [T, K]"""
+        """Return a Cell that looks up and dequantizes rows: (token_ids int32[T], qvalues, scales) -> [T, K].
+
+        `qvalues` and `scales` are from `quantized_weight`.
+        """
 
     def quantized_linear(self) -> nn.Cell:
-        """(x [T, K], qvalues, scales) -> [T, N]; x is quantized to 8 bits, one scale per row (`kernels.w8a8`)."""
+        """Return a product of quantized weights: (x [T, K], qvalues, scales) -> [T, N].
+
+        It quantizes x to 8 bits, with one scale for each row (`kernels.w8a8`).
+        """
 
     def quantized_logits(self) -> nn.Cell:
-        """`quantized_linear` with a float32 result, as `logits` returns."""
+        """Return `quantized_linear` with a float32 result, for the LM head."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors for `experts`.
+        """Return a Cell that chooses experts: (logits float32 [T, experts]) -> two tensors for `experts`.
 
         `correction`: float32 [experts], added to the scores only to choose experts.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """(x [T, H], both tensors of `route`, gate_up, down) -> [T, H], with tuples from `expert_weights`."""
+        """Return a Cell that computes the experts: (x [T, H], both tensors of `route`, gate_up, down) -> [T, H].
+
+        `gate_up` and `down` are tuples from `expert_weights`.
+        """
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
         """Like `experts`, with Parameters from `quantized_expert_weights` and the products of `quantized_linear`."""
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
-        """(x [T, sum of widths]) -> consecutive column ranges."""
+        """Return a Cell that splits x [T, sum of widths] into consecutive column ranges."""
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k).
+        """Return a Cell that applies the rotary embedding: (q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D],
+        context_lens int32[B]) -> rotated (q, k).
 
         Element i of a head is paired with element i + D/2. Rows of cos and sin have two equal halves.
         """
 
     def store_kv(self) -> nn.Cell:
-        """(k, v, key_cache, value_cache, slot_mapping) -> a tensor that attention takes, so that it runs after the
-        store.
+        """Return a Cell that writes to the cache: (k, v, key_cache, value_cache, slot_mapping) -> a tensor.
 
-        Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the
-        row; another slot outside the cache raises an error.
+        Attention takes this tensor, so that it runs after the store. Key and value of row t go to slot
+        `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the row; another slot outside the cache
+        raises an error.
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> the `attention_mask` of `paged_attention`: a mask, or the
-        positions. It hides the keys after each row's own position.
+        """Return a Cell that makes the argument `attention_mask` of `paged_attention`: (positions int32[T],
+        block_tables int32[B, W]) -> a mask, or the positions themselves.
+
+        It hides the keys after each row's own position.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
+        """Return a Cell that computes attention over the cache: (q, key_cache, value_cache, block_tables, query_lens,
+        context_lens, attention_mask) -> [T, num_heads*D].
 
         block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, the last
         ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed.
@@ -133,9 +154,11 @@ class Backend(Protocol):
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """(logits float32 [S, V]) -> int32 [S], the index of each row's largest logit (of equal ones, the lowest
-        index), and float32 [S, 2], this index and the logit; None: the backend has no separate graph for steps with one
-        token per request.
+        """Return a Cell that finds the largest logit of each row; None: the backend has no separate graph for steps
+        with one token per request.
+
+        (logits float32 [S, V]) -> int32 [S], its index (of equal ones, the lowest), and float32 [S, 2], this index and
+        the logit.
         """
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
@@ -145,11 +168,10 @@ class Backend(Protocol):
         """([N, M]) -> columns `start` to `end` - 1, or to the last one. For backends with `largest_logits`."""
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of prompts without a cached prefix; None:
-        not supported.
+        """Return a Cell that computes attention of prompts without a cached prefix; None: not supported.
 
-        A row attends to the rows of its prompt up to its own position. B is fixed when the graph is compiled; trailing
-        lengths may be 0.
+        (q, k, v, query_lens, context_lens) -> [T, num_heads*D]. A row attends to the rows of its prompt up to its own
+        position. B is fixed when the graph is compiled; trailing lengths may be 0.
         """
 
     def program(self) -> nn.Cell | None:
@@ -164,13 +186,15 @@ class Backend(Protocol):
     def rounded(self, number: float) -> float: ...
 
     def swiglu(self) -> nn.Cell:
-        """(gate_up [T, 2*I], gate first) -> [T, I] = silu(gate) * up"""
+        """Return a Cell that computes silu(gate) * up: (gate_up [T, 2*I], gate first) -> [T, I]."""
 
     def add(self) -> nn.Cell:
-        """(a [T, H], b [T, H] or [H]) -> a + b"""
+        """Return a Cell that adds: (a [T, H], b [T, H] or [H]) -> a + b."""
 
     def all_reduce(self) -> nn.Cell:
-        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if the backend has no tensor parallelism."""
+        """Return a Cell that adds x [T, N] over all ranks. Raise ModelError if the backend has no
+        tensor parallelism.
+        """
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""

@@ -13,7 +13,8 @@ from mindspore import nn, ops
 
 
 class PlainRouter(nn.Cell):
-    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero for experts that are not chosen.
+    """Computes the weights of all experts: logits [T, experts] -> float32 [T, experts], zero for experts that are not
+    chosen.
 
     The tensor is returned twice, because `Backend.route` returns two tensors.
     """

@@ -217,7 +217,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _ended_by_shutdown(self) -> Iterator[None]:
-        """As `exclusive`. A shutdown cancels the task that has entered the context; raise UnavailableError then."""
+        """Return a context as `exclusive` does. At a shutdown, it ends with UnavailableError."""
         if self._ending.is_set():
             raise UnavailableError(SHUTTING_DOWN)
         with self.exclusive():

@@ -147,7 +147,7 @@ def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dime
     found = parts.get(ending)
     if found is None:
         file = next(iter(parts.values())).file
-        raise ModelError(f"{file}: {name} has {', '.join(sorted(parts))} and must have {ending}")
+        raise ModelError(f"{file}: {name} has {', '.join(sorted(parts))}, but must also have {ending}")
     if found.dtype not in dtypes or len(found.shape) != num_dimensions:
         rule = f"must be {' or '.join(dtypes)} with {num_dimensions} dimensions"
         raise ModelError(f"{found.file}: {name}: {ending} {rule}. Found: {found.dtype} {list(found.shape)}")

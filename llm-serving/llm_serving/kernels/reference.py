@@ -19,7 +19,7 @@ Integers = NDArray[np.integer[Any]]
 
 
 def linear(x: Floats, weight: Floats) -> Doubles:
-    """[M, K] x [N, K] -> [M, N]"""
+    """Multiply by the transposed weight: [M, K] x [N, K] -> [M, N]."""
     product: Doubles = _double(x) @ _double(weight).T
     return product
 
@@ -34,7 +34,7 @@ def lora(x: Floats, weight: Floats, a: Floats, b: Floats, rounded: Callable[[Dou
 
 
 def embedding(token_ids: Integers, table: Floats) -> Doubles:
-    """[T], [V, H] -> [T, H]"""
+    """Look up rows of a table by token id: [T], [V, H] -> [T, H]."""
     rows: Doubles = _double(table)[token_ids]
     return rows
 

@@ -100,7 +100,7 @@ class CellNetwork(nn.Cell):
 
 
 class NoMask(nn.Cell):
-    """(positions, block_tables) -> None"""
+    """Returns None in place of an attention mask."""
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> None:
         return None

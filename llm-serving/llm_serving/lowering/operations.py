@@ -1,7 +1,7 @@
 """The operations of a network as Cells, each composed of operations of a backend or of MindSpore.
 
 Every Cell takes a tuple of the values that it reads and a tuple of the step inputs, and returns a tuple of the values
-that it writes. The docstrings give them as "values read -> values written". The step inputs are
+that it writes. Some docstrings give them as "values read -> values written". The step inputs are
 `lowering.step_inputs.STEP_INPUTS`, then the attention mask (`Backend.attention_mask`).
 """
 
@@ -25,7 +25,7 @@ def is_quantized(weight: Sequence[ms.Parameter]) -> bool:
 
 
 class CosSinCell(nn.Cell):
-    """() -> cosines and sines [T, head_dim] at the rows' positions."""
+    """Looks up the cosines and sines of the rows' positions, [T, head_dim] each."""
 
     def __init__(self, backend: Backend, cos: ms.Parameter, sin: ms.Parameter) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class CosSinCell(nn.Cell):
 
 
 class SplitCell(nn.Cell):
-    """x -> consecutive column ranges."""
+    """Splits x into consecutive column ranges."""
 
     def __init__(self, backend: Backend, widths: Sequence[int]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Scale(nn.Cell):
 
 
 class EmbeddingCell(nn.Cell):
-    """() -> scaled rows of a table by token id; zeros for a token whose row another rank holds."""
+    """Looks up scaled rows of a table by token id. A token whose row another rank holds gets zeros."""
 
     def __init__(
         self, backend: Backend, table: Sequence[ms.Parameter], scale: float, rounded: bool, first: int, rows: int
@@ -85,7 +85,7 @@ class EmbeddingCell(nn.Cell):
 
 
 class LowRankCell(nn.Cell):
-    """base, x -> base + B (A x), with the matrices in the slot of each row's adapter; base without an adapter.
+    """Adds the change of each row's adapter: base, x -> base + B (A x). A row without an adapter keeps its base.
 
     All slots are multiplied, but a row keeps only the columns of its own slot. Each other term of its sums is zero, so
     its result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
@@ -107,7 +107,9 @@ class LowRankCell(nn.Cell):
 
 
 class LinearCell(nn.Cell):
-    """x [T, K] -> x * weight^T, changed by adapters, + bias, rounded after each operation."""
+    """Multiplies by a weight and adds the change of adapters and the bias: x [T, K] -> x * weight^T + change + bias,
+    rounded after each operation.
+    """
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class LinearCell(nn.Cell):
 
 
 class RmsNormCell(nn.Cell):
-    """x -> its root mean square norm, over rows or over each `group` columns."""
+    """Computes the root mean square norm of each row, or of each `group` columns of a row."""
 
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float, group: int) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class RmsNormCell(nn.Cell):
 
 
 class AddRmsNormCell(nn.Cell):
-    """x, residual -> the norm of their sum, and the sum"""
+    """Adds x and the residual. Returns the norm of the sum, and the sum."""
 
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class AddRmsNormCell(nn.Cell):
 
 
 class RopeCell(nn.Cell):
-    """x, optionally a second x, cosines and sines -> both rotated"""
+    """Applies the rotary embedding to x and, if given, a second x. The cosines and sines follow them."""
 
     def __init__(self, backend: Backend, widths: Sequence[int], head_dim: int) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class RopeCell(nn.Cell):
 
 
 class StoreKVCell(nn.Cell):
-    """k, v -> a tensor on which attention depends"""
+    """Writes k and v to the cache. Returns a tensor that attention reads, so that it runs after the store."""
 
     def __init__(self, backend: Backend, kv_cache: tuple[ms.Parameter, ms.Parameter]) -> None:
         super().__init__()
@@ -200,7 +202,7 @@ class StoreKVCell(nn.Cell):
 
 
 class AttentionCell(nn.Cell):
-    """q, the tensor of `StoreKVCell` -> [T, num_heads * head_dim]"""
+    """Computes attention over the cache: q, the tensor of `StoreKVCell` -> [T, num_heads * head_dim]."""
 
     def __init__(self, attention: nn.Cell, kv_cache: tuple[ms.Parameter, ms.Parameter]) -> None:
         super().__init__()
@@ -213,7 +215,7 @@ class AttentionCell(nn.Cell):
 
 
 class PromptAttentionCell(nn.Cell):
-    """q, the tensor of `StoreKVCell`, k, v -> [T, num_heads * head_dim]"""
+    """Computes attention of whole prompts: q, the tensor of `StoreKVCell`, k, v -> [T, num_heads * head_dim]."""
 
     def __init__(self, attention: nn.Cell) -> None:
         super().__init__()
@@ -225,7 +227,7 @@ class PromptAttentionCell(nn.Cell):
 
 
 class GatedActivationCell(nn.Cell):
-    """x [T, 2 I] -> function(first half) * second half"""
+    """Applies a gate: x [T, 2 I] -> function(first half) * second half."""
 
     def __init__(self, backend: Backend, function: str) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class GeluTanhGate(nn.Cell):
 
 
 class AllReduceCell(nn.Cell):
-    """x -> its sum over all ranks"""
+    """Adds x over all ranks."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -257,7 +259,7 @@ class AllReduceCell(nn.Cell):
 
 
 class AddCell(nn.Cell):
-    """a, b -> a + scale * b, rounded once"""
+    """Computes a + scale * b, rounded once."""
 
     def __init__(self, backend: Backend, scale: float) -> None:
         super().__init__()
@@ -273,7 +275,7 @@ class AddCell(nn.Cell):
 
 
 class SigmoidGateCell(nn.Cell):
-    """x, gate [T, 1] -> x * sigmoid(gate)"""
+    """Computes x * sigmoid(gate). The gate is [T, 1]."""
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         x, gate = read[0], read[1]
@@ -281,7 +283,9 @@ class SigmoidGateCell(nn.Cell):
 
 
 class RouteCell(nn.Cell):
-    """x -> two tensors from which `ExpertsCell` takes each row's experts and their weights."""
+    """Chooses the experts of each row of x. Returns two tensors from which `ExpertsCell` takes experts and their
+    weights.
+    """
 
     def __init__(
         self, backend: Backend, weight: ms.Parameter, correction: ms.Parameter | None, attributes: Mapping[str, Any]
@@ -296,7 +300,7 @@ class RouteCell(nn.Cell):
 
 
 class ExpertsCell(nn.Cell):
-    """x, the tensors of `RouteCell` -> the weighted sum of the experts, rounded once"""
+    """Computes the weighted sum of each row's experts, rounded once, from x and the tensors of `RouteCell`."""
 
     def __init__(
         self, backend: Backend, gate_up: Sequence[ms.Parameter], down: Sequence[ms.Parameter], num_experts: int
@@ -311,7 +315,7 @@ class ExpertsCell(nn.Cell):
 
 
 class SelectRowsCell(nn.Cell):
-    """x -> the sampled rows"""
+    """Returns the sampled rows of x."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -322,7 +326,7 @@ class SelectRowsCell(nn.Cell):
 
 
 class LmHeadCell(nn.Cell):
-    """x -> float32 logits, scaled and capped. Logits of a sharded head that other ranks compute are zeros."""
+    """Computes float32 logits from x, scaled and capped. With a sharded head, the logits of other ranks are zeros."""
 
     def __init__(
         self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float, first: int, rows: int
@@ -344,7 +348,7 @@ class LmHeadCell(nn.Cell):
 
 
 class HiddenStatesCell(nn.Cell):
-    """x -> x in float32"""
+    """Converts x to float32."""
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         return (read[0].astype(ms.float32),)

@@ -21,8 +21,8 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count; each
-    scrape reads the load.
+    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count them; a scrape also reads the
+    load.
     """
 
     def __init__(self, labels: Labels) -> None:

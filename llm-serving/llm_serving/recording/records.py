@@ -90,8 +90,8 @@ class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
     step: int
     token_ids: list[int]
     time: float
-    """Seconds on the engine's clock at which the reply arrived. Decisions do not depend on it, but the simulator's
-    profiles do.
+    """Seconds on the engine's clock at which the reply arrived. Decisions do not depend on it, but the simulator reads
+    it.
     """
 
 
