@@ -272,7 +272,7 @@ def route(
 def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Doubles, Integers]:
     """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k].
 
-    Again and again, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
+    `top_k` times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
     softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
     """
     left, rows = _double(logits).copy(), np.arange(len(logits))
