@@ -38,7 +38,7 @@ LATE = (
         "models",
     ),
     *("test_quantized_networks.py", "worker", "backends", "test_offline.py", "engine/test_choices_on_a_model.py"),
-    *("kernels/test_program.py", "kernels/test_program_families.py", "kernels/test_coded_cache.py"),
+    *("kernels/test_program.py", "kernels/test_program_families.py", "kernels/test_int8_kv_cache.py"),
     *("kernels/test_w8a8.py", "kernels"),
 )
 """Files in order of decreasing duration, so that processes that share the files end at about the same time."""

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: list[Figure] = []
 
     quant = config.quant
-    measured = partial(Limits.measure, arguments.dtype, quant.quantization, coded_cache=quant.has_coded_cache)
+    measured = partial(Limits.measure, arguments.dtype, quant.quantization, int8_kv_cache=quant.has_int8_kv_cache)
     highest: dict[str, Limits] = {}
 
     def run(test: str, measure: Callable[[SurroundingLimits], list[Figure]]) -> None:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run("L", lambda _: start_up(config))
     if arguments.tests != ["L"]:
         llm = LLM(config)
-        cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_coded_cache)
+        cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_int8_kv_cache)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
             run("A", partial(single_stream, llm, arguments.runs, arguments.prompt, cost))

@@ -45,11 +45,11 @@ class Limits:
     """Of attention, which multiplies the model dtype although products of quantized weights multiply int8."""
 
     @classmethod
-    def measure(cls, dtype: str, quantization: str | None = None, *, coded_cache: bool = False) -> Limits:
-        """`coded_cache`: attention multiplies the int8 elements of the KV cache."""
+    def measure(cls, dtype: str, quantization: str | None = None, *, int8_kv_cache: bool = False) -> Limits:
+        """`int8_kv_cache`: attention multiplies the int8 elements of the KV cache."""
         kernels = library.load()
         isa, num_threads = kernels.llm_isa().decode(), int(kernels.llm_num_threads())
-        multiplied, attended = MULTIPLIED_AS.get(quantization or "", dtype), "int8" if coded_cache else dtype
+        multiplied, attended = MULTIPLIED_AS.get(quantization or "", dtype), "int8" if int8_kv_cache else dtype
         peaks = {each: arithmetic_peak(each) for each in dict.fromkeys((multiplied, attended))}
         return cls(isa, num_threads, multiplied, read_bandwidth(), peaks[multiplied], peaks[attended])
 
@@ -104,7 +104,7 @@ class StepCost:
     spec: ModelSpec
     dtype: str
     quantization: str | None = None
-    coded_cache: bool = False
+    int8_kv_cache: bool = False
     counted_bytes: float | None = None
     """Bytes of the weights that a step has read, if they depend on the chosen experts; None: those of one row."""
 
@@ -121,7 +121,7 @@ class StepCost:
 
     def num_bytes(self, num_context_tokens: int) -> float:
         """Return the bytes that a step reads whose rows have `num_context_tokens` in the cache in total."""
-        per_token = self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype], int8=self.coded_cache)
+        per_token = self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype], int8=self.int8_kv_cache)
         return self.weight_bytes + per_token * num_context_tokens
 
     def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> tuple[float, float]:

@@ -111,7 +111,7 @@ def started(config: ServingConfig) -> Iterator[WorkAgentProcess]:
 
 def _allowed_bytes(config: ServingConfig, num_blocks: int) -> float:
     size = ELEMENT_BYTES[config.model.model_dtype]
-    per_token = _spec(config).kv_bytes_per_token(size, int8=config.quant.has_coded_cache)
+    per_token = _spec(config).kv_bytes_per_token(size, int8=config.quant.has_int8_kv_cache)
     cache = num_blocks * config.pa.block_size * per_token
     return WEIGHTS_ALLOWED * _weight_bytes(config) + cache + PROCESS_BYTES
 

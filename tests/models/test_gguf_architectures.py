@@ -161,7 +161,7 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "facts", "message"),
     [
-        ("qwen2", {"qwen2.expert_count": 4}, "`qwen2.expert_count` must be 0: this architecture has no experts here"),
+        ("qwen2", {"qwen2.expert_count": 4}, "`qwen2.expert_count` must be 0: this architecture has no experts"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 0]}, "`num_key_value_heads` must be an integer >= 1"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "`layer_types` must be a list of 3"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0.5, 2.0]}, "must be at most 1024 integers >= 0"),

@@ -39,8 +39,8 @@ def test_step_bytes_are_all_weights_except_the_embedding_and_all_contexts():
 
 
 def test_step_bytes_of_an_8_bit_context_include_scales():
-    coded = StepCost(SPEC, "bfloat16", coded_cache=True)
-    assert coded.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * (16 + 4) * 2
+    with_int8 = StepCost(SPEC, "bfloat16", int8_kv_cache=True)
+    assert with_int8.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * (16 + 4) * 2
 
 
 def test_step_bytes_count_a_tied_embedding_once():

@@ -165,7 +165,9 @@ class Backend(Protocol):
         """Return a Cell such as `token_drawing.TokenDrawing`; None: the backend draws no tokens."""
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        """([N, M]) -> columns `start` to `end` - 1, or to the last one. For backends with `largest_logits`."""
+        """Return a Cell: ([N, M]) -> columns `start` to `end` - 1, or to the last one without `end`. Only backends with
+        `largest_logits` have it.
+        """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         """Return a Cell that computes attention of prompts without a cached prefix; None: not supported.

@@ -52,14 +52,14 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     kept = dtype if is_dequantized else config.quant.quantization
     if kept is None:
         kept = spec.scheme.stored_types if isinstance(spec.scheme, Gguf) else dtype
-    per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
+    per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_int8_kv_cache)
     weights = weight_bytes(spec, dtype_bytes, quantization)
     fits, verdict, num_tokens = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
     groups = CacheGroups.of(spec.layout.windows, config.scheduler.max_prefill_tokens, longest)
     num_held = groups.max_blocks_of(longest, config.pa.block_size)
     held = min(longest * len(groups.windows), num_held * config.pa.block_size)
-    in_codes = f" ({config.quant.kv_cache_dtype})" if config.quant.has_coded_cache else ""
+    cache_type = f" ({config.quant.kv_cache_dtype})" if config.quant.has_int8_kv_cache else ""
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     if len(groups.windows) > 1:
         beyond = f" in {num_held:,} blocks of a group"
@@ -70,7 +70,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
         (f"weights as served ({kept})", readable_size(weights)),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
         *_draft_model(config, spec, dtype_bytes),
-        ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}{_in_groups(groups)}"),
+        ("a token of context", f"{per_token / 1024:,.1f} KiB{cache_type}{_in_groups(groups)}"),
         *_states(config, spec),
         *([("slots of adapters", readable_size(adapter_bytes))] if adapter_bytes else []),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
@@ -122,7 +122,7 @@ def needed_bytes(config: ServingConfig) -> int:
     dtype_bytes = 4 if is_plain or config.model.model_dtype == "float32" else 2
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     num_slots = (config.pa.num_blocks or 1) + config.pa.num_swap_blocks
-    cache = num_slots * config.pa.block_size * spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
+    cache = num_slots * config.pa.block_size * spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_int8_kv_cache)
     states = config.num_state_slots(spec.state_bytes) * spec.state_bytes
     used = -kv_cache_bytes_left(0, spec, dtype_bytes, *step, config.quant.weights_on(config.device))
     others = _draft_bytes(config, spec, dtype_bytes) + _adapter_bytes(config, spec, dtype_bytes)

@@ -289,7 +289,7 @@ class RemoteExecutor(Executor):
         step = self._in_flight.popleft().step if self._in_flight else None
         if not isinstance(reply, StepDone | StepFailed) or reply.step != step:
             awaited = "nothing" if step is None else f"the reply to step {step}"
-            raise StepMismatchError(f"expected {awaited}, got {str(reply)[:100]}")
+            raise StepMismatchError(f"messages of the WorkAgent: expected {awaited}, got {str(reply)[:100]}")
         expected = self._expected.popleft()
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)

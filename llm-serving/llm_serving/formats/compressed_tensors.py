@@ -72,8 +72,8 @@ class CompressedTensors:
             fitting = [each for each in (4, 8) if words == (shape[0], -(-shape[1] // values_per_word(each)))]
             if not fitting:
                 raise ModelError(
-                    f"{parts[PACKED].file}: {name}: {PACKED} must hold {list(shape)} values of 4 or 8 bits. "
-                    f"Found: {list(words)}"
+                    f"{parts[PACKED].file}: {name}: {PACKED} must hold {list(shape)} values of 4 or 8 bits in "
+                    f"int32 words. Found: words of shape {list(words)}"
                 )
             bits = fitting[0]
         groups = self._check_scale(name, parts, shape)

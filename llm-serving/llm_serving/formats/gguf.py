@@ -112,7 +112,9 @@ def read_gguf(file: Path, texts: bool = False) -> GgufFile:
     for number, part in enumerate(parts):
         place = _part_number(part, "split.no", 0, count), _part_number(part, "split.count", 1, _MAX_PARTS)
         if place != (number, count):
-            raise ModelError(f"{part.file} must be part {number + 1} of {count}")
+            raise ModelError(
+                f"{part.file} must be part {number + 1} of {count}. It is part {place[0] + 1} of {place[1]}"
+            )
         if twice := next((name for name in part.tensors if name in tensors), None):
             raise ModelError(f"{part.file}: tensor {shorten(twice)} occurs twice, also in {tensors[twice].file}")
         tensors |= part.tensors

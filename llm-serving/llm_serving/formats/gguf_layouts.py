@@ -101,7 +101,7 @@ def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
     def unpack(arrays: Mapping[str, Array]) -> Array:
         decays = to_float32(arrays["decays"]).reshape(-1)
         if not (decays < 0).all():
-            raise ModelError("all elements must be negative")
+            raise ModelError(f"all elements must be negative. The largest one is {decays.max()}")
         logarithms: Array = np.log(-decays)
         return logarithms
 

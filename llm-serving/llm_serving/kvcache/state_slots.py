@@ -108,8 +108,8 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether another request can be swapped out, which keeps its slot. One spare slot must stay free: the request
-        that needs the room may have to continue from a checkpoint.
+        """Whether one more request can be swapped out. A swapped-out request keeps its state slot, and one slot must
+        stay free, because the request that runs instead may need a slot to continue from a checkpoint.
         """
         return self.num_spare > 1
 

@@ -67,7 +67,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
         reason = f", because {lacks} is read from a Hugging Face folder only" if lacks else ""
         raise reader.fail("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}{reason}")
     if not architecture.has_experts and reader.own("expert_count"):
-        raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts here")
+        raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts")
     for name in (*_NEEDED, *(() if reader.own("expert_count") else ("feed_forward_length",))):
         if not (architecture.has_lists and reader.numbers(name)):
             reader.needed(name)

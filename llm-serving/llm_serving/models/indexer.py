@@ -33,7 +33,10 @@ class Indexing:
 
 
 class Indexer:
-    """Selects the keys of each layer of a network, in the order of layers. `rotary`: that of the layer's attention."""
+    """The indexer of sparse attention: it selects the keys that a layer attends to. Call it for each layer, in order.
+
+    `rotary`: the rotary embedding of the attention.
+    """
 
     def __init__(self, c: ConfigReader, indexing: Indexing, rotary: Rotary) -> None:
         self._heads = c.integer("index_n_heads", indexing.heads)

@@ -52,8 +52,9 @@ class CacheLayout:
     """The groups of a network's layers, and the tensors that hold their keys and values.
 
     Layers that attend to the same tokens form one or more groups. Each group has as many layers as there are pairs of
-    tensors. A block belongs to one group: it is one row of every tensor, each with keys and values of one layer of the
-    group. So all groups take blocks from one pool, although a layer with a window needs fewer blocks than others.
+    tensors. A block belongs to one group: it is one row of every pair of tensors, and each pair holds the keys and
+    values of one layer of the group. So all groups take blocks from one pool, although a layer with a window needs
+    fewer blocks than others.
     """
 
     windows: tuple[LayerWindow, ...]

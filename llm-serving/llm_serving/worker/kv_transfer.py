@@ -1,6 +1,6 @@
-"""The thread that serves the transfer pool to the master.
+"""The WorkAgent's thread that writes and reads KV blocks of the transfer pool for the master.
 
-It does not import MindSpore, so that a WorkAgent with another model runner starts without it.
+This module does not import MindSpore, because a WorkAgent with another model runner starts without MindSpore.
 """
 
 from __future__ import annotations

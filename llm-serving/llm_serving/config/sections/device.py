@@ -141,7 +141,7 @@ class QuantConfig:
     has 8 bits."""
 
     @property
-    def has_coded_cache(self) -> bool:
+    def has_int8_kv_cache(self) -> bool:
         """Whether the KV cache is quantized to 8 bits."""
         return self.kv_cache_dtype == KVCacheDtypeName.INT8
 
@@ -168,8 +168,9 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def groups_layers(target: str, kernels: str, disk_cache: object | None) -> bool:
-    """Return whether layers with different windows may form groups with block tables of their own. Programs support
-    several tables; a disk cache stores blocks of all layers, so that a hit needs no window.
+    """Return whether layers with different windows may form groups with block tables of their own.
+
+    Only programs support several block tables. A disk cache needs one table: it stores each block for all layers.
     """
     return _runs_programs(target, kernels) and disk_cache is None
 

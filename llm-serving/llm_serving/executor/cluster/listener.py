@@ -126,9 +126,10 @@ class ExpectedConnection:
 
 
 class Listener:
-    """Accepts connections of WorkAgents that know the cluster's secret, and passes each to the start with its token.
+    """Accepts connections of WorkAgents that know the cluster's secret.
 
-    Each connection has its own thread, and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
+    A connection sends the token of the WorkAgent's start (`expect`), which then receives the connection. Each
+    connection has its own thread, and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
     """
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:

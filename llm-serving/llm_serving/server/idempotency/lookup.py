@@ -61,10 +61,12 @@ async def claim_request(
     prefix: str,
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
-    """Yield a request with the identity of its response. No other request gets its key until the context exits.
+    """Hold the idempotency key of a request, and yield the request with the identity of its response. Until the context
+    exits, other requests with the same key wait.
 
     A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
-    same even if its record has been evicted. `num_streams`: number of choices of all prompts.
+    same even if its record has been evicted. `route`: path of the request. `prefix`: of the response id.
+    `num_streams`: number of choices of all prompts.
 
     Raises:
         RequestError: The key or the event id is malformed, or belongs to another request.

@@ -80,8 +80,8 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return the grammar term of `content` between the delimiters of an answer; "": the format has no delimiters, or
-    `content` is free text that can contain them.
+    """Return a grammar term for the delimiters of an answer with `content` between them. Return "" if the format has no
+    delimiters, or if `content` is free text that can contain them.
     """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""

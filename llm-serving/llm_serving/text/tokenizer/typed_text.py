@@ -35,8 +35,8 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with a sentinel in each special token outside roles, and the sentinel; "": none was
-        needed.
+        """Insert a sentinel into each text of a special token in the messages, except in their roles, so that the text
+        is tokenized as plain text. Return the messages, and the sentinel, or "" if no message has such a text.
         """
         sentinel = secrets.token_hex(16)
         changed = [
