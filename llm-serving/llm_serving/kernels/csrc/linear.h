@@ -13,33 +13,35 @@ namespace llm::LLM_ISA {
 // Inputs of one pass over the rows. Four panels of a pass (32 KB as multiplied) stay in the first-level cache; with AMX
 // tiles, for which storing and loading sums costs as much as eight steps, two panels of twice as many inputs. If
 // products are fast, the next four panels must fit as well (16 KB each). With enough tiles to read panels one by one,
-// they are read into the second-level cache, which holds longer passes, so sums are stored and loaded less often.
+// they are read into the second-level cache, which holds longer passes, so sums are stored and loaded less often. With
+// AVX2, a panel of a pass (16 KB) and the activations of a tile stay in the first-level cache.
 template <class Element>
 constexpr size_t pass_inputs(size_t rows) {
   constexpr size_t kInput = 4 * kPanelWidth * sizeof(ActivationOf<Element>);
   if (kMultipliesTiles<Element>) return 2 * 32768 / kInput;
+  if (LLM_AVX2_ONLY) return 16384 / (kPanelWidth * sizeof(Element));
   if (!Operand<Element>::kQuick) return 32768 / kInput;
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
 
 // Most rows of a unit of work: few enough that their sums and the inputs of a pass stay in the second-level cache and
 // each thread has several units, but enough that unpacking panels pays.
-constexpr size_t kMaxRows = 512;
+constexpr size_t kMaxRows = LLM_AVX2_ONLY ? 128 : 512;
 constexpr size_t kMinRows = 96;
 constexpr size_t kUnitsPerThread = 6;
 static_assert(kMaxPassWidth % pass_inputs<BFloat16>(1) == 0 && kMaxPassWidth % pass_inputs<BFloat16>(4096) == 0);
 
 // Most panels of a unit of work: few enough that threads end together, and fewer if the next pass is read meanwhile.
 // Every unit reads all activations of its rows again, mostly from the last-level cache, which matters for fast AMX
-// products.
+// products, and for tiles of a single panel.
 template <class Element>
 constexpr size_t unit_panels(size_t rows) {
   if (kMultipliesTiles<Element>) return kMaxPanels;
-  return spreads_prefetches<Element>(rows) ? kTilePanels : 8;
+  return spreads_prefetches<Element>(rows) && !LLM_AVX2_ONLY ? kTilePanels : 8;
 }
 
 // Distance of the prefetches in a panel that is read beside others; 1-2 KB hides the latency of memory.
-constexpr size_t kBytesAhead = 1024;
+constexpr size_t kBytesAhead = LLM_AVX2_ONLY ? 2048 : 1024;
 
 // Few rows of fast products are multiplied by one panel after the other, so that each thread reads a single stream of
 // memory: up to 1.2 times as fast as several panels side by side, on Zen 5. The stream then has all prefetches.
@@ -60,8 +62,9 @@ struct ActivationForm {
     constexpr bool kTiles = kMultipliesTiles<Element>;
     const size_t most = spreads_prefetches<Element>(m) ? pass_inputs<Element>(m) : inputs;
     pass = inputs <= most ? inputs : most;
-    // A single row is read without conversion. The prefetched rows of a tile follow those of the previous tile.
-    const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick;
+    // A single row is read without conversion. The prefetched rows of a tile follow those of the previous tile. Whole
+    // rows are often a multiple of 4 KB apart, so that the rows of a pass would share few sets of a cache.
+    const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick && !(LLM_AVX2_ONLY && pass < inputs);
     layout = {m, in_place ? inputs : pass, kTiles && !in_place ? kTileBytes / sizeof(ActivationOf<Element>) : 0};
     converts = sizeof(ActivationOf<Element>) != sizeof(Element) || inputs != k;
   }

@@ -15,6 +15,13 @@
 #include <immintrin.h>
 #endif
 
+// Whether the instruction set has AVX2 and no AVX-512.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define LLM_AVX2_ONLY 1
+#else
+#define LLM_AVX2_ONLY 0
+#endif
+
 namespace llm::LLM_ISA {
 
 constexpr size_t kLanes = 16;
@@ -72,6 +79,17 @@ LLM_INLINE NativeFloat native_multiply_add(NativeFloat a, NativeFloat b, NativeF
 LLM_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   LLM_FOR_PARTS c.part[i] = native_multiply_add(a.part[i], b.part[i], c.part[i]);
   return c;
+}
+
+// The same, for sums that stay in registers: gcc 12 would write the result of vfmadd132ps over a factor and store some
+// of twelve sums on the stack.
+LLM_INLINE Floats accumulate_product(const Floats& a, const Floats& b, Floats sum) {
+#if LLM_AVX2_ONLY
+  LLM_FOR_PARTS asm("vfmadd231ps %2, %1, %0" : "+x"(sum.part[i]) : "x"(a.part[i]), "x"(b.part[i]));
+  return sum;
+#else
+  return multiply_add(a, b, sum);
+#endif
 }
 
 LLM_INLINE Floats operator+(Floats a, Floats b) {
