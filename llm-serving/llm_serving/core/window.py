@@ -41,7 +41,8 @@ class Window:
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a request holds: those of the window before a step, and of the step.
+        """Return the maximum number of blocks that a request holds: the blocks of the window before a step, and those
+        that the step fills.
 
         If `num_blocks`, the group's share of the cache, is too small for both, steps are shorter.
         """

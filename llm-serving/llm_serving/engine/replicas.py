@@ -256,11 +256,11 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Return the replica that continues a migrating request, if possible `index`; None: its blocks must arrive
-        first.
+        """Choose the replica that continues a migrating request, if possible `index`. Return None if its blocks must be
+        transferred first.
 
-        With None, a transfer of the blocks has started. After it, `on_migrating` gets the request again, without blocks
-        if the transfer failed. If too many transfers wait, the replica that has the blocks continues the request.
+        The transfer has then started. After it, `on_migrating` gets the request again, without blocks if the transfer
+        failed. If too many transfers wait, the replica that has the blocks continues the request.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):

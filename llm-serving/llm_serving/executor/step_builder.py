@@ -254,7 +254,7 @@ def _bits(token_ids: Sequence[int]) -> Int32Array:
 
 
 class _PackedTables:
-    """The block tables of the latest step as arrays. Those of the next step differ in few rows, which are replaced."""
+    """The block tables of the latest step as arrays. For the next step, only the rows that differ are replaced."""
 
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []

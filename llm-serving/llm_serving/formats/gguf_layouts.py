@@ -21,7 +21,7 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, StoredTensor, to_float32
 
 LATENT_VALUES: Final = "attn_v_b"
-"""Name of the tensor with the value projection of latent attention. It is read together with that of the keys."""
+"""Name of the tensor with the value projection of latent attention. It is read together with the key projection."""
 
 
 class HeadCounts(NamedTuple):

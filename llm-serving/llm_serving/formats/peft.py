@@ -101,7 +101,7 @@ class PeftAdapter:
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Read an adapter. Its files are read once, so the fingerprint is that of the returned values.
+    """Read an adapter from its folder. Each file is read once, so the fingerprint matches the returned matrices.
 
     Raise ModelError, which names file, field, rule and value, if it is damaged or needs something that is not served.
     """

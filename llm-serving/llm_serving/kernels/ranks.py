@@ -77,8 +77,8 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send these integers to the other ranks. Return those of all ranks, in rank order. All
-        must send equally many.
+        """Send integers to the other ranks, and return the integers of all ranks in rank order. All ranks must send
+        equally many.
         """
         mine = np.array(numbers, np.int64)
         every = np.empty((self.count, len(mine)), np.int64)

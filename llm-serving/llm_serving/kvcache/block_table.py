@@ -30,7 +30,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
-        """Return a table of these blocks with their current epochs. The first block is entry `start`."""
+        """Return a table of the blocks `block_ids`, each with its current epoch. The first block is entry `start`."""
         return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:

@@ -172,7 +172,9 @@ class StateSlots:
         return accesses
 
     def accept_drafts(self, request_id: str, num_accepted: int) -> None:
-        """Continue from the state after the first `num_accepted` draft tokens. Free the slots of the others."""
+        """Continue from the state after the first `num_accepted` draft tokens. Free the slots of the later draft
+        tokens.
+        """
         slots = self._drafts.pop(request_id, None)
         if slots is None:
             return

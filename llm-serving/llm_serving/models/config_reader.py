@@ -28,7 +28,7 @@ _LARGEST: Final[Mapping[str, int]] = {
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"), 2)
 }
-"""Configuration key -> minimum, if it is not 1. Code divides by the logarithm of these values."""
+"""Configuration key -> minimum of its value, if that is not 1. Code divides by the logarithm of these values."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
 _LEAST_NUMBER: Final = 1e-30

@@ -89,8 +89,8 @@ def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
 
 
 def _rotary(c: ConfigReader, heads: Heads, kind: str) -> Rotary:
-    """Read the rotary embedding of a kind of layers. With "proportional", only a head's pairs with the highest
-    frequencies rotate.
+    """Read the rotary embedding of a kind of layers. In layers of the RoPE type "proportional", only the pairs with the
+    highest frequencies rotate.
     """
     reader = rope_config(c)
     reader = reader.inner(kind) if reader.has(kind) else ConfigReader({}, c.where)

@@ -50,7 +50,7 @@ class Indexer:
         self._selected: Value | None = None
 
     def __call__(self, net: Network, x: Value, q: Value, index: int, at: str) -> Value:
-        """Return the selected keys of a layer. `q`: the normalised latent vector of the queries."""
+        """Return the keys that a layer attends to. `q`: the normalised latent vector of the queries."""
         if index in self._shared and self._selected is not None:
             return self._selected
         heads, dim, order = self._heads, self._dim, self._rotary.order()

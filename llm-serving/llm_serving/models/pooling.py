@@ -125,12 +125,12 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the id of the token whose logit is a reranker's score, then that of the token whose logit is subtracted,
-    if any; empty for other models.
+    """Return the ids of the one or two tokens from whose logits a reranker computes its score; empty for other models.
 
-    The ids are read from sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json
-    (vLLM), which lists the subtracted token first. Folders of Qwen3-Reranker of 2025 have neither; they are recognised
-    by the name of the model in their path.
+    The score is the logit of the first token, minus the logit of the second if there are two. The ids are read from
+    sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json (vLLM), which lists the
+    subtracted token first. Folders of Qwen3-Reranker of 2025 have neither; they are recognised by the name of the model
+    in their path.
     """
     if (texts := config.get("classifier_from_token")) is not None:
         return _token_ids(folder, texts)

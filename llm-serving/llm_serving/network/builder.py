@@ -85,7 +85,7 @@ class Network:
         return self.vocab * (1 if self.positions is None else self.positions.num_types)
 
     def hidden_states(self) -> list[Operation]:
-        """Return the operations before the head. Their result is the head's input."""
+        """Return the operations before the LM head. Their result is the input of the LM head."""
         before = self.operations[: -len(self.head_operations)]
         return [*before, Operation("hidden_states", {"x": self.head_input}, {}, {}, {})]
 

@@ -114,7 +114,7 @@ class Graph:
         return self._consumers.get(value.root, [])
 
     def single_use_producer(self, value: Value, *kinds: str) -> Operation | None:
-        """Return the operation that writes a value, if it is of one of these kinds and the value is read only once."""
+        """Return the operation that writes a value, if it has one of these kinds and the value is read only once."""
         producer = self.producer(value)
         return producer if producer is not None and producer.kind in kinds and len(self.consumers(value)) == 1 else None
 

@@ -161,7 +161,9 @@ class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""(request, tokens already in the cache, tokens computed, samples, blocks of its tables, new ones of these blocks)."""
+"""(`Request.sequence`, number of tokens already in the cache, number of tokens computed, number of tokens sampled,
+number of the request's blocks, ids of its new blocks).
+"""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):

@@ -20,8 +20,8 @@ OUTPUT_TOKEN_WEIGHT: Final = 2
 
 
 class Order(Protocol):
-    """Order of the waiting requests of a class. Whatever the order, one of `max_overtakes` + 1 admissions takes the
-    oldest request.
+    """Order of the waiting requests of a class. Whatever the order is, one of every `max_overtakes` + 1 admissions
+    takes the oldest request.
     """
 
     shares_fairly: bool

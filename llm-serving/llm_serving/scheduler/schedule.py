@@ -259,7 +259,9 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def plan_stores(
     rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
 ) -> list[StoredBlocks]:
-    """Return the blocks of these prompts that the disk cache is to store, and append their moves to `exports`."""
+    """Return the prompt blocks of these rows that the disk cache must store. Append the moves that export them to
+    `exports`.
+    """
     stores = []
     for row in rows:
         request = row.request

@@ -116,7 +116,7 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
     if num_shared.shape != lengths.shape or (num_shared < 0).any() or (num_shared > most).any():
         raise ProtocolError("a shared history prefix is longer than the histories that share it")
     if int((lengths - num_shared).sum()) != len(token_ids):
-        raise ProtocolError("the number of history tokens does not match the history lengths")
+        raise ProtocolError(f"{len(token_ids)} history tokens do not match the history lengths")
     histories, num_read, before = np.empty(int(lengths.sum()), np.int32), 0, 0
     for start, length, shared in zip(offsets.tolist(), lengths.tolist(), num_shared.tolist(), strict=False):
         histories[start : start + shared] = histories[before : before + shared]

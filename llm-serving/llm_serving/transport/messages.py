@@ -244,7 +244,7 @@ class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
     epochs: list[int]
     num_written: list[int]
     content: bytes
-    """Keys of all blocks in the first layer, their values, then those of the second layer, and so on."""
+    """Keys of all blocks in the first layer, their values, then keys and values of the second layer, and so on."""
 
 
 class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):

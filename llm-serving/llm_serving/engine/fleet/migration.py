@@ -211,7 +211,7 @@ class RequestMigration(StepObserver):
             self._reclaim(self._imported.popleft())
 
     def close(self) -> None:
-        """Reclaim all blocks, because no step will follow."""
+        """Reclaim all blocks that migrations hold, because no step will follow."""
         self._reclaim_after_steps(self._scheduler.blocks.pop_released_imports())
         self.release_imports()
 

@@ -22,7 +22,9 @@ from llm_serving.server.request_context import source_of
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
-"""Only one thread: a lookup over thousands of steps holds the GIL, which the engines need, for up to a second."""
+"""One thread for all lookups. A lookup over thousands of steps holds the GIL, which the engines need, for up to a
+second.
+"""
 
 
 class Explanations(Long):

@@ -203,7 +203,9 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Apply new limits. Those of all connections together apply at once, those of each one to new connections."""
+        """Apply new limits. Limits on all connections together apply at once; limits on each connection apply to new
+        connections.
+        """
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)

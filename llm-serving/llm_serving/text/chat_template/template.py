@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
-"""Number of processes. With two, one slow conversation does not block the others."""
+"""Number of processes that render chat templates. With two, one slow conversation does not block the others."""
 MAX_CPU_S: Final = 2.0
 """Maximum CPU seconds for rendering one conversation. The longest conversations take a tenth of this time."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"

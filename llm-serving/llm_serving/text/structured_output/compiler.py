@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
-"""Number of processes. With two, one slow grammar does not block the others."""
+"""Number of processes that compile grammars as a trial. With two, one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
 STACK_BYTES: Final = 2**25
 """Stack size in bytes of compiling threads. The confined process that tries each grammar first has a smaller stack."""

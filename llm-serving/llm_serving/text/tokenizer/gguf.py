@@ -112,7 +112,9 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the ids of the end tokens in the file. If it names no end-of-turn token, add those of `_TURN_ENDS`."""
+        """Return the ids of the end tokens in the file. If it names no end-of-turn token, add the ids of the tokens in
+        `_TURN_ENDS`.
+        """
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()
         if _HARMONY_ENDS[0] in tokens:

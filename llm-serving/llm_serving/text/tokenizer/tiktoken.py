@@ -77,7 +77,7 @@ QWEN: Final = TiktokenFamily(
 
 @dataclass(frozen=True)
 class RankedPairs:
-    """The content of a vocabulary file; other attributes are those of `TiktokenFamily`.
+    """The content of a vocabulary file. `TiktokenFamily` describes the other attributes.
 
     Attributes:
         ranks: Bytes of every text token -> rank; the pair with the lowest rank is merged first.

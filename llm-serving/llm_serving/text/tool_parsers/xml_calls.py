@@ -142,9 +142,9 @@ class _Reader:
         return False
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return which of `delimiters` follows after white space, and skip it if `skip`; "": more text is needed.
+        """Return which of `delimiters` follows after white space, and skip it if `skip`.
 
-        Raise NotACallError if none follows.
+        Return "" if more text is needed. Raise NotACallError if none follows.
         """
         at = _end_of_spaces(body, self._at)
         if skip:

@@ -48,7 +48,9 @@ def messages_of(system: str | list[ContentBlock] | None, turns: list[Conversatio
 
 
 def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
-    """Return the tools as chat tools. Raise RequestError for a tool that the server would have to run."""
+    """Return the tools in the form of chat completions. Raise RequestError for a tool that the server would have to
+    run.
+    """
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -58,7 +60,9 @@ def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
-    """Return `tool_choice` of chat. Raise RequestError if the choice breaks a rule of the protocol."""
+    """Return the `tool_choice` of chat completions for `choice`. Raise RequestError if it breaks a rule of the
+    protocol.
+    """
     if choice is None:
         return None
     if choice.type == "tool":
@@ -77,7 +81,7 @@ def effort_of(thinking: Thinking | None) -> str | None:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return `thinking_token_budget` of chat. Raise RequestError if `thinking` breaks a rule of the protocol."""
+    """Return the `thinking_token_budget` of chat completions for `thinking`. Raise RequestError if it breaks a rule."""
     if thinking is None:
         return None
     if thinking.type in _WITHOUT_BUDGET:
@@ -92,7 +96,7 @@ def budget_of(thinking: Thinking | None) -> int | None:
 
 
 def response_format_of(config: OutputConfig | None) -> JsonObject | None:
-    """Return `response_format` of chat. Raise RequestError if the format is not a JSON schema."""
+    """Return the `response_format` of chat completions for `config`. Raise RequestError if it is not a JSON schema."""
     given = None if config is None else config.format
     if given is None:
         return None

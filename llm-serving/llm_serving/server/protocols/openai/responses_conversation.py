@@ -109,7 +109,7 @@ def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
 
 
 def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
-    """Return the tools as chat tools. Raise RequestError for a tool that is not a function."""
+    """Return the tools in the form of chat completions. Raise RequestError for a tool that is not a function."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -121,7 +121,7 @@ def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
-    """Return `tool_choice` of chat, in which the name of a function is nested."""
+    """Return the `tool_choice` of chat completions, in which the name of a function is nested."""
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
         refuse_unknown_keys("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice["name"]}}
@@ -129,7 +129,9 @@ def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
 
 
 def response_format_of(text: JsonObject | None) -> JsonObject | None:
-    """Return `response_format` of chat. Raise RequestError if `text` has an unsupported option."""
+    """Return the `response_format` of chat completions for `text`. Raise RequestError if it has an
+    unsupported option.
+    """
     for name, value in (text or {}).items():
         if name == "verbosity" and value in (None, "medium"):
             continue
