@@ -79,7 +79,7 @@ class Recovery:
         Raises:
             WorkerDiedError: The WorkAgent has exited and does not restart.
         """
-        logger.error("the WorkAgent lost the submitted steps: %s", error)
+        logger.error("the results of the submitted steps are lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         steps = in_flight[:1] if failed else in_flight
         lost = _requests_of(steps)
@@ -108,7 +108,7 @@ class Recovery:
             except StepFailedError:
                 pass
             except WorkerError as error:
-                logger.error("the WorkAgent lost the submitted steps: %s", error)
+                logger.error("the results of the submitted steps are lost: %s", error)
                 return False
         return True
 

@@ -316,17 +316,21 @@ class RemoteExecutor(Executor):
             self._receive()
         reply = self._replies.popleft()
         if not isinstance(reply, Proposed):
-            raise StepMismatchError(f"expected draft tokens, got {str(reply)[:100]}")
+            raise StepMismatchError(
+                f"the WorkAgent sent another message: expected draft tokens, got {str(reply)[:100]}"
+            )
         if reply.error:
             logger.warning("the draft model failed: %s", reply.error)
             return [[] for _ in requests]
         if len(reply.token_ids) != len(requests):
             raise WorkerDiedError(
-                f"expected draft tokens of {len(requests)} requests, got those of {len(reply.token_ids)}"
+                f"the WorkAgent sent draft tokens of {len(reply.token_ids)} requests, expected {len(requests)}"
             )
         for request, token_ids in zip(requests, reply.token_ids, strict=True):
             if len(token_ids) > request.num_draft_tokens:
-                raise WorkerDiedError(f"expected at most {request.num_draft_tokens} draft tokens, got {len(token_ids)}")
+                raise WorkerDiedError(
+                    f"the WorkAgent sent {len(token_ids)} draft tokens, expected at most {request.num_draft_tokens}"
+                )
         return reply.token_ids
 
     def drop_cache(self) -> None:
@@ -347,7 +351,7 @@ class RemoteExecutor(Executor):
             # A message that has already arrived is read even if no time is left.
             message = self._channel.receive(None if timeout_s is None else max(timeout_s - self._waited_s, 0.001))
         except DeadlineExceededError as error:
-            raise WorkerDiedError(f"no reply within {timeout_s:g} s") from error
+            raise WorkerDiedError(f"the WorkAgent sent no reply within {timeout_s:g} s") from error
         except (ChannelClosedError, ProtocolError) as error:
             raise WorkerDiedError(str(error)) from error
         if isinstance(message, StepEnding):
@@ -355,7 +359,7 @@ class RemoteExecutor(Executor):
                 if each.step == message.step and each.announce_ending:
                     break
             else:
-                raise StepMismatchError(f"unexpected announcement of the end of step {message.step}")
+                raise StepMismatchError(f"the WorkAgent announced the end of step {message.step} without a request")
             self._ending = message.step
             self._waited_s += self._clock() - began
             return

@@ -193,7 +193,7 @@ def _load(
     if isinstance(answer, Failed):
         raise ModelError(answer.error)
     if not isinstance(answer, Loaded):
-        raise ProtocolError(f"WorkAgent {index} answered {type(answer).__name__} to LoadModel")
+        raise ProtocolError(f"WorkAgent {index} must answer LoadModel with Loaded. Received: {type(answer).__name__}")
     return answer
 
 

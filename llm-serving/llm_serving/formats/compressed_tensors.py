@@ -148,7 +148,7 @@ def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
     half = 2 ** (bits - 1)
     signed = np.broadcast_to(_by_row(given, shape[0]), shape).astype(np.int16)
     if not ((signed >= -half) & (signed < half)).all():
-        raise ModelError(f"{ZERO} must be of {bits} bits")
+        raise ModelError(f"{ZERO} must hold values of {bits} bits")
     zeros: Uint8Array = (signed + half).astype(np.uint8)
     return zeros
 

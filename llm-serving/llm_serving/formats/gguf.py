@@ -160,7 +160,7 @@ class _HeaderReader:
     def count(self, maximum: int, what: str) -> int:
         value: int = self.number("<Q")
         if value > maximum:
-            raise ValueError(f"{value} {what}, where {maximum} are allowed")
+            raise ValueError(f"{value} {what}; at most {maximum} are allowed")
         return value
 
     def text(self, maximum: int) -> str:
@@ -169,7 +169,7 @@ class _HeaderReader:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ValueError(f"a text that is not UTF-8: {shorten(data)}") from None
+            raise ValueError(f"a text is not UTF-8: {shorten(data)}") from None
 
     def bytes(self, length: int) -> bytes:
         self.need(length)
@@ -183,7 +183,7 @@ class _HeaderReader:
 
     def need(self, length: int) -> None:
         if length > self.size - self.at:
-            raise ValueError(f"{length} bytes at byte {self.at}, where {self.size - self.at} are left")
+            raise ValueError(f"{length} bytes must follow byte {self.at}, but only {self.size - self.at} do")
 
 
 def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
@@ -225,12 +225,12 @@ def _value(reader: _HeaderReader, kind: int, texts: bool) -> Any:
     if kind == _TEXT:
         return reader.text(_MAX_TEXT_BYTES)
     if kind != _LIST:
-        raise ValueError(f"a value of type {kind} at byte {reader.at}")
+        raise ValueError(f"the value at byte {reader.at} has the unknown type {kind}")
     inner, length = reader.number("<I"), reader.count(_MAX_ITEMS, "items of a list")
     if inner in _NUMBERS:
         return np.frombuffer(reader.bytes(length * np.dtype(_NUMBERS[inner]).itemsize), _NUMBERS[inner])
     if inner != _TEXT:
-        raise ValueError(f"a list of type {inner} at byte {reader.at}")
+        raise ValueError(f"the list at byte {reader.at} has the unknown type {inner}")
     if texts:
         return [reader.text(_MAX_TEXT_BYTES) for _ in range(length)]
     for _ in range(length):

@@ -92,7 +92,7 @@ def _values(content: mmap.mmap) -> Iterator[tuple[int, int]]:
             return
         field, start, at = _field(content, at, size)
         if field != 1 or start == at:
-            raise ValueError(f"field {field} at byte {start}")
+            raise ValueError(f"the field at byte {start} has the unknown number {field}")
         yield start, at
 
 
@@ -106,9 +106,9 @@ def _piece(content: mmap.mmap, start: int, end: int) -> _CheckpointPiece:
         elif field == 2:
             tensor = first, at
         else:
-            raise ValueError(f"a value that is not a tensor at byte {first}")
+            raise ValueError(f"the value at byte {first} is not a tensor")
     if tensor is None or not name:
-        raise ValueError(f"no tensor or no name at byte {start}")
+        raise ValueError(f"the value at byte {start} has no tensor or no name")
     return _tensor(content, name.decode(), *tensor)
 
 
@@ -128,7 +128,7 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
         elif field == 3:
             data = first, at - first
     if len(shape) > _MAX_DIMENSIONS or any(length >= 2**62 for length in shape):
-        raise ValueError(f"shape {shorten(shape)} of {shorten(name)}")
+        raise ValueError(f"tensor {shorten(name)} has the invalid shape {shorten(shape)}")
     return _CheckpointPiece(name, dtype, tuple(shape), *data)
 
 
@@ -141,10 +141,10 @@ def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
     if kind == 0:
         return field, at, _varint(content, at, end)[1]
     if kind != 2:
-        raise ValueError(f"a field of unknown kind {kind} at byte {at}")
+        raise ValueError(f"the field at byte {at} has the unknown kind {kind}")
     length, at = _varint(content, at, end)
     if length > end - at:
-        raise ValueError(f"{length} bytes at byte {at}, where {end - at} are left")
+        raise ValueError(f"{length} bytes must follow byte {at}, but only {end - at} do")
     return field, at, at + length
 
 
@@ -158,7 +158,7 @@ def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise ValueError(f"a number without end at byte {at}")
+    raise ValueError(f"the number at byte {at} has no end")
 
 
 def varint(value: int) -> bytes:

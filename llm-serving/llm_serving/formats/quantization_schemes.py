@@ -148,7 +148,7 @@ def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
         raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")
     counts = tuple(given.get(key, 0) for key in HeadCounts._fields)
     if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in counts):
-        raise _RefusedError(f"must have heads. Given: {shorten(counts)}")
+        raise _RefusedError(f"must have the numbers of heads. Given: {shorten(counts)}")
     heads = HeadCounts(*counts)
     return Gguf(description, architecture, heads, given.get("block_elements", 0), given.get("block_bytes", 0))
 

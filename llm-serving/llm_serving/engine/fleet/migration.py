@@ -341,7 +341,7 @@ def _until(
     for piece in pieces:
         throttle()
         if clock() > deadline:
-            raise WorkerError("the transfer takes longer than serving_config.step_timeout_s")
+            raise WorkerError("the transfer of KV blocks took longer than serving_config.step_timeout_s")
         yield piece
 
 
