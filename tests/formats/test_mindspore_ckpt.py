@@ -90,7 +90,7 @@ def test_checkpoint_with_cut_or_changed_bytes_fails_or_differs(tmp_path):
     [
         ({}, b"", "is empty"),
         ({}, b"PK\x03\x04 a zip", "is not a MindSpore checkpoint, is truncated or encrypted"),
-        ({}, b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "a number without end"),
+        ({}, b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "a number has no end before byte"),
         ({}, b"\x0a\x7f", "127 bytes must follow byte 2, but only 0 do"),
     ],
 )

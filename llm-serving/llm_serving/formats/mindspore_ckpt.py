@@ -158,7 +158,7 @@ def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise ValueError(f"the number at byte {at} has no end")
+    raise ValueError(f"a number has no end before byte {at}")
 
 
 def varint(value: int) -> bytes:

@@ -29,7 +29,7 @@ def block_of(size: int) -> int:
 
 
 def rotate(x: NDArray[np.floating[Any]]) -> Singles:
-    """Multiply each block of the rows [..., size] by H, in stages of sums and differences."""
+    """Multiply each block of the rows [..., size] by the Hadamard matrix, in stages of sums and differences."""
     values = without_subnormals(x.astype(np.float32))
     block = block_of(x.shape[-1])
     stride = 1

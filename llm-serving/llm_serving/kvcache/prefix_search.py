@@ -16,10 +16,10 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of blocks after which later prompts probably differ from this one.
+    """Return the prefix lengths, in blocks, after which later prompts probably differ from this one.
 
-    These are: the number of blocks that the request shares, the number that only the first group has in the cache, and
-    `num_prompt_blocks`. `hashes`: hashes of the request's first full blocks.
+    They are: the length of the prefix that the request shares, the length of the prefix that the first group of layers
+    has in the cache, and `num_prompt_blocks`. `hashes`: hashes of the request's first full blocks.
     """
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))

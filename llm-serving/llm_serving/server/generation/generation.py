@@ -85,7 +85,7 @@ class Generation:
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
         """Offer each output to `deliver` before `outputs` yields it. `deliver` returns whether it has sent the output.
 
-        It is not offered final outputs, outputs of several sequences, and outputs of a generation with `on_output`.
+        Final outputs, outputs of several sequences, and outputs of a generation with `on_output` are not offered.
         """
         if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
             return
