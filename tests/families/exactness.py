@@ -93,7 +93,7 @@ class Served:
             self.alone |= self._answer(harness, name)
             self._tokens[name] = harness.token_ids(name)
         if as_program:  # in one group, blocks are held to the end
-            self._runner = runner(spec.with_cache_groups(longest))
+            self._runner = runner(spec.with_cache_groups(longest, int8=kernels == CODED_CACHE))
             self.layout = self._runner.spec.layout
 
     def request(self, name: str, request_id: str | None = None, priority: int = 0) -> Request:

@@ -25,7 +25,7 @@ GEMMA3N |= {
 GEMMA4: dict[str, Any] = {key: value for key, value in ALIKE.items() if "rope" not in key and "query" not in key}
 GEMMA4 |= {
     "architectures": ["Gemma4ForCausalLM"], "attention_k_eq_v": False, "enable_moe_block": False,
-    "final_logit_softcapping": 8.0, "global_head_dim": 40, "hidden_size": 64, "hidden_size_per_layer_input": 16,
+    "final_logit_softcapping": 8.0, "global_head_dim": 56, "hidden_size": 64, "hidden_size_per_layer_input": 16,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "model_type": "gemma4_text", "num_key_value_heads": 2,
     "num_kv_shared_layers": 2, "use_bidirectional_attention": None, "use_double_wide_mlp": True,
     "vocab_size_per_layer_input": 200,
@@ -35,11 +35,12 @@ GEMMA4 |= {
     },
 }  # fmt: skip
 MOE: dict[str, Any] = GEMMA4 | {
-    "attention_k_eq_v": True, "enable_moe_block": True, "final_logit_softcapping": None,
+    "attention_k_eq_v": True, "enable_moe_block": True, "final_logit_softcapping": None, "global_head_dim": 28,
     "hidden_size_per_layer_input": 0, "moe_intermediate_size": 40, "num_experts": 6, "num_global_key_value_heads": 1,
     "num_kv_shared_layers": 0, "top_k_experts": 2, "use_bidirectional_attention": "vision",
     "use_double_wide_mlp": False,
 }  # fmt: skip
+"""In both, layers of one kind need half the memory of the other kind for a token, as in the published models."""
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 

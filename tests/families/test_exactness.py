@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mindspore
     ("name", "kernels"),
     [
         ("mistral", "program"),
-        ("gemma3", "program"),
+        ("gemma4-moe", "program"),
         ("llama4", "program"),
         ("qwen3-moe", "program"),
         ("deepseek-v2", "program"),

@@ -152,8 +152,40 @@ def test_windows_that_never_slide_form_no_group() -> None:
     assert len(layout(48, 4, 8192, max_model_len=8192).windows) == 1
 
 
-def test_layers_of_different_shapes_form_one_group() -> None:
-    shapes = [SHAPE, CacheShape(2, 64, 64)]
+@pytest.mark.parametrize(
+    ("model", "large", "small", "num_groups", "size"),
+    [
+        ((60, 6, 1024), CacheShape(16, 256, 256), CacheShape(4, 512, 512), 8, 8),
+        ((24, 6, 512), CacheShape(2, 512, 512), CacheShape(2, 256, 256), 7, 2),
+    ],
+    ids=["Gemma 4 31B", "Gemma 4 E4B"],
+)
+def test_smaller_layers_share_rows_of_tensors(
+    model: tuple[int, int, int], large: CacheShape, small: CacheShape, num_groups: int, size: int
+) -> None:
+    """The layers of all tokens have the wider heads. Two layers of the smaller shape fit into a row."""
+    num_layers, every, window = model
+    is_full = [layer % every == every - 1 for layer in range(num_layers)]
+    of_full, of_windows = (large, small) if large.key_width > small.key_width else (small, large)
+    shapes = [of_full if each else of_windows for each in is_full]
+    found = grouped(shapes, [LayerWindow(0 if each else window) for each in is_full], 32768)
+    assert (len(found.windows), found.shapes) == (num_groups, (large,) * size)
+    caches = [*found.shapes, *(each.shape for each in found.views)]
+    places = set()
+    for shape, each, (group, cache) in zip(shapes, is_full, found.layer_tensors, strict=True):
+        assert (found.windows[group].num_tokens == 0) == each
+        assert caches[cache] == shape
+        assert found.group_parts[group] == (1 if shape == large else 2)
+        view = found.views[cache - size] if cache >= size else None
+        places.add((group, cache, 0) if view is None else (group, view.tensors, view.part))
+    assert len(places) == num_layers, "two layers share their memory"
+    held = [32768 if each.num_tokens == 0 else window for each in found.windows]
+    of_one_group = 32768 * sum(each.num_elements for each in shapes)
+    assert sum(held) * size * large.num_elements < of_one_group / 2
+
+
+def test_layers_whose_shapes_do_not_divide_each_other_form_one_group() -> None:
+    shapes = [CacheShape(3, 64, 64), CacheShape(2, 64, 64)]
     found = grouped(shapes, [LayerWindow(), LayerWindow(64)], 1000)
     assert found.windows == (LayerWindow(),)
     assert found.shapes == tuple(shapes)

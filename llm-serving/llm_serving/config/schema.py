@@ -16,7 +16,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tables import TABLES, ApiKey
-from llm_serving.core.enums import RoleName, SpeculativeMethodName
+from llm_serving.core.enums import KVCacheDtypeName, RoleName, SpeculativeMethodName
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.hub import HubModel
 from llm_serving.models.memory import num_state_slots
@@ -110,7 +110,8 @@ class ServingConfig:
 
     def served_spec(self, spec: ModelSpec) -> ModelSpec:
         """Return the spec of a model with the groups of layers of its KV cache."""
-        return spec.with_cache_groups(self.model.max_generate_length) if self.groups_layers else spec
+        int8 = self.quant.kv_cache_dtype == KVCacheDtypeName.INT8
+        return spec.with_cache_groups(self.model.max_generate_length, int8=int8) if self.groups_layers else spec
 
     @property
     def num_processes(self) -> int:

@@ -148,12 +148,15 @@ class ModelSpec:
         spec.__dict__["scheme"] = self.scheme
         return spec
 
-    def with_cache_groups(self, max_model_len: int) -> ModelSpec:
-        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens."""
+    def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
+        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens. In an
+        int8 cache layers of different shapes form one group, because each head of a token also has a scale.
+        """
         spec = replace(self)
         spec.__dict__["network"] = network = copy(self.network)
         spec.__dict__["scheme"] = self.scheme
-        network.layout = grouped(network.caches, self._windows, max_model_len) if network.causal else None
+        has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)
+        network.layout = grouped(network.caches, self._windows, max_model_len) if has_groups else None
         return spec
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:

@@ -24,6 +24,17 @@ class CacheShape:
     key_width: int
     value_width: int
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of one token's keys and values."""
+        return self.kv_heads * (self.key_width + self.value_width)
+
+    def num_parts_for(self, other: CacheShape) -> int:
+        """Return how many layers of another shape have the same memory for keys, and for values; 0: no whole number."""
+        parts, rest = divmod(self.kv_heads * self.key_width, other.kv_heads * other.key_width)
+        fits = not rest and self.kv_heads * self.value_width == parts * other.kv_heads * other.value_width
+        return parts if fits else 0
+
     def bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
         """Return the bytes of one token's keys and values; with `int8`, including a scale for each head."""
         widths = self.key_width + self.value_width
@@ -48,23 +59,44 @@ MAX_GROUPS: Final = 8
 
 
 @dataclass(frozen=True)
+class CacheView:
+    """Part of a pair of tensors, for layers whose tokens need less memory than those of the pair."""
+
+    tensors: int
+    """Number of the pair."""
+    part: int
+    """A row of the pair has equal parts, each for one of these layers."""
+    shape: CacheShape
+
+
+@dataclass(frozen=True)
 class CacheLayout:
     """The groups of a network's layers, and the tensors that hold their keys and values.
 
-    Layers that attend to the same tokens form one or more groups. Each group has as many layers as there are pairs of
-    tensors. A block belongs to one group: it is one row of every pair of tensors, and each pair holds the keys and
-    values of one layer of the group. So all groups take blocks from one pool, although a layer with a window needs
-    fewer blocks than others.
+    Layers that attend to the same tokens form one or more groups. A block belongs to one group: it is one row of every
+    pair of tensors. A row of a pair holds the keys and values of one layer of the group, or of several smaller layers.
+    So all groups take blocks from one pool, although a layer with a window needs fewer blocks than others.
     """
 
     windows: tuple[LayerWindow, ...]
+    """Window of each group, the largest one first."""
     layer_tensors: tuple[tuple[int, int], ...]
-    """(group, number of the pair of tensors) of each layer."""
+    """(group, cache) of each layer. Caches are the pairs of tensors, then the views."""
     shapes: tuple[CacheShape, ...]
+    """Shape of each pair of tensors."""
+    views: tuple[CacheView, ...] = ()
+    group_parts: tuple[int, ...] = ()
+    """Number of parts of a row in the caches of each group; empty: 1 for all."""
+
+    @property
+    def max_parts(self) -> int:
+        return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
         """Return the number of blocks of groups that take as much memory as `num_tables` blocks of all layers."""
-        return num_tables * len(self.layer_tensors) // len(self.shapes)
+        caches = [*self.shapes, *(view.shape for view in self.views)]
+        of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
+        return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)
 
 
 ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1),))
@@ -72,9 +104,7 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return the layout of one group. `windows`: window of each layer. If one layer attends to all tokens, all blocks
-    are kept.
-    """
+    """Return the layout of one group. `windows`: window of each layer; a layer of all tokens keeps all blocks."""
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
@@ -82,31 +112,46 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
 
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
-    """Return the layout with which a request of `max_model_len` tokens needs least memory, with at most `MAX_GROUPS`.
-
-    Groups with fewer layers waste less memory; larger groups need fewer tables. There is one group if the layers have
-    different shapes, or if several groups save nothing.
+    """Return the layout with which a request of `max_model_len` tokens needs least memory, with `MAX_GROUPS` at most.
+    Groups with fewer layers waste less memory, and larger groups need fewer tables. There is one group if several save
+    nothing, or the shape of a layer does not divide the largest one.
     """
+    largest = max(shapes, key=lambda each: each.num_elements, default=ONE_LAYER.shapes[0])
     seen = [each if 0 < each.num_tokens < max_model_len else LayerWindow() for each in windows]
-    counts = Counter(sorted(seen, key=_reach, reverse=True))
-    least = len(seen) * min(max_model_len, max(map(_reach, counts), default=0)), 1, 0
-    if len(counts) > 1 and len(set(shapes)) == 1:
+    kinds = sorted(zip(seen, shapes, strict=True), key=lambda kind: (-_reach(kind[0]), -kind[1].num_elements))
+    counts, parts = Counter(kinds), {shape: largest.num_parts_for(shape) for shape in shapes}
+    widest = max(map(_reach, seen), default=0)
+    least = sum(each.num_elements for each in shapes) * min(max_model_len, widest), 1, 0
+    if len(set(seen)) > 1 and all(parts.values()):
         for size in range(1, len(seen)):
-            num_groups = {each: -(-count // size) for each, count in counts.items()}
+            num_groups = {
+                (window, shape): -(-count // (size * parts[shape])) for (window, shape), count in counts.items()
+            }
             if sum(num_groups.values()) <= MAX_GROUPS:
-                held = sum(number * min(max_model_len, _reach(each)) for each, number in num_groups.items())
-                least = min(least, (size * held, sum(num_groups.values()), size))
+                held = sum(number * min(max_model_len, _reach(window)) for (window, _), number in num_groups.items())
+                least = min(least, (size * largest.num_elements * held, sum(num_groups.values()), size))
     size = least[-1]
     if not size:
         return ungrouped(shapes, windows)
-    groups: list[LayerWindow] = []
+    groups: list[tuple[LayerWindow, int]] = []
+    views: dict[CacheView, int] = {}
     layer_tensors: dict[int, tuple[int, int]] = {}
-    for each in counts:
-        layers = [layer for layer, window in enumerate(seen) if window == each]
+    for window, shape in counts:
+        layers = [layer for layer, kind in enumerate(zip(seen, shapes, strict=True)) if kind == (window, shape)]
         for number, layer in enumerate(layers):
-            layer_tensors[layer] = len(groups) + number // size, number % size
-        groups += [each] * -(-len(layers) // size)
-    return CacheLayout(tuple(groups), tuple(layer_tensors[layer] for layer in range(len(seen))), tuple(shapes[:size]))
+            group, place = divmod(number, size * parts[shape])
+            tensors, part = divmod(place, parts[shape])
+            if shape != largest:
+                tensors = size + views.setdefault(CacheView(tensors, part, shape), len(views))
+            layer_tensors[layer] = len(groups) + group, tensors
+        groups += [(window, parts[shape])] * -(-len(layers) // (size * parts[shape]))
+    return CacheLayout(
+        tuple(window for window, _ in groups),
+        tuple(layer_tensors[layer] for layer in range(len(seen))),
+        (largest,) * size,
+        tuple(views),
+        tuple(part for _, part in groups),
+    )
 
 
 def _reach(window: LayerWindow) -> int:

@@ -87,7 +87,7 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
     states, adapters, layout = len(network.states), network.num_adapter_slots, network.layout
     num_caches, layer_tensors = len(network.caches), () if layout is None else layout.layer_tensors
     if layout is not None:
-        num_caches = len(layout.shapes)
+        num_caches = len(layout.shapes) + len(layout.views)
     return assemble(plan, num_caches, dtype, num_states=states, num_adapter_slots=adapters, layer_tensors=layer_tensors)
 
 

@@ -14,12 +14,13 @@ import numpy as np
 from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
-from llm_serving.backends.parameters import bytes_of_block, clear_cache, host_blocks, storage_dtype
+from llm_serving.backends.parameters import bytes_of_block, clear_cache, host_blocks, parameter_over, storage_dtype
 from llm_serving.core.memory import release_pages
 from llm_serving.core.step import BlockMoveKind, Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.caches import CacheView
 from llm_serving.transport.shared_memory import MAX_TOKENS_PER_BLOCK
 from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockLocation
 
@@ -148,6 +149,7 @@ class KVTensors:
     block_size: int
     transfer: TransferMemory | None = None
     states: tuple[ms.Parameter, ...] = ()  # of each operation that keeps states, [num_state_slots, ...]
+    views: tuple[tuple[ms.Parameter, ms.Parameter], ...] = ()  # of `CacheLayout.views`, in the memory of `layers`
 
     @property
     def block_bytes(self) -> int:
@@ -174,9 +176,10 @@ class KVTensors:
         Raise ConfigError if an int32 number cannot count the KV slots, ModelError if the backend has no attention over
         8-bit keys and values.
         """
-        if num_blocks * block_size > MAX_SLOTS:
+        if num_blocks * block_size > MAX_SLOTS // spec.layout.max_parts:
+            most = MAX_SLOTS // spec.layout.max_parts
             raise ConfigError(
-                f"`num_blocks` times `block_size` must be at most {MAX_SLOTS}. Given: {num_blocks} x {block_size}"
+                f"`num_blocks` times `block_size` must be at most {most}. Given: {num_blocks} x {block_size}"
             )
         allocate = backend.int8_kv_cache if int8 else backend.kv_cache
         layers = tuple(
@@ -188,7 +191,8 @@ class KVTensors:
         states = tuple(
             backend.states(num_state_slots, state, f"state.{index}") for index, state in enumerate(spec.states)
         )
-        return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size, states=states)
+        views = tuple(_view(layers[each.tensors], each, num_blocks, block_size) for each in spec.layout.views)
+        return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size, states=states, views=views)
 
     def clear(self) -> None:
         """Return the memory pages of all blocks to the operating system. Later accesses read zeros."""
@@ -229,6 +233,23 @@ class KVTensors:
             return self.host_layers
         assert self.transfer is not None
         return self.transfer.layers
+
+
+def _view(
+    pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
+) -> tuple[ms.Parameter, ms.Parameter]:
+    """Return keys and values of a view. Block i of the pair is block i * (parts of a row) of the view, whose memory
+    begins at its own part of the first row.
+    """
+    made = []
+    for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):
+        shape = block_size, view.shape.kv_heads, width
+        parts = bytes_of_block(cache) // (math.prod(shape) * cache.storage.itemsize)
+        elements = cache.storage.reshape(-1)[view.part * math.prod(shape) :]
+        array = elements.reshape(num_blocks * parts - view.part, *shape)
+        made.append(parameter_over(array, str(cache.dtype).lower(), f"{cache.name}.{view}"))
+    keys, values = made
+    return keys, values
 
 
 class GraphOwnedCache(KVTensors):

@@ -131,7 +131,7 @@ def load_runner(
         ranks = _join_ranks(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)
     if settings.groups_layers and backend.program() is not None:
-        spec = spec.with_cache_groups(settings.max_model_len)
+        spec = spec.with_cache_groups(settings.max_model_len, int8=_has_int8_cache(settings))
     if not settings.has_group_blocks:
         settings = msgspec.structs.replace(
             settings,
@@ -312,4 +312,4 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)
     if settings.uses_mtp:
         left -= mtp_bytes(spec, element_bytes(backend), settings.block_size, _quantization(settings, backend))
-    return min(useful, num_blocks_for(left, one, settings.block_size))
+    return min(useful, num_blocks_for(left, one, settings.block_size * spec.layout.max_parts))

@@ -68,6 +68,8 @@ class ModelLimits:
     num_blocks: int
     block_size: int
     groups: CacheGroups = ONE_GROUP
+    group_parts: tuple[int, ...] = ()
+    """As `CacheLayout.group_parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ class ModelInputs:
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
-    slot_mapping: Int32Array  # [G * T], for each group of layers block_id * block_size + offset of each token's key
-    block_tables: Int32Array  # [G * B, W]; where a step names no block: 0, which is not read
+    slot_mapping: Int32Array  # [G * T], for each group of layers block * block_size + offset of each token's key
+    block_tables: Int32Array  # [G * B, W], times the group's parts; where a step names no block: 0, which is not read
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
@@ -194,6 +196,9 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
     logical_blocks, offsets = np.divmod(positions, np.int32(block_size))
     num_groups = len(limits.groups.windows)
     of_groups = [block_tables] if num_groups == 1 else np.split(block_tables, num_groups)
+    if max(limits.group_parts, default=1) > 1:
+        of_groups = [tables * np.int32(parts) for tables, parts in zip(of_groups, limits.group_parts, strict=True)]
+        block_tables = np.concatenate(of_groups)
     slots = [tables[rows, logical_blocks] * np.int32(block_size) + offsets for tables in of_groups]
     return ModelInputs(
         token_ids=token_ids,

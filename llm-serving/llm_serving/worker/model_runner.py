@@ -128,14 +128,16 @@ class ModelRunner:
         groups = CacheGroups.of(spec.layout.windows, 1, max_model_len)
         max_positions = min(max_model_len, groups.max_request_tokens(block_size, num_blocks))
         self.max_positions = max_positions
-        self._limits = ModelLimits(spec.network.num_input_ids, max_positions, num_blocks, block_size, groups)
+        self._limits = ModelLimits(
+            spec.network.num_input_ids, max_positions, num_blocks, block_size, groups, spec.layout.group_parts
+        )
         self._num_prompt_rows = num_prompt_rows
         if networks is None:
             lowered = lower(
                 spec,
                 backend,
                 WeightReader(folder, spec.scheme, on_weights),
-                self.kv_tensors.layers,
+                self.kv_tensors.layers + self.kv_tensors.views,
                 max_positions,
                 as_program=as_program,
                 whole_prompts=num_prompt_rows > 0,

@@ -26,7 +26,7 @@ from llm_serving.config.rules import (
 from llm_serving.config.sections.device import groups_layers
 from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.core.enums import ExactnessName, ImplementationName
+from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName
 from llm_serving.core.window import CacheGroups
 from llm_serving.errors import ConfigError
 from llm_serving.hub import HUBS
@@ -234,7 +234,7 @@ def _longest_in_cache(values: Values, length: int, spec: ModelSpec | None) -> in
     if spec is None:
         return min(length, int(num_blocks) * block_size)
     if groups_layers(values["device_config.device_target"], values[KERNELS], values["pa_config.disk_cache_path"]):
-        spec = spec.with_cache_groups(length)
+        spec = spec.with_cache_groups(length, int8=values["quant_config.kv_cache_dtype"] == KVCacheDtypeName.INT8)
     groups = CacheGroups.of(spec.layout.windows, values["scheduler_config.max_prefill_tokens"], length)
     longest: int = groups.max_request_tokens(block_size, spec.layout.num_blocks(num_blocks))
     return min(length, longest)

@@ -117,8 +117,9 @@ int Program::read_step() {
     }
     return 0;
   };
+  int64_t last_slot = -1;
   if (const int status = read(kPositions, "positions", tokens_, positions_, 0, last_position_)) return status;
-  if (const int status = read(kSlotMapping, "slot_mapping", groups * tokens_, slots_, -1, last_slot_)) return status;
+  if (const int status = read(kSlotMapping, "slot_mapping", groups * tokens_, slots_, -1, last_slot)) return status;
   if (!call_.is_integer(kSampleIndices)) return call_.fail("sample_indices [S] must be int32 or int64");
   if (const int status = call_.check_within(kSampleIndices, "sample_indices", 0, tokens_, "rows")) return status;
   if (const int status = read_requests(call_, kBlockTables, kQueryLens, kContextLens, tokens_, groups, requests_))
@@ -253,8 +254,10 @@ int Program::check_positions(size_t rows_of_tables) const {
   return call_.check_within(kPositions, "positions", 0, rows_of_tables, "rows of cos and sin");
 }
 
-int Program::check_slots(size_t slots) const {
-  if (last_slot_ < static_cast<int64_t>(slots)) return 0;
+int Program::check_slots(size_t group, size_t slots) const {
+  const int64_t* first = this->slots(group);
+  const int64_t count = static_cast<int64_t>(slots);
+  if (std::all_of(first, first + tokens_, [count](int64_t slot) { return slot < count; })) return 0;
   return call_.check_within(kSlotMapping, "slot_mapping", -1, slots, "slots of the cache");
 }
 

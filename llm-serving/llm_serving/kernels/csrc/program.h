@@ -102,7 +102,7 @@ class Program {
   // The sequences of a program with states.
   Sequences sequences() const;
   int check_positions(size_t rows_of_tables) const;
-  int check_slots(size_t slots) const;
+  int check_slots(size_t group, size_t slots) const;
   // Refuses blocks outside of the cache.
   int check_blocks(size_t group, size_t num_blocks, size_t block_size, size_t window);
 
@@ -137,7 +137,7 @@ class Program {
   std::vector<std::optional<Weight>> weights_;
   size_t tokens_ = 0, row_capacity_ = 0;
   std::vector<int64_t> positions_, slots_;  // slots [groups, T]
-  int64_t last_position_ = -1, last_slot_ = -1;
+  int64_t last_position_ = -1;
   std::vector<Requests> requests_;  // of each group
   std::vector<int64_t> first_rows_, state_in_, state_out_;
   RowsByAdapter adapter_rows_[2];  // of the step, and of the sampled rows

@@ -47,19 +47,20 @@ int run_rope(const Instruction& in) {
   return 0;
 }
 
-// Checks operands that are stored in the cache.
-int check_stored(const Instruction& in, const Operand* k, const Operand* v, const KvCache& cache) {
-  if (const int status = in.check_rows("k", k, false)) return status;
-  if (const int status = in.check_rows("v", v, false)) return status;
-  if (const int status = in.check_width("k", *k, cache.heads * cache.key_dim)) return status;
-  if (const int status = in.check_width("v", *v, cache.heads * cache.value_dim)) return status;
-  return in.program().check_slots(cache.slots());
-}
-
 // Checks attribute i, the group of the layer, which has its own slots and block tables.
 int check_group(const Instruction& in, int i) {
   const bool exists = in.integer(i) >= 0 && static_cast<size_t>(in.integer(i)) < in.program().num_groups();
   return exists ? 0 : in.fail("there is no group %d", in.integer(i));
+}
+
+// Checks operands that are stored in the cache, in slots of the group in attribute i.
+int check_stored(const Instruction& in, const Operand* k, const Operand* v, const KvCache& cache, int i) {
+  if (const int status = check_group(in, i)) return status;
+  if (const int status = in.check_rows("k", k, false)) return status;
+  if (const int status = in.check_rows("v", v, false)) return status;
+  if (const int status = in.check_width("k", *k, cache.heads * cache.key_dim)) return status;
+  if (const int status = in.check_width("v", *v, cache.heads * cache.value_dim)) return status;
+  return in.program().check_slots(static_cast<size_t>(in.integer(i)), cache.slots());
 }
 
 KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v, int group) {
@@ -82,8 +83,7 @@ int check_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = in.read_layer(in.integer(0), cache)) return status;
   if (const int status = check_offset(in, 0, cache)) return status;
-  if (const int status = check_group(in, 1)) return status;
-  return check_stored(in, in.input(0), in.input(1), cache);
+  return check_stored(in, in.input(0), in.input(1), cache, 1);
 }
 
 int run_store_kv(const Instruction& in) {
@@ -143,7 +143,7 @@ int check_attention(const Instruction& in) {
   if (const int status = check_selected(in, in.input(4))) return status;
   if ((k == nullptr) != (v == nullptr)) return in.fail("k and v go together");
   if (k != nullptr) {
-    if (const int status = check_stored(in, k, v, cache)) return status;
+    if (const int status = check_stored(in, k, v, cache, kGroup)) return status;
     if (in.has_weight(kCos)) {
       if (const int status = check_tables(in, kCos, cache.key_dim)) return status;
     }
