@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 CONTEXT: Final = 299
-NUM_TIMED: Final = 20
+NUM_TIMED: Final = 10
 TIMEOUT_S: Final = 3600
 TESTS: Final = Path(__file__).resolve().parents[2] / "tests"
 

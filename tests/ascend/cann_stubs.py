@@ -29,7 +29,9 @@ RUNTIME: Final = "all_symbols"
 LIBRARIES: Final = (
     "acl_op_compiler acl_tdt_channel acl_tdt_queue alog ascend_hal ascend_ml ascendalog ascendcl atb c_sec "
     "error_manager exe_graph ge_runner graph hccl lowering metadef mmpa msprofiler msprofiler_fwk nnopbase opapi "
-    "platform profapi register runtime slog static_mmpa tiling_api unified_dlog"
+    "platform profapi register runtime slog static_mmpa tiling_api unified_dlog "
+    # of MindSpore before 2.9
+    "acl_dvpp_mpi acl_dvpp_op aoe_executor cann_kb compress d_collective host_cpu_engine opskernel slice"
 ).split()
 """Names of CANN's shared objects. Each is a link to the one that has all symbols."""
 

@@ -39,11 +39,13 @@ def started(cann, models, tmp_path_factory):
     futures = {each.name: Future() for each in requests}
 
     def run():
-        for request, code in run_all(cann, requests):
-            futures[request.name].set_result((request, code))
-        for name, future in futures.items():
-            if not future.done():
-                future.set_exception(RuntimeError(f"the process {name} did not end"))
+        try:
+            for request, code in run_all(cann, requests):
+                futures[request.name].set_result((request, code))
+        except RuntimeError as error:
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
 
     thread = Thread(target=run)
     thread.start()

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
 
+TRACE = "FAKE_TRACE"
+"""Environment variable with the file to which the stubs write calls and copies."""
 PARALLEL = 2
 """Number of processes that run at a time."""
 
@@ -33,6 +35,9 @@ class Request(NamedTuple):
     """The file of its output."""
     packages: str | None = None
     """A folder with further packages."""
+
+    def untraced(self) -> Request:
+        return self._replace(environment={name: value for name, value in self.environment.items() if name != TRACE})
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ascend.device import MARK
-from ascend.forks import Request
+from ascend.forks import TRACE, Request
 
 SCRIPT: Final = Path(__file__).with_name("forks.py")
 TIMEOUT_S: Final = 900
@@ -181,7 +182,7 @@ def request(
     home.mkdir()
     environment = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
     # Kernels write log files into their folder of logs.
-    environment |= {"ASCEND_PROCESS_LOG_PATH": str(home), "FAKE_TRACE": str(folder / "trace.txt")}
+    environment |= {"ASCEND_PROCESS_LOG_PATH": str(home), TRACE: str(folder / "trace.txt")}
     environment |= invariant.get("environment", {})
     return Request(name, module, arguments, environment, str(folder / "output.txt"), invariant.get("packages"))
 
@@ -189,9 +190,9 @@ def request(
 def run_all(
     cann: Mapping[str, str], requests: Sequence[Request], *, traced: bool = True, timeout_s: float = TIMEOUT_S
 ) -> Iterator[tuple[Request, int]]:
-    """Run processes, two at a time. Yield each one that has ended and its exit code. Kernels print only if `traced`.
+    """Run processes, two at a time. Yield each one that has ended, and its exit code. Kernels print only if `traced`.
 
-    `cann`: the environment that `cann_stubs.build` returns.
+    `cann`: the environment that `cann_stubs.build` returns. Raise RuntimeError if `forks.py` fails.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "ASCEND_", "FAKE_"))}
     paths = cann["PYTHONPATH"], str(SCRIPT.parents[1]), own.get("PYTHONPATH", "")
@@ -199,17 +200,20 @@ def run_all(
     if traced:
         own |= PRINTING
     else:
-        requests = [each._replace(environment={**each.environment, "FAKE_TRACE": ""}) for each in requests]
+        requests = [each.untraced() for each in requests]
     by_name = {each.name: each for each in requests}
-    with subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        env=own,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as server:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            env=own,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        ) as server,
+    ):
         assert server.stdin is not None and server.stdout is not None
         end = threading.Timer(timeout_s, os.killpg, (server.pid, signal.SIGKILL))
         end.start()
@@ -219,6 +223,9 @@ def run_all(
             for line in server.stdout:
                 name, code = line.rsplit(maxsplit=1)
                 yield by_name[name], int(code)
+            if server.wait() != 0:
+                errors.seek(0)
+                raise RuntimeError(f"{SCRIPT.name} ended with {server.returncode}: {errors.read()[-3000:]}")
         finally:
             end.cancel()
             with suppress(ProcessLookupError):
@@ -228,8 +235,8 @@ def run_all(
 def read(request: Request, code: int) -> Ended:
     """Return what the jobs of an ended process found and printed."""
     output = Path(request.output).read_text(errors="replace")
-    trace = Path(request.environment["FAKE_TRACE"])
-    calls = trace.read_text() if trace.is_file() else ""
+    trace = request.environment.get(TRACE)
+    calls = Path(trace).read_text() if trace is not None and Path(trace).exists() else ""
     by_name = {}
     for each in map(json.loads, results(output)):
         mark = f"load {each['job']}"
