@@ -52,7 +52,13 @@ SETTINGS = (
             "worker/compiled_graph.py"),
     Setting("set_kernel_launch_group", "4 threads, 16 groups", "vllm_mindspore/model_executor/models/mf_models/"
             "mindformers.py", 428, "experimental; a number of dispatch threads is set instead"),
+    Setting("set_kernel_launch_group", "2 threads, 8 groups", FORMERS, 424, "as above"),
     Setting("CUSTOM_MATMUL_SHUFFLE", "on", VLLM, 55, "MindSpore's default, which `fast` keeps"),
+    Setting("CUSTOM_MATMUL_SHUFFLE", "on", FORMERS, 646, "MindSpore's default, which `fast` keeps"),
+    Setting("LCCL_DETERMINISTIC", "0", FORMERS, 647, "LCCL's default, and LCCL is off"),
+    Setting("precision_mode", "of ascend_config", FORMERS, 247, "of operators that CANN compiles, of which a "
+            "decode step has none"),
+    Setting("MS_DEV_JIT_SYNTAX_LEVEL", "0", FORMERS, 685, "for training only"),
     Setting("HCCL_DETERMINISTIC", "false", VLLM, 56, "HCCL's default, which `fast` keeps"),
     Setting("LCCL_DETERMINISTIC", "0", VLLM, 59, "LCCL's default, and LCCL is off"),
     Setting("MS_ENABLE_INTERNAL_BOOST", "on", VLLM, 62, "infer boost in jit_config loads the same library"),
