@@ -52,6 +52,7 @@ class Job(NamedTuple):
     exactness: str = "exact"
     block_size: int = 16
     quantization: str | None = None
+    implementation: str = "native"
     num_blocks: int | None = None
     max_model_len: int = 1024
     max_num_seqs: int = 4
@@ -108,6 +109,7 @@ def run(job: Job) -> dict[str, Any]:
         model_dtype=job.dtype,
         max_generate_length=job.max_model_len,
         decode_batch_size=job.max_num_seqs,
+        implementation=job.implementation,
     )
     config = ServingConfig(model=model, device=device, pa=CacheConfig(block_size=job.block_size))
     # On the stubs results mean nothing, so the check would let the host draw.
