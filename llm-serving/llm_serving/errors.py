@@ -105,9 +105,7 @@ class RequestError(LLMServingError):
         return type(self)(field, self.rule, self._given if value is ... else value)
 
     def renamed_by(self, names: Mapping[str, str]) -> Self:
-        """Return the error with the name that the protocol gives to its field. `names`: internal name -> the protocol's
-        name.
-        """
+        """Return the error with the protocol's name of its field. `names`: internal name -> the protocol's name."""
         return self.renamed(names[self.field]) if self.field in names else self
 
 

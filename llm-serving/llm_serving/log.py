@@ -36,9 +36,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 logged_model: ContextVar[str] = ContextVar("logged_model", default="")
-"""Name of the model that log lines are about; empty: the server has only one model. It is set for each thread and
-request.
-"""
+"""Model that log lines of this thread and request are about; empty: the server has only one model."""
 
 
 class SingleLineFormatter(logging.Formatter):
@@ -51,9 +49,7 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines to standard error, with the name of the process. A later call replaces an earlier
-    one.
-    """
+    """Send the package's log lines to standard error, with the process's name. A later call replaces this one."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)

@@ -77,9 +77,7 @@ def open_checked(config: ServingConfig, reserved_bytes: int) -> OpenedModel:
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError, also if a
-    file cannot be used.
-    """
+    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError if that fails."""
     if config.models:
         raise ConfigError(
             "run-batch serves one model: `models` must not be given. For several models, send batches to a server"
@@ -164,9 +162,7 @@ def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> N
 
 
 class ServedFiles:
-    """The configuration with the model folder that WorkAgents load, and the check that all of them
-    read the same files.
-    """
+    """The configuration with the model folder to load, and the check that all WorkAgents read the same files."""
 
     def __init__(self, config: ServingConfig) -> None:
         self.config = config

@@ -116,9 +116,7 @@ class LLM:
         priorities: Sequence[int] | None = None,
         adapter: str = "",
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) when a piece
-        arrives.
-        """
+        """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) for each piece."""
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:

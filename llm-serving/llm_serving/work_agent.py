@@ -232,9 +232,7 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Serve requests for KV blocks. If their connection ends, close `steps` too, so that the master replaces this
-    WorkAgent.
-    """
+    """Serve requests for KV blocks. At the end of their connection close `steps`, so that the master restarts all."""
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
@@ -331,9 +329,7 @@ class _Replies:
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding`, if the master requested it, shortly before the step ends; at once if the backend cannot
-    announce the end.
-    """
+    """Send `StepEnding`, if requested, shortly before the step ends, or at once if the backend cannot tell."""
 
     def announce() -> None:
         with contextlib.suppress(ChannelClosedError):  # the master has exited

@@ -17,9 +17,7 @@ MIN_STEPS: Final = 32
 MIN_FINISHED: Final = 8
 """Minimum number of finished requests for a prediction of the wait for a running slot."""
 MIN_SPREAD: Final = 0.1
-"""Minimum standard deviation of the number of tokens per step, relative to the mean, for a measurement of the time of a
-token.
-"""
+"""Minimum relative standard deviation of the tokens per step for a measurement of the time of a token."""
 
 
 class InFlightSteps(NamedTuple):
@@ -27,7 +25,7 @@ class InFlightSteps(NamedTuple):
 
     num_steps: int = 0
     num_tokens: int = 0
-    """Number of tokens of these steps, without one token for each of their rows."""
+    """Number of tokens of these steps, not counting one token of each row."""
     num_tokens_left: int = 0
     """Number of prompt tokens that remain after these steps, of prompts that they compute in part."""
     since: float = math.inf
@@ -137,9 +135,7 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step. `seconds`: to the reply, from the previous reply or from the submission,
-        whichever is later.
-        """
+        """Record a step. `seconds`: from the previous reply or the submission, whichever is later, to the reply."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
         moments.weight = moments.weight * keep + 1

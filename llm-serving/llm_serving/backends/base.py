@@ -194,9 +194,7 @@ class Backend(Protocol):
         """Return a Cell that adds: (a [T, H], b [T, H] or [H]) -> a + b."""
 
     def all_reduce(self) -> nn.Cell:
-        """Return a Cell that adds x [T, N] over all ranks. Raise ModelError if the backend has no
-        tensor parallelism.
-        """
+        """Return a Cell that adds x [T, N] over all ranks. Raise ModelError without tensor parallelism."""
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
@@ -205,9 +203,7 @@ class Backend(Protocol):
         """Do the same as `linear_weight`, for a weight that both `embedding` and `logits` use."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the weights of all experts, given as [num_experts * N, K], as one Parameter for
-        each or one for all.
-        """
+        """Return the weights [num_experts * N, K] of all experts as one Parameter for each or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
         """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without a copy
@@ -241,9 +237,7 @@ class Backend(Protocol):
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Do the same as `quantized_weight` for experts: [num_experts * N, K] -> values [experts, K, N], scales
-        [experts, N].
-        """
+        """Do the same as `quantized_weight` for experts. Return values [experts, K, N], scales [experts, N]."""
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         """Return a copy of vectors one after another, such as norm weights, in the model dtype."""

@@ -53,8 +53,6 @@ class BlockSegments:
         return self._arrays[-1].ctypes.data
 
     def pack(self, address: int, dtype: str) -> None:
-        """Pack the segments into `num_bytes` bytes at an address, and register these as a weight for activations of a
-        dtype.
-        """
+        """Pack the segments into `num_bytes` bytes at an address, as a weight for activations of a dtype."""
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns
         library.done(library.load().llm_pack_blocks(self._args, *arguments))

@@ -90,9 +90,7 @@ def weight_memory(size: int) -> NDArray[np.uint8]:
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter of zeros: on an NPU in device memory, else in pages that the system
-    provides on first access.
-    """
+    """Return a Parameter of zeros: on an NPU in device memory, else in pages provided on first access."""
     if is_on_npu():
         return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
     return parameter_over(zeroed_array(shape, dtype), dtype, name)

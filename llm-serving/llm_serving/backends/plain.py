@@ -296,9 +296,7 @@ class PlainPagedAttention(nn.Cell):
         self.minus_infinity = ms.Tensor(np.float32(np.finfo(np.float32).min))
 
     def keys_of(self, cache: ms.Tensor, tables: ms.Tensor) -> ms.Tensor:
-        """Gather the keys, or values, in the blocks of each row: [T, W] block ids -> [T, num_kv_heads, W*block_size,
-        D].
-        """
+        """Gather keys or values from the blocks of each row: [T, W] -> [T, num_kv_heads, W*block_size, D]."""
         rows = ops.gather(cache, tables, 0).reshape(tables.shape[0], -1, self.num_kv_heads, self.head_dim)
         return rows.transpose(0, 2, 1, 3)
 

@@ -150,9 +150,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the API key of the environment in the form of `--set`; empty: the configuration has API keys, or there is
-    none.
-    """
+    """Return the API key of the environment in the form of `--set`; empty: none, or the YAML has keys."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 
@@ -223,9 +221,7 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration, and add flags and environment to `arguments.overrides`. Raise ConfigError if it is
-    invalid.
-    """
+    """Load the configuration; add flags and environment to `arguments.overrides`. Raise ConfigError if invalid."""
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
     if added := overrides_of_environment(config):
@@ -260,9 +256,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Return a context that raises KeyboardInterrupt on SIGTERM and SIGHUP, unless ignored (nohup).
-    Main thread only.
-    """
+    """Return a context, for the main thread, that raises KeyboardInterrupt on SIGTERM and SIGHUP unless ignored."""
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:

@@ -109,9 +109,7 @@ def _check_none_runs(folder: Path, port: int) -> None:
 
 @contextlib.contextmanager
 def _starting(folder: Path, port: int) -> Iterator[None]:
-    """Return a context that locks the folder, so that two commands cannot start servers on one port
-    at the same time.
-    """
+    """Return a context that locks the folder, so that two commands cannot start servers on one port at once."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,9 +236,7 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents are ready, except abandoned ones, and a description; empty: the server does not
-    respond.
-    """
+    """Return whether all WorkAgents not abandoned are ready, and a description; empty: the server does not respond."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # Not verified: the certificate has the server's public name, but this request goes to the server's address.

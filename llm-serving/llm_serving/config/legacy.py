@@ -111,8 +111,7 @@ MUST_AGREE: Final = (
     "model_config.vocab_size",
     "model_config.end_token",
 )
-"""Keys whose values in the serving YAML and the MindFormers YAML must be equal. Otherwise responses would be garbled or
-endless."""
+"""Keys that must be equal in the serving YAML and the MindFormers YAML. Otherwise responses would be garbled."""
 
 _SHAPE_KEYS: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "

@@ -15,9 +15,7 @@ from llm_serving.errors import ConfigError
 RELOADABLE: Final = frozenset(name for name, option in OPTIONS.items() if option.reloadable)
 """Reloadable keys of sections. Rows of `api_keys` and `request_classes` are reloadable except for names and ranks."""
 LOADED_FOR: Final = ("model_config.decode_batch_size", "scheduler_config.max_prefill_tokens")
-"""Keys whose values must not rise above those at the start of the server, because the WorkAgents allocated memory for
-these.
-"""
+"""Keys whose values must not rise above those at the start, because WorkAgents allocated memory for these."""
 MAX_NAMED: Final = 8
 
 

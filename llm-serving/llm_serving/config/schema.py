@@ -51,8 +51,7 @@ class ServingConfig:
     api_keys: tuple[ApiKey, ...] = ()
     """API keys of the tenants. Empty: the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """"section.key" or "section.row.key" -> source of its value, such as "default", "file:line", "--set" or "--model".
-    """
+    """"section.key" or "section.row.key" -> source of its value: "default", "file:line", "--set" or "--model"."""
     notices: tuple[str, ...] = ()
     """Sentences for the operator: keys without effect, renamed keys, surprising combinations."""
     hub_model: HubModel | None = None
@@ -62,8 +61,7 @@ class ServingConfig:
     origin: Origin | None = field(default=None, compare=False)
     """The arguments of `load_config`, with which it can be loaded again; None: `load_config` did not load it."""
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
-    """The configuration of each row of the section `models`; `self` is that of the first row. Empty: the YAML has one
-    model."""
+    """The configuration of each row of the section `models`; the first is `self`. Empty: there is one model."""
     memory_share: float = 1.0
     """This model's share of the memory that all models of the server may use together."""
     load_at_start: bool = True

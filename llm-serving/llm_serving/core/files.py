@@ -66,9 +66,7 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_json(data: bytes) -> object:
-    """Parse JSON. Raise ValueError if it is invalid or contains half a surrogate pair, RecursionError if it is nested
-    too deeply.
-    """
+    """Parse JSON. Raise ValueError if it is invalid or has a lone surrogate, RecursionError if nested too deeply."""
     content: object = json.loads(data)
     if b"\\u" in data:
         json.dumps(content, ensure_ascii=False).encode()

@@ -29,9 +29,7 @@ AT_LEAST_ONE: Final = Whole(1)
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Return sampling parameter -> default of a folder, if it has a generation config. Raise
-    ModelError for bad values.
-    """
+    """Return sampling parameter -> default of a folder with a generation config. Raise ModelError for bad values."""
     if folder is None:
         return {}
     path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)

@@ -21,9 +21,7 @@ library ATB replace them.
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
 """Kernels that ATB must replace, because MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
 COLLECTIVES: Final = {"MS_ENABLE_LCCL": "off", "HCCL_OP_EXPANSION_MODE": "AIV"}
-"""Environment variables that make an NPU run collectives by HCCL, on its vector cores. Without them, infer boost loads
-LCCL.
-"""
+"""Environment variables with which an NPU runs collectives by HCCL on its vector cores, instead of by LCCL."""
 DETERMINISTIC: Final = {
     "HCCL_DETERMINISTIC": "strict",
     "LCCL_DETERMINISTIC": "1",

@@ -127,9 +127,7 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Makes the answer to a client's request from its engine requests' results. Only the engine's
-    thread may call it.
-    """
+    """Makes the answer to a client's request from the results of engine requests, in the engine's thread."""
 
     @property
     def request(self) -> Request:

@@ -120,9 +120,7 @@ class AsyncEngine:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop all replicas. Unfinished requests end with an error. A replica that is loading is stopped once it has
-        loaded.
-        """
+        """Stop all replicas, after those that are loading have loaded. Unfinished requests end with an error."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -132,9 +130,7 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens of a request: prompt and output together. A small KV cache may reduce the configured
-        number.
-        """
+        """Maximum number of tokens of a request. A small KV cache may reduce the configured number."""
         longest = self.config.model.max_generate_length
         for engine in list(self.replicas.engines.values()):
             if engine.dead is None:

@@ -154,9 +154,7 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of the readers with one of these client ids. If these are all readers, do nothing and return
-        False.
-        """
+        """End the streams of readers with one of these ids. If these are all readers, do nothing; return False."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False

@@ -57,9 +57,7 @@ class _Lookup:
     add: Callable[[], None]
     hashes: list[bytes]
     table: BlockTable
-    """Blocks of the transfer pool that receive the data. The first one is for the first prompt block that is not in the
-    KV cache.
-    """
+    """Transfer pool blocks that receive the data. The first is for the first prompt block not in the KV cache."""
     key: str
     link: BlockLink
     deadline: float

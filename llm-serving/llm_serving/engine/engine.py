@@ -124,9 +124,7 @@ class Engine(EngineRequests):
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step, then collect the oldest one if enough are in flight. Return False
-        if there was no work.
-        """
+        """Submit the next step. If enough are in flight, collect the oldest. Return False if there was no work."""
         try:
             self._executor.await_ending()
             self._drain_inbox()

@@ -189,9 +189,7 @@ class Lifecycle:
             return new
 
     def begin_shutdown(self) -> None:
-        """End what a shutdown would wait for: a change in progress, and requests that are frozen or wait for the
-        model.
-        """
+        """End what would delay a shutdown: a change in progress, and requests that are frozen or wait."""
         self._ending.set()
         if self._change is not None:
             self._change.cancel()

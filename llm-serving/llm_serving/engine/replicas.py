@@ -154,9 +154,7 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Stop all engines. Unfinished requests end with an error. A replica that is loading is stopped once it has
-        loaded.
-        """
+        """Stop all engines, after replicas that are loading have loaded. Unfinished requests end with an error."""
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -171,9 +169,7 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, by ascending index. The same object is returned until an engine
-        changes.
-        """
+        """Return the engines that accept requests, by index. The same object is returned until an engine changes."""
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -193,9 +189,7 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no further requests to the replica. Call `leave` next. Raise RequestError if no
-        other replica serves.
-        """
+        """Route no further requests to the replica. Call `leave` next. Raise RequestError if no other serves."""
         self._check(index)
         if index in self.drained:
             return

@@ -43,9 +43,7 @@ logger = get_logger(__name__)
 
 
 class StepFailedError(LLMServingError):
-    """The WorkAgent could not run one step, so the KV cache of the step's requests is lost. The WorkAgent keeps
-    running.
-    """
+    """The WorkAgent could not run one step, so the KV cache of its requests is lost. The WorkAgent keeps running."""
 
 
 class RestartFailedError(LLMServingError):

@@ -14,9 +14,7 @@ SLOW_FACTOR: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RestartStatus:
-    """State of a restart. Only the engine's thread writes it; any thread may read it. Times are on
-    the engine's clock.
-    """
+    """State of a restart, with times on the engine's clock. Only the engine's thread writes it."""
 
     reason: str
     lost_at: float
@@ -35,9 +33,7 @@ class RestartStatus:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the predicted seconds until the WorkAgent is ready; None: an attempt failed, or
-        this one is too slow.
-        """
+        """Return the predicted seconds until the WorkAgent is ready; None: an attempt failed or is too slow."""
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
         return max(self.attempt_at + self.load_s - now, 0.0)

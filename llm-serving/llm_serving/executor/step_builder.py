@@ -230,9 +230,7 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases of a request, including those that forbid bad words and, below
-    `min_tokens`, stop tokens.
-    """
+    """Return a request's logit biases, with those that forbid bad words and, below `min_tokens`, stop tokens."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:
@@ -259,15 +257,11 @@ class _PackedTables:
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._sizes: list[tuple[int, int]] = []
-        """Number of entries of each table, and how many of them have no block. A change of a table changes one of
-        these.
-        """
+        """Number of entries, and of entries without a block, of each table. Each change of a table changes one."""
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:
-        """Return the block ids and the epochs of all tables, each [tables, entries of the longest table], padded with
-        0.
-        """
+        """Return the block ids and the epochs of all tables, each [tables, longest table], padded with 0."""
         sizes = list(zip(map(len, map(IDS, tables)), map(START, tables), strict=True))
         width = max(sizes)[0]
         is_new = tables != self._tables or width != self._arrays.shape[2]

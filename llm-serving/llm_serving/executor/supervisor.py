@@ -337,9 +337,7 @@ class SupervisedExecutor(RemoteExecutor):
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
     ) -> None:
-        """Start the first WorkAgent. Raise ConfigError if it cannot load the model, WorkerDiedError if it exited in
-        every attempt.
-        """
+        """Start the first WorkAgent. Raise ConfigError if it cannot load, WorkerDiedError if every attempt exits."""
         self._start = start
         self._step_timeout_s = step_timeout_s
         self._max_restarts = max_restarts

@@ -86,9 +86,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Raise ModelError unless zero points have the shape of the scales or, if they are packed in words, the shape
-        `packed`.
-        """
+        """Raise ModelError unless zero points have the shape of the scales, or `packed` if they are packed in words."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)

@@ -187,9 +187,7 @@ _DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_norm": (NamedLayout("linear_attn.norm", flat),),
     "ssm_out": "linear_attn.out_proj",
 }
-"""Tensors of Qwen3-Next: name in the file -> Hugging Face's name. In files of 2025, `ssm_in` replaces `attn_qkv` and
-`attn_gate`.
-"""
+"""Tensors of Qwen3-Next: name in the file -> Hugging Face's name. `ssm_in` is a name in files of 2025."""
 _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     **_DELTA,
     "attn_qkv": (NamedLayout("linear_attn.in_proj_qkv", untiled),),

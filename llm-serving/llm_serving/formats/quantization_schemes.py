@@ -27,9 +27,7 @@ _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
-    """The configuration is not supported. The message is the end of a sentence that begins with
-    `quantization_config`.
-    """
+    """The configuration is not supported. The message continues a sentence that begins with `quantization_config`."""
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
@@ -105,9 +103,7 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:
-    """Return the form that all module groups of a compressed-tensors configuration share; None: they differ or are
-    floating point.
-    """
+    """Return the form that all module groups of a configuration share; None: they differ or are floating point."""
     forms = {
         QValuesForm(
             row["num_bits"],

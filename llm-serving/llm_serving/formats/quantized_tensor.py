@@ -164,9 +164,7 @@ def check_values(values: NDArray[np.float32]) -> None:
 
 
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Return the group of each column; None: groups are consecutive columns. Raise ModelError if a group is out of
-    range.
-    """
+    """Return the group of each column; None: consecutive groups. Raise ModelError if a group is out of range."""
     columns = np.array(given, np.int32)
     if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
         raise ModelError(f"g_idx must be groups from 0 to {groups - 1}")

@@ -28,9 +28,7 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], one row for each array. Its address never
-    changes.
-    """
+    """The table that the C++ class `AddressedCall` reads, int64 [arrays, 7]. Its address never changes."""
 
     def __init__(self, num_parameters: int) -> None:
         table = (_Row * num_parameters)()

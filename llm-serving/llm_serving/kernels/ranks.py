@@ -77,9 +77,7 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send integers to the other ranks, and return the integers of all ranks in rank order. All ranks must send
-        equally many.
-        """
+        """Send integers to the other ranks, equally many from each rank. Return all integers in rank order."""
         mine = np.array(numbers, np.int64)
         every = np.empty((self.count, len(mine)), np.int64)
         self._library.llm_exchange(self._handle, mine.ctypes.data, mine.nbytes, every.ctypes.data)

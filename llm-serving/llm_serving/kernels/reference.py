@@ -389,9 +389,7 @@ def attention(
 
 
 def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
-    """q [heads, D], weights [heads], keys [n, D] -> [n]: the sum over heads of weight * relu(q *
-    key) (DeepSeek-V3.2).
-    """
+    """[heads, D], [heads], [n, D] -> [n]: the sum over heads of weight * relu(q * key) (DeepSeek-V3.2)."""
     scores: Doubles = _double(weights) @ np.maximum(_double(q) @ _double(keys).T, 0)
     return scores
 

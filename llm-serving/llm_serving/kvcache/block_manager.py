@@ -274,9 +274,7 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the blocks imported since the last call. After the steps formed so far, their
-        owner may reclaim them.
-        """
+        """Return the blocks imported since the last call. Owners may reclaim them after the steps formed so far."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []

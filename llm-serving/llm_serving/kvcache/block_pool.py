@@ -14,7 +14,7 @@ class BlockPool:
 
     A block is free, or it has at least one reference. A free block can be found by its hash until it is allocated
     again. Blocks are allocated in this order: blocks without a hash, latest freed first; blocks freed `early`; all
-    others. The last two kinds go by least recent use.
+    others. Blocks of the last two kinds are allocated least recently used first.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
@@ -51,9 +51,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def epoch(self, block_id: int) -> int:
-        """Return the sequence number of the block's latest allocation. It repeats only after
-        `MAX_EPOCH` allocations.
-        """
+        """Return the sequence number of the block's latest allocation. It repeats after `MAX_EPOCH` allocations."""
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:

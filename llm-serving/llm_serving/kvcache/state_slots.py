@@ -60,9 +60,7 @@ class StateSlots:
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
     def num_common_tokens(self, other: Request, num_tokens: int) -> int:
-        """Return how many of `num_tokens` common prefix tokens a request can reuse after `other`
-        computes its prompt.
-        """
+        """Return how many of `num_tokens` common prefix tokens are reusable after `other` computes its prompt."""
         checkpoint = self._prompt_checkpoint(other)
         return checkpoint if checkpoint <= num_tokens else 0
 
@@ -96,9 +94,7 @@ class StateSlots:
         return [BlockMove(kind, block_id, slot, each, epoch, num_tokens) for block_id, each in pieces]
 
     def export(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Return the moves that export a request's state after the planned step. `num_tokens`: computed tokens after
-        that step.
-        """
+        """Return the moves that export a request's state after the planned step, when `num_tokens` are computed."""
         slot = self._sources.get(request_id, self._own[request_id])
         kind, epoch = int(BlockMoveKind.EXPORT_STATE), self.pool.epoch(slot)
         return [BlockMove(kind, slot, block_id, epoch, each, num_tokens) for block_id, each in pieces]
@@ -172,9 +168,7 @@ class StateSlots:
         return accesses
 
     def accept_drafts(self, request_id: str, num_accepted: int) -> None:
-        """Continue from the state after the first `num_accepted` draft tokens. Free the slots of the later draft
-        tokens.
-        """
+        """Continue from the state after the first `num_accepted` draft tokens. Free the slots of later ones."""
         slots = self._drafts.pop(request_id, None)
         if slots is None:
             return
@@ -193,9 +187,7 @@ class StateSlots:
                 self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
 
     def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
-        """Raise AssertionError unless just the running and swapped requests have slots, and each
-        slot is free or used.
-        """
+        """Raise AssertionError unless only running and swapped requests have slots, and each slot is free or used."""
         assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
         assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
         assert self.num_spare >= 0, "too few slots are free for the states of further running requests"

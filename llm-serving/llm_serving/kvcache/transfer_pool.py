@@ -35,9 +35,7 @@ class TransferPool:
         """Id of a block that another replica may read -> its epoch."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Allocate blocks for the entries [start, end) of a table with `num_tokens` tokens; None if
-        too few are free.
-        """
+        """Allocate blocks for the entries [start, end) of a table of `num_tokens` tokens; None: too few are free."""
         count = end - start
         if count > self.pool.num_free_blocks:
             return None

@@ -33,18 +33,14 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A network as two graphs, hidden states and LM head, and, if that is faster, as one graph too.
-    The bits are equal.
-    """
+    """A network as a graph of hidden states and a graph of the LM head; if faster, as one graph with equal bits too."""
 
     logits: nn.Cell | None
     """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]; None: call `states`, then `head`."""
     states: nn.Cell
     """Graph from the step inputs to the input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell
-    """Graph from float32 [P, H] and `lowering.step_inputs.step_inputs_for_rows(P)` to float32 logits [P, V] or scores
-    [P, labels].
-    """
+    """Graph from float32 [P, H] and `step_inputs_for_rows(P)` to float32 logits [P, V] or scores [P, labels]."""
     of_prompts: nn.Cell | None = None
     """Graph like `states`, for steps of prompts without a cached prefix; None: `states` computes these steps too."""
     of_tokens: TokenNetwork | None = None

@@ -283,9 +283,7 @@ class SigmoidGateCell(nn.Cell):
 
 
 class RouteCell(nn.Cell):
-    """Chooses the experts of each row of x. Returns two tensors from which `ExpertsCell` takes experts and their
-    weights.
-    """
+    """Chooses the experts of each row of x. Returns two tensors for `ExpertsCell`: experts and their weights."""
 
     def __init__(
         self, backend: Backend, weight: ms.Parameter, correction: ms.Parameter | None, attributes: Mapping[str, Any]

@@ -13,9 +13,7 @@ LEAST_SQUARE = 1e-5
 
 
 class Streams:
-    """The parallel residual streams of AltUp (Baykal et al. 2023). A row holds all streams of a token, one after
-    another.
-    """
+    """The parallel residual streams of AltUp (Baykal et al. 2023). A row holds all streams of a token in sequence."""
 
     def __init__(self, net: Network, c: ConfigReader, prefix: str) -> None:
         self._net, self._prefix, self._eps = net, prefix, c.number("rms_norm_eps", 1e-6)

@@ -26,9 +26,7 @@ HeadNorm = Callable[[Value, str, list[int]], Value]
 
 @dataclass(frozen=True)
 class Heads:
-    """Number of query heads (`q`) and KV heads (`kv`), and elements of a head in the checkpoint (`own`) and padded
-    (`dim`).
-    """
+    """Numbers of query heads (`q`) and KV heads (`kv`), and elements of a head: stored (`own`), padded (`dim`)."""
 
     q: int
     kv: int
@@ -261,9 +259,7 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order`: order of the elements in each value head; None: as
-    stored.
-    """
+    """Return the column order of the output projection. `order`: of the elements in a value head; None: as stored."""
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

@@ -51,9 +51,7 @@ class MetadataReader:
         return self.number(self.key(name))
 
     def numbers(self, name: str) -> list[int] | None:
-        """Return the integers of the metadata key `<architecture>.<name>`, one for each layer;
-        None: it is one number.
-        """
+        """Return the integers of the key `<architecture>.<name>`, one for each layer; None: it is one number."""
         value = self.found.metadata.get(self.key(name))
         if not isinstance(value, np.ndarray):
             return None

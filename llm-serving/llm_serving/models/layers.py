@@ -22,9 +22,7 @@ Layer = Callable[[Value, int, str], Value]
 
 
 def layer_kinds(c: ConfigReader, every: int) -> list[str]:
-    """Return the kind of each layer: `layer_types`, or else FULL for each `every`-th layer and
-    SLIDING for the others.
-    """
+    """Return the kind of each layer: `layer_types`, else FULL for every `every`-th layer and SLIDING for others."""
     count = c.integer("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     return c.choices("layer_types", (FULL, SLIDING), count) or usual

@@ -56,9 +56,7 @@ def num_state_slots(state_bytes: int, max_running: int, given: int | None = None
 
 
 def num_mask_keys(device_target: str, max_model_len: int) -> int:
-    """Return the number of columns of a step's attention mask [tokens, keys] on an NPU; 0 on a CPU, which needs no
-    mask.
-    """
+    """Return the number of columns of a step's attention mask [tokens, keys] on an NPU; 0: a CPU needs no mask."""
     return max_model_len if device_target == "Ascend" else 0
 
 

@@ -77,9 +77,7 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
-    """Return the pooling that `model_config.pooling` (`mode`) selects; None: none. Raise the errors
-    of `read_pooling`.
-    """
+    """Return the pooling that `mode` (`model_config.pooling`) selects, or None. Raise as `read_pooling` does."""
     if mode == "none":
         return None
     if spec.network.num_labels:

@@ -174,9 +174,7 @@ def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> 
 
 
 def _part_of_panel(weight: Weight) -> tuple[int, ...]:
-    """Return for each panel of 16 rows the index of the tensor that it comes from; zeros if a panel has rows of
-    several.
-    """
+    """Return for each panel of 16 rows the index of its tensor; zeros if a panel has rows of several tensors."""
     ends = np.cumsum([rows for rows, _ in weight.stored_shapes])
     rows = np.arange(weight.shape[0]) if weight.rows is None else np.array(weight.rows)
     tensors = np.where(rows < 0, -1, np.searchsorted(ends, rows, side="right"))
@@ -191,9 +189,7 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """The initial zeros of one operation's slots. Weights with different `name` are unequal, so they share no
-    parameter.
-    """
+    """The initial zeros of one operation's slots. Weights with different `name` differ, so they share no parameter."""
 
     name: str
     shape: tuple[int, ...]

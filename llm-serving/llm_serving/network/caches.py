@@ -43,9 +43,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """The states of one operation, float32 [num_state_slots, *shape]. A state summarizes all earlier tokens of a
-    request.
-    """
+    """States of one operation, float32 [num_state_slots, *shape]. A state summarizes a request's earlier tokens."""
 
     shape: tuple[int, ...]
 

@@ -115,9 +115,7 @@ BY_TOKEN: Final[Mapping[str, Any]] = {"scale": 1.0, "first": 0, "rows": 0, "of_p
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A matrix with one row of `width` elements for each token. A view has `width` columns of
-    `base`, from `start` on.
-    """
+    """A matrix with a row of `width` elements for each token. A view has `width` columns of `base`, from `start`."""
 
     name: str
     width: int

@@ -226,9 +226,7 @@ class ProgramMemory:
 
 
 def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value, int]) -> dict[Value, int]:
-    """Assign an offset to each value. Values that exist at the same time do not overlap. Wide
-    values are placed first.
-    """
+    """Assign an offset to each value, wide values first. Values that exist at the same time do not overlap."""
     offsets: dict[Value, int] = {}
     for buffer in sorted(spans, key=lambda each: -sizes[each]):
         first, last = spans[buffer]

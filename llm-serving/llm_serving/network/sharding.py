@@ -163,8 +163,8 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of a matrix product's result that are these heads, and the result of the norm over all
-        heads after the product, or None.
+        """Return the columns of a matrix product that hold these heads, and the result of a norm over all heads that
+        follows the product, or None.
         """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
@@ -274,7 +274,7 @@ class _Sharding:
         return weights
 
     def _write_states(self, operation: Operation) -> None:
-        """Write a convolution of the rank's columns, or the gated delta rule of its heads, with smaller states."""
+        """Write the rank's part of a convolution or recurrence, with states of only its own columns or heads."""
         y, number = operation.outputs["y"], operation.attributes["state"]
         whole = self.result.states[number].shape
         if operation.kind in _RECURRENCES:

@@ -26,9 +26,7 @@ ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
 class Step(NamedTuple):
-    """One step. It began at `formed`, or at the end of the previous step if that was later. Times are on the engine's
-    clock.
-    """
+    """One step, with times on the engine's clock. It began at `formed` or when the previous one ended, if later."""
 
     number: int
     formed: float
@@ -36,9 +34,7 @@ class Step(NamedTuple):
     singles: tuple[int, ...]
     """`Request.sequence` of each row that computed one token and sampled the next."""
     chunks: tuple[tuple[int, int, int], ...]
-    """(`Request.sequence`, index of the first token, number of tokens) of each other row: prompts and recomputed
-    tokens.
-    """
+    """(`Request.sequence`, index of the first token, number of tokens) of each row that is not in `singles`."""
     drafts: tuple[tuple[int, int, int], ...] = ()
     """(`Request.sequence`, number of draft tokens verified, number accepted) of each row in `singles` with drafts."""
 
@@ -113,9 +109,7 @@ class RequestRecord:
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether the request is a beam search. Because beams wait for each other, it has no bound on gaps between
-        tokens.
-        """
+        """Whether the request is a beam search. Its beams wait for each other, so token gaps have no bound."""
         self.sequences: frozenset[int] = frozenset()
         """`Request.sequence` of each request that the scheduler computes for this one: itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
@@ -159,9 +153,7 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `singles` of a step as a set, which is cached, because consecutive steps usually
-        have the same tuple.
-        """
+        """Return `singles` of a step as a set. It is cached, because consecutive steps often have the same tuple."""
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:
@@ -225,9 +217,7 @@ class EventLog(StepObserver):
             self._end(record, now, "moved")
 
     def arrived(self, request: Request, request_class: RequestClass, since: float) -> None:
-        """Record that the request migrated here from another replica. `since`: when that replica
-        stopped computing it.
-        """
+        """Record that the request migrated here from another replica, which stopped computing it at `since`."""
         self.submitted(request, request_class)
         if (record := self._records.get(request.request_id)) is not None:
             record.arrival_time = since

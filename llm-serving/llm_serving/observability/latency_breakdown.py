@@ -65,9 +65,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def attribute(record: RequestRecord, events: EventSnapshot) -> list[Span]:
-    """Return the spans of a request, without gaps, from its arrival to the end of its answer, or to now if it is
-    unfinished.
-    """
+    """Return the spans of a request, without gaps, from its arrival to the end of its answer, or to now."""
     return _SpanBuilder(record, events).spans()
 
 

@@ -174,9 +174,7 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request. Times are seconds from its arrival; `decode_s`: from its first
-        to its last token.
-        """
+        """Record a finished request. Times are seconds from arrival, `decode_s` from the first to the last token."""
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
         with self._lock:

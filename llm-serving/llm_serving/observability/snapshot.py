@@ -54,9 +54,7 @@ class RunningRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a running request. Its `group` is a block id, which must be replaced
-        before clients see it.
-        """
+        """Return the row of a running request. Clients must not see its `group`, a block id: replace it."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(

@@ -27,9 +27,7 @@ class ReplicaTrace:
     events: EventSnapshot
     records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Whether to show only `records` and the steps that computed them, because the client may see
-    only its own tenant.
-    """
+    """Whether to show only `records` and steps that computed them, because a client sees only its own tenant."""
     machine: str = ""
     """Address of the WorkAgent's machine. It is not shown with `own_steps_only`."""
 
@@ -40,9 +38,7 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the latest `num_steps` steps of each replica, and of the requests that were unfinished during
-    them.
-    """
+    """Return a trace of the latest `num_steps` steps of each replica, and of their unfinished requests."""
     events: list[JsonObject] = []
     spans = [(each, *_shown(each, num_steps)) for each in replicas]
     starts = [start for _, _, _, start in spans if start is not None]

@@ -90,9 +90,7 @@ class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
     step: int
     token_ids: list[int]
     time: float
-    """Seconds on the engine's clock at which the reply arrived. Decisions do not depend on it, but the simulator reads
-    it.
-    """
+    """Arrival of the reply, in seconds on the engine's clock. The simulator reads it; decisions do not depend on it."""
 
 
 class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):

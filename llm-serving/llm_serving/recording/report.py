@@ -173,9 +173,7 @@ class ReplayedRequest(msgspec.Struct, array_like=True):
 
 
 class ReplayedStep(msgspec.Struct, array_like=True):
-    """Decisions of the scheduler in a step, and its state after it. Requests are indices into
-    `ReplayPageData.requests`.
-    """
+    """Decisions in a step, and the state after it. Requests are indices into `ReplayPageData.requests`."""
 
     number: int
     time: float

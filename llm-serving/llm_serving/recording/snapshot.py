@@ -34,9 +34,7 @@ _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value`, and all objects to which it refers, as (layouts, nodes). Raise TypeError for a class outside
-    `_PARTS`.
-    """
+    """Return `value` and all objects it refers to, as (layouts, nodes). Raise TypeError for a class not in `_PARTS`."""
     writer = _Writer()
     writer.cell(value)
     return writer.layouts, writer.nodes
@@ -58,9 +56,7 @@ class _Writer:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
         self._indices: dict[object, int] = {}
-        """Identity of each object -> index of its node. A frozen set is identified by its value, because Python may
-        copy it.
-        """
+        """Identity of an object -> index of its node; of a frozen set its value, because Python may copy it."""
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
@@ -81,9 +77,7 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars. It is written sorted, because its order
-        depends on its history.
-        """
+        """Return whether a value is a set of scalars. It is written sorted, as its order depends on its history."""
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:

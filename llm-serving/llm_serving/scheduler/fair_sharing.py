@@ -133,9 +133,7 @@ class WeightedFairSharing:
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return the maximum number of consecutive steps in which prefills leave no room for the class's decodes; None:
-        no limit.
-        """
+        """Return for how many steps in a row prefills may leave no room for the class's decodes; None: no limit."""
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())

@@ -105,9 +105,7 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests of classes below `by` that must not be preempted, because they fit into their
-        class's share.
-        """
+        """Return the running requests of classes below `by` that fit into their class's share: not to be preempted."""
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

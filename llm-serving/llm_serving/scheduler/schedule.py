@@ -259,9 +259,7 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def plan_stores(
     rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
 ) -> list[StoredBlocks]:
-    """Return the prompt blocks of these rows that the disk cache must store. Append the moves that export them to
-    `exports`.
-    """
+    """Return the prompt blocks of these rows to store in the disk cache. Append their moves to `exports`."""
     stores = []
     for row in rows:
         request = row.request

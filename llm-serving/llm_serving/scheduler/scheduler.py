@@ -325,9 +325,7 @@ class Scheduler:
         return service
 
     def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
-        """Change how many slots tenants may use at this scheduler: tenant -> number to add, or, if
-        negative, to remove.
-        """
+        """Add slots that tenants may use at this scheduler: tenant -> number. A negative number removes slots."""
         waiting_requests = self.waiting_requests
         waiting_requests.apply_limiter_changes(waiting_requests.tenant_limiter.adjust_leases(leases))
 

@@ -60,9 +60,7 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Thresholds of Python's garbage collector. Full collections are rare, because one takes 0.1 s with
-1,000 connections.
-"""
+"""Thresholds of Python's garbage collector: full collections, which take 0.1 s with many connections, are rare."""
 SWITCH_INTERVAL_S: Final = 0.0005
 """Seconds after which a thread must give the GIL to a waiting event loop. Python's default is 5 ms."""
 
@@ -322,9 +320,7 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Return a context that locks a folder of recordings. Raise ConfigError if it cannot be used, or if another server
-    uses it.
-    """
+    """Return a context that locks a folder of recordings. Raise ConfigError if it is unusable or already locked."""
     if folder is None:
         yield
         return
@@ -342,9 +338,7 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """Return the log of accepted requests on disk; None: none is configured. Raise ConfigError if its folder cannot be
-    used.
-    """
+    """Return the configured log of accepted requests on disk, or None. Raise ConfigError if its folder is unusable."""
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
     return LogFile(serving.request_log_path, serving.request_log_bytes)

@@ -286,9 +286,7 @@ class ServedModels:
 
     @contextlib.contextmanager
     def _changing_to(self, config: ServingConfig) -> Iterator[None]:
-        """Return a context that reserves the names of a model that is being loaded. Raise RequestError if they are
-        taken.
-        """
+        """Return a context that reserves the names of a model being loaded. Raise RequestError if they are taken."""
         name = config.model.model_name
         if name in self._changing:
             raise RequestError(QUERY, "is being loaded by another request", name)

@@ -98,9 +98,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Compute the cost of a draft token in a step of `num_rows` rows, `num_drafted` of which have the longest
-        draft.
-        """
+        """Compute the cost of a draft token in a step of `num_rows` rows, `num_drafted` with the longest draft."""
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -340,9 +338,7 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests that may get a draft from the draft model. While any request waits or computes its
-        prompt, none may.
-        """
+        """Return the requests that may get a draft from the draft model: none while a prompt waits or is computed."""
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():

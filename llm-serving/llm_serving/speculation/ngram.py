@@ -98,9 +98,7 @@ class FinishedAnswersIndex:
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Return (answer, index) where the last `length` tokens of `tokens` precede the index in the answer; None: no
-        match.
-        """
+        """Return (answer, index after the last `length` tokens of `tokens` in it); None: no match."""
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]

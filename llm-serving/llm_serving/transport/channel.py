@@ -16,9 +16,7 @@ from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Maximum size of a frame. It holds 2,048 vectors of 8,192 numbers, or 20 log-probabilities for
-each of 400,000 tokens.
-"""
+"""Maximum size of a frame: room for 2,048 vectors of 8,192 numbers, or 20 log-probabilities for 400,000 tokens."""
 KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
 _KEEPALIVE_INTERVAL_S: Final = 2
@@ -44,9 +42,7 @@ class Channel(Generic[Incoming]):
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
-        """Seconds for which `receive` polls a peer on this machine before it sleeps, to avoid the
-        delay of waking up.
-        """
+        """Seconds for which `receive` polls a peer on this machine before it sleeps. Waking up would take time."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()

@@ -96,9 +96,7 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Drop the start of each history that equals the whole previous history. Return all histories, and the lengths
-    dropped.
-    """
+    """Drop the start of each history that equals the whole previous one. Return histories and dropped lengths."""
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
     for index, (start, end) in enumerate(pairwise(offsets.tolist())):
@@ -182,9 +180,7 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """Return the output that `encode_output` converted, without a copy. Raise ProtocolError if lengths are
-    inconsistent.
-    """
+    """Return the output that `encode_output` converted, without a copy. Raise ProtocolError for wrong lengths."""
     try:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")

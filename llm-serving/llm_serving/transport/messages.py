@@ -118,9 +118,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     groups_layers: bool = False
     """Whether layers with different windows may form groups, each with its own block tables."""
     has_group_blocks: bool = False
-    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers, as in `Loaded`,
-    or of all layers.
-    """
+    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers; if not, of all layers."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -136,9 +134,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     block_bytes: int = 0
     """Bytes of a block over all layers of a group; 0: unknown."""
     model: str = ""
-    """Weight fingerprint of the files that a WorkAgent on another machine has read; empty: it has read the master's
-    files.
-    """
+    """Weight fingerprint of the files that a WorkAgent on another machine has read; empty: the master's files."""
     windows: tuple[LayerWindow, ...] = (LayerWindow(),)
 
 
@@ -253,9 +249,7 @@ class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
-    """Request to read a part of a prompt from the disk cache into transfer pool blocks. `hashes`:
-    of the whole prompt.
-    """
+    """Request to read a part of a prompt, whose block hashes are `hashes`, from disk into transfer pool blocks."""
 
     hashes: list[bytes]
     start: int

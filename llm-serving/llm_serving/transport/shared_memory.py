@@ -81,9 +81,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after the arrays that `behind` describes. Raise ProtocolError
-        if they do not fit.
-        """
+        """Copy arrays into a buffer, after the arrays that `behind` describes. Raise ProtocolError without room."""
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -100,9 +98,7 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays in a buffer, valid until it is written again. Raise ProtocolError if the layout is
-        too large.
-        """
+        """Return views of a buffer's arrays, valid until the next write. Raise ProtocolError for too large a layout."""
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)
@@ -198,9 +194,7 @@ def rank_memory(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def transfer_memory() -> Iterator[int]:
-    """Yield the descriptor of a new, empty anonymous file for the transfer pool. The first process that maps it sets
-    its size.
-    """
+    """Yield the descriptor of a new, empty file for the transfer pool. The first process to map it sets its size."""
     fd = os.memfd_create("llm_serving_transfer", os.MFD_CLOEXEC)
     try:
         yield fd

@@ -30,9 +30,7 @@ _VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
-    """Key and certificate of a cluster, derived from a secret. Raise ConfigError if the secret is short or a package is
-    missing.
-    """
+    """Key and certificate derived from a cluster's secret. Raise ConfigError for a short secret or missing package."""
 
     def __init__(self, secret: str) -> None:
         if len(secret) < MIN_SECRET_CHARS:
@@ -99,9 +97,7 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
 
 
 def read_secret(path: Path) -> str:
-    """Return the secret in a file. Raise ConfigError if it is not one word, or if other users can read or write the
-    file.
-    """
+    """Return the secret in a file. Raise ConfigError if it is not one word, or if other users can access the file."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):

@@ -124,9 +124,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Before moves are executed, check their sources and tag their targets. Raise WorkerError
-        if a source is wrong.
-        """
+        """Check the sources of moves and tag their targets, before the moves. Raise WorkerError for a wrong source."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -193,9 +191,7 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if a block has another epoch than its row expects. `owners`: expected epochs, in the order
-        of `reads`.
-        """
+        """Raise WorkerError if a block's epoch is not the one in `owners`, which is in the order of `reads`."""
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)

@@ -94,9 +94,7 @@ class CompiledNetwork:
         return tensor.to("Ascend", non_blocking=True) if self._pins else tensor
 
     def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return an array as a tensor. On an NPU it is in pinned memory, so that the host need not
-        wait for the copy.
-        """
+        """Return an array as a tensor: on an NPU in pinned memory, so that the host need not wait for the copy."""
         tensor = ms.Tensor.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self._pins else tensor
 

@@ -27,9 +27,7 @@ without this setting, MindSpore uses fewer threads on a machine with up to 16 co
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Set the device and graph mode of this process, before its first operator. Raise ConfigError
-    for an unknown NPU.
-    """
+    """Set this process's device and graph mode, before its first operator. Raise ConfigError for an unknown NPU."""
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:

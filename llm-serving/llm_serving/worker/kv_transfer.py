@@ -150,9 +150,7 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """If a step ran during a piece of work of `took_s` CPU seconds, sleep, so that the work takes at most `SHARE`
-        of the time.
-        """
+        """If a step ran during work of `took_s` CPU seconds, sleep, so that work takes at most `SHARE` of the time."""
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))

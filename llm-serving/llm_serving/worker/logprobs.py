@@ -146,9 +146,7 @@ _SCALE = weight_scale(np.float32(1))
 
 
 def total_weight(logits: Float32Array) -> float:
-    """Return sum(exp(logits - max(logits))) of one row [V], computed from its token weights. The maximum must be
-    finite.
-    """
+    """Return sum(exp(logits - max(logits))) of one row [V], from its token weights. The maximum must be finite."""
     return float(token_weights(logits, logits.max(), _SCALE).sum(dtype=np.float64))
 
 

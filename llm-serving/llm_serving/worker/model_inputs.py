@@ -33,9 +33,7 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values are from 0 to `end` - 1, by one comparison: as unsigned numbers, negative values are
-    large.
-    """
+    """Return whether all values are from 0 to `end` - 1, by one comparison as unsigned numbers."""
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
 
@@ -74,9 +72,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """The arguments of a network, in the order of `lowering.step_inputs.STEP_INPUTS`. All are int32
-    and C-contiguous.
-    """
+    """The arguments of a network, in the order of `step_inputs.STEP_INPUTS`, all int32 and C-contiguous."""
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
@@ -225,9 +221,7 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with block 0 in entries before the sliding window. Raise WorkerError for other invalid
-    entries.
-    """
+    """Return the block tables with block 0 before the sliding window. Raise WorkerError for other invalid entries."""
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

@@ -177,9 +177,7 @@ class ModelRunner:
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network and initialize what the first steps need. This overwrites blocks, so call it before any
-        step.
-        """
+        """Compile the network, and initialize what the first steps need. It overwrites blocks, so call it first."""
         num_groups = len(self._limits.groups.windows)
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
@@ -300,9 +298,7 @@ class ModelRunner:
         latest: Int32Array | StartedStep,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StartedStep:
-        """Start a step whose results are only sampled tokens. If the device cannot sample them, the host does, after
-        the step.
-        """
+        """Start a step that returns only sampled tokens. The host samples after it if the device cannot."""
         on_device = self._tokens is not None and self._tokens.computes(inputs)
         given_ids = None
         if isinstance(latest, StartedStep) and int(step.token_ids.min()) < 0:
@@ -417,9 +413,7 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the previous step. Return `inputs` with its tokens in place of references,
-    and these tokens.
-    """
+    """Wait for `latest`, the previous step. Return `inputs` with its tokens for references, and these tokens."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

@@ -86,9 +86,7 @@ class CollectiveGroup:
         """Do nothing, because all ranks get all steps in the same order."""
 
     def check(self) -> None:
-        """Do nothing: if another rank is lost, the collective of this rank does not end, and the
-        master terminates it.
-        """
+        """Do nothing: if another rank is lost, the collective does not end, and the master terminates this rank."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()
@@ -107,9 +105,7 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start the scheduler process in rank 0. If it exits, this process exits too, because the ranks
-    would wait forever.
-    """
+    """Start the scheduler process in rank 0. If it exits, exit too, because the ranks would wait forever."""
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603

@@ -52,14 +52,10 @@ _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs all ranks of one WorkAgent. It is the other end of their standard inputs, so they detect its
-    exit.
-    """
+    """Ray actor that runs all ranks of one WorkAgent. When it exits, their standard inputs close and they exit too."""
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
-        """Return the folder of the model's files on this machine; None: they are missing. `files`: `WeightFiles` as
-        JSON.
-        """
+        """Return this machine's folder with the model's files; None: missing. `files`: `WeightFiles` as JSON."""
         found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
         return None if found is None else str(found)
 

@@ -22,9 +22,7 @@ from llm_serving.server.request_context import source_of
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
-"""One thread for all lookups. A lookup over thousands of steps holds the GIL, which the engines need, for up to a
-second.
-"""
+"""One thread for all lookups, because a long one holds the GIL, which the engines need, for up to a second."""
 
 
 class Explanations(Long):
@@ -54,9 +52,7 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the latest steps and their requests in the Trace Event Format, which Perfetto displays. `?steps=N`: number
-    of steps.
-    """
+    """Return the latest steps (`?steps=N`) and their requests in the Trace Event Format, which Perfetto displays."""
     most = engine.config.serving.timeline_steps
     num_steps = query_integer(http_request, "steps", most, most, "serving_config.timeline_steps")
     tenant = tenant_seen(http_request)

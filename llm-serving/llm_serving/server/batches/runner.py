@@ -43,9 +43,7 @@ EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Minimum and maximum seconds before a refused line is retried."""
 LEAST_STORE_PAUSE_S: Final = 1.0
-"""Seconds before a batch first retries a failed write, for example to a full disk. Each further
-pause is twice as long.
-"""
+"""Seconds before a batch first retries a failed write. Each further pause is twice as long."""
 BUSY: Final = frozenset((429, 503))
 """Statuses after which a line is retried until its `timeout_s` has passed."""
 _NULL: Final = msgspec.Raw(b"null")

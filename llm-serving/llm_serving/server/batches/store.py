@@ -49,9 +49,7 @@ _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WH
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
     UNION ALL SELECT tenant, LENGTH(about) FROM batches
     UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
-"""Query of the bytes stored by all tenants, and by one. They include answers of unfinished batches,
-which become files.
-"""
+"""Query of the bytes stored by all tenants, and by one, with answers of unfinished batches."""
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
 

@@ -130,9 +130,7 @@ class ConversationRequest(ProtocolRequest):
 async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> list[int]:
-    """Render a conversation, outside the event loop, and return its token ids. Raise RequestError
-    if it breaks a rule.
-    """
+    """Render a conversation outside the event loop. Return its token ids. Raise RequestError if it breaks a rule."""
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))

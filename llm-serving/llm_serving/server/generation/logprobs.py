@@ -18,9 +18,7 @@ MAX_PROMPT_VALUES: Final = 2**19
 """Maximum number of prompt logprobs in a response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each prompt token: token id -> logprob, for the token itself and the most likely ones; None
-for the first token.
-"""
+"""For each prompt token: token id -> logprob of the token itself and of the most likely ones; None for the first."""
 
 
 class TokenOutput(NamedTuple):

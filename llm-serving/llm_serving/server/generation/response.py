@@ -107,9 +107,7 @@ class BufferedResponse:
 
 
 class ResponseBuffers:
-    """The memory of all unfinished responses that are not streamed, at most `max_bytes`. Only the event loop may use
-    it.
-    """
+    """The memory of unfinished responses that are not streamed, at most `max_bytes`. Only for the event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -107,9 +107,7 @@ class ConnectionLimits:
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the oldest connection of a group that is idle and has no unread bytes. Return False
-        if there is none.
-        """
+        """Close the oldest connection of a group that is idle without unread bytes. Return False if there is none."""
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)

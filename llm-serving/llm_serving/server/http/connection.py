@@ -234,9 +234,7 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Pause reading while the application does not read the body, or while too many pipelined
-        bytes are buffered.
-        """
+        """Pause reading while the application reads no body, or while too many pipelined bytes are buffered."""
         request = self.request
         is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
         waits = not request.is_complete or self._write_paused
@@ -386,9 +384,7 @@ def _discard(data: bytes) -> None: ...
 
 
 class StartPacer:
-    """Starts few requests in each iteration of the event loop, so that hundreds of requests do not delay a health
-    probe.
-    """
+    """Starts few requests in each iteration of the event loop, so that many requests do not delay a health probe."""
 
     def __init__(self) -> None:
         self._num_started = 0

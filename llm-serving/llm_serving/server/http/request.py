@@ -26,9 +26,7 @@ LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
 """A valid request line. The parser also accepts lines that a proxy may read differently."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-"""A header that is ignored (RFC 9110, 7.8), because with it the parser stops before the body. Java's client always
-sends it.
-"""
+"""A header to ignore (RFC 9110, 7.8), which Java's client always sends. It stops the parser before the body."""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"

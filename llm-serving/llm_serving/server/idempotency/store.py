@@ -137,9 +137,7 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keep a record, and log it if there is a log. If memory is full, evict older ones of the tenant that uses
-        most.
-        """
+        """Keep a record, and log it if there is a log. If memory is full, evict older ones of the largest tenant."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)

@@ -65,9 +65,7 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
 
 
 def spans_of(context: TraceContext, request: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
-    """Yield a request's spans. `now`: on the engine's clock. `epoch`: when that clock showed 0, in seconds since the
-    epoch.
-    """
+    """Yield a request's spans. `now`: on the engine's clock, which showed 0 at `epoch` seconds since the epoch."""
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
         ids = {"traceId": context.trace_id, "spanId": span_id} | ({"parentSpanId": parent_id} if parent_id else {})

@@ -129,9 +129,7 @@ def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | N
 def requested_priority(
     config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
 ) -> int | None:
-    """Return the requested priority, given by number or by class; None: not given. Raise
-    RequestError if not allowed.
-    """
+    """Return the priority given by number or class; None: not given. Raise RequestError if not allowed."""
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
         raise RequestError("priority_class", "must not be given together with a priority")

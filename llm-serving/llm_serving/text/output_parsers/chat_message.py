@@ -22,9 +22,7 @@ class AnswerParser:
         self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> list[Part]:
-        """Return the parts, in order, that this piece of text completes; with `ended`, all remaining parts. No part is
-        empty.
-        """
+        """Return the non-empty parts, in order, that this text completes; with `ended`, all remaining parts."""
         parts = self._parts(Split(answer=text) if self._reasoning is None else self._reasoning.add(text))
         if ended:
             parts += self._parts(Split() if self._reasoning is None else self._reasoning.flush())

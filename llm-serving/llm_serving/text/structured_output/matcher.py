@@ -20,9 +20,7 @@ FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
 """This limit and the two above are in llguidance's units. The two limits of a step amount to a few milliseconds."""
 MAX_ONLY: Final = 16
-"""Maximum number of allowed tokens that `_only_one` compares. If more are allowed, it assumes that
-there is a choice.
-"""
+"""Maximum number of allowed tokens that `_only_one` compares. If there are more, it assumes a choice."""
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:

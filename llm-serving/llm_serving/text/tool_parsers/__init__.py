@@ -35,9 +35,7 @@ class ToolFormat:
     rules: Callable[[Sequence[Callee], int | None, Delimiters], str]
     """Returns the grammar rules of calls. Arguments: tools, maximum number of calls or None, delimiter terms."""
     template_pattern: str
-    """Regular expression that matches only chat templates of such models. The first matching format in the table is
-    used.
-    """
+    """Regular expression that matches only chat templates of such models. The first match in the table is used."""
     special_tokens: bool = False
     """Whether the format's delimiters are special tokens, which detokenization normally skips."""
     id_chars: int = 24

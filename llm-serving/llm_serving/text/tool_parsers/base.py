@@ -207,9 +207,7 @@ class Callee:
 
 
 class Delimiters:
-    """Grammar terms for delimiters, and for white space in JSON. `special_id`: returns the id of a special token, or
-    None.
-    """
+    """Grammar terms for delimiters, and for white space in JSON. `special_id`: returns a special token's id or None."""
 
     def __init__(
         self,

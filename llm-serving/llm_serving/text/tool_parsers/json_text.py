@@ -65,9 +65,7 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call that is returned while its arguments, the object from index `start`, are generated, even if they are
-    invalid.
-    """
+    """A call returned while its arguments are generated, valid or not: the object from index `start`."""
 
     def __init__(self, name: str, start: int, call_id: str = "") -> None:
         self._name = name
@@ -106,9 +104,7 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError
-    for another object.
-    """
+    """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError otherwise."""
     if not isinstance(value, dict) or not is_name(name := value.get("name")):
         raise NotACallError
     given = value.get("arguments", value.get("parameters", {}))

@@ -48,9 +48,7 @@ def messages_of(system: str | list[ContentBlock] | None, turns: list[Conversatio
 
 
 def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
-    """Return the tools in the form of chat completions. Raise RequestError for a tool that the server would have to
-    run.
-    """
+    """Return the tools in the form of chat completions. Raise RequestError if the server would have to run one."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -60,9 +58,7 @@ def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
-    """Return the `tool_choice` of chat completions for `choice`. Raise RequestError if it breaks a rule of the
-    protocol.
-    """
+    """Return the `tool_choice` of chat completions for `choice`. Raise RequestError if it breaks a rule."""
     if choice is None:
         return None
     if choice.type == "tool":

@@ -129,9 +129,7 @@ def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
 
 
 def response_format_of(text: JsonObject | None) -> JsonObject | None:
-    """Return the `response_format` of chat completions for `text`. Raise RequestError if it has an
-    unsupported option.
-    """
+    """Return the `response_format` of chat completions for `text`. Raise RequestError if it is unsupported."""
     for name, value in (text or {}).items():
         if name == "verbosity" and value in (None, "medium"):
             continue
