@@ -232,7 +232,7 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Serve requests for KV blocks. At the end of their connection close `steps`, so that the master restarts all."""
+    """Serve requests for KV blocks. When they end, close `steps`, so that the master restarts this WorkAgent."""
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
