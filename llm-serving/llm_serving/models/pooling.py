@@ -26,7 +26,7 @@ _MAX_PLACE_CHARS: Final = 60
 """Maximum length of a module's `path`. File systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
 POOLING: Final = "pooling_mode"
-"""Configuration key of the pooling mode of a GGUF file, which is in its metadata."""
+"""Configuration key of the pooling mode. It is set from the metadata of a GGUF file."""
 _MODES: Final[Mapping[str, PoolingMode]] = {
     "lasttoken": PoolingMode.LAST,
     "cls": PoolingMode.FIRST,

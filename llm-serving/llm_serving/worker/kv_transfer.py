@@ -89,7 +89,7 @@ def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksW
             return BlocksWritten(message.block_ids, message.epochs)
     except WorkerError as error:
         return BlocksRefused(str(error))
-    raise ProtocolError(f"expected a request for blocks, got {str(message)[:100]}")
+    raise ProtocolError(f"the master must send requests for blocks on this connection. Received: {str(message)[:100]}")
 
 
 def _use_disk(

@@ -49,7 +49,7 @@ class PrecheckInput(NamedTuple):
     """Field in errors of the engine -> the protocol's name."""
     num_choices: int = 1
     template_factor: int = 1
-    """Maximum ratio of a text's length after the chat template is applied to its length before."""
+    """Maximum number of prompt bytes that the chat template produces for one byte of the text."""
     truncates: bool = False
 
 
