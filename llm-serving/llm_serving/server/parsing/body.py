@@ -175,7 +175,7 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     repeated: str | None = None
 
     def check_names(pairs: list[tuple[str, Any]]) -> None:
-        """Check one object. The decoder calls this for each object, the outermost last."""
+        """Check the names of one object. The decoder calls this for each object, the outermost last."""
         nonlocal repeated
         names = {name for name, _ in pairs}
         found = None if len(names) == len(pairs) else Counter(name for name, _ in pairs).most_common(1)[0][0]

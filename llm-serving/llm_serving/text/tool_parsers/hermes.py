@@ -59,7 +59,7 @@ class _Reader:
         return Read([call], self._written.end, may_continue=not ended)
 
     def _closed(self, body: str, call: Call, *, ended: bool) -> Read:
-        """Return a call whose JSON object is malformed after the arguments."""
+        """Return a call whose arguments are complete, although the JSON object around them is malformed."""
         assert self._written is not None
         behind = body[self._written.end :].lstrip()
         if CLOSING.startswith(behind) and len(behind) < len(CLOSING) and not ended:
