@@ -140,8 +140,8 @@ class AdmissionQueue:
             self._drain_rate_of_tenant.setdefault(name, DrainRate())
 
     def share_tenants(self, other: AdmissionQueue) -> None:
-        """Count the waiting requests of a tenant together with those in `other`, another model's queue. Call this
-        before the first request.
+        """Count a tenant's waiting requests together with those in `other`, another model's queue,
+        from the start on.
         """
         self._waiting_of_tenant = other._waiting_of_tenant
 
@@ -261,8 +261,8 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that apply to a group of `num_requests` requests with `num_tokens` prompt tokens. The limit
-        of the whole queue is first.
+        """Return all limits that apply to a group of requests with `num_tokens` prompt tokens, the
+        whole queue's first.
         """
         num_waiting = len(self._waiting)
         limits = [

@@ -266,9 +266,7 @@ class Backend(Protocol):
         """
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return the zeroed states of one operation of a program, float32 [num_slots, *shape]. Raise ModelError if the
-        backend does not support states.
-        """
+        """Return a program operation's zeroed states, float32 [num_slots, *shape]. Raise ModelError if unsupported."""
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copy whole blocks in the order of `pairs` [n, 2] (source block, target block), which the caller has checked.

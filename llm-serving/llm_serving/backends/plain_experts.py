@@ -1,6 +1,4 @@
-"""Mixture of experts as MindSpore's own operations. Every expert computes every row; an expert that the router did not
-choose has the weight zero.
-"""
+"""Mixture of experts as MindSpore's own operations. Every expert computes every row, and most weights are zero."""
 
 from __future__ import annotations
 

@@ -161,9 +161,7 @@ class _Sums(nn.Cell):
         return self.joined(self.of_integers(upper), self.of_integers(lower), self.lower_base)
 
     def of_integers(self, x: ms.Tensor) -> ms.Tensor:
-        """Return the cumulative sums of integers up to 2^24. They are added as digits of 12 bits: the sum of 2^11
-        digits is below 2^24.
-        """
+        """Return the cumulative sums of integers up to 2^24, added as digits of 12 bits so that they are exact."""
         upper = self.floor(self.mul(x, self.inverse_digit))
         lower = self.sub(x, self.mul(upper, self.digit))
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.digit_base)

@@ -19,8 +19,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "serving_config.whole_answer_bytes": "serving_config.max_buffered_response_bytes",
     "serving_config.grammars_kept": "serving_config.grammar_cache_size",
 }
-"""Former name of a key -> its current name. The former name is accepted for one release, with a notice
-(docs/reference/renamed.md)."""
+"""Former name of a key -> its current name. Former names are accepted for one release, with a notice."""
 
 ALIASES: Final[Mapping[str, str]] = {
     # Older sample files have the waiting times in model_config; the older loader read them from serving_config.

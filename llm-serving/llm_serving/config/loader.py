@@ -232,9 +232,7 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under the current name of its key. Later overrides win. If several names in a file stand for one
-    key, their values must be equal.
-    """
+    """Store a value under its key's current name. The last override wins; names for one key in a file must agree."""
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:

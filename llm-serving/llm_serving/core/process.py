@@ -15,9 +15,7 @@ from llm_serving.errors import ConfigError
 
 _PR_SET_PDEATHSIG: Final = 1
 DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
-"""Environment variable with the names of MindSpore's Ascend kernels to disable, separated by commas. Kernels of the
-library ATB replace them.
-"""
+"""Environment variable with the names of MindSpore's Ascend kernels that the library ATB replaces."""
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
 """Kernels that ATB must replace, because MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
 COLLECTIVES: Final = {"MS_ENABLE_LCCL": "off", "HCCL_OP_EXPANSION_MODE": "AIV"}

@@ -230,9 +230,7 @@ class StepInput:
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
     block_tables: Int32Array
-    """[G * B, W] block ids; the rows of the first group of layers come first. Unused columns are 0, columns before the
-    window NO_BLOCK.
-    """
+    """[G * B, W] block ids, first group of layers first. Unused columns are 0, those before the window NO_BLOCK."""
     block_epochs: Int32Array  # [G * B, W], for each entry of block_tables the epoch of its block
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # of the S results of kind TOKEN

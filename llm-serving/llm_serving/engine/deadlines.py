@@ -19,9 +19,7 @@ MAX_CHECKED: Final = 16
 """Maximum number of requests that one such search checks: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
-"""(deadline, request id, number of the entry, request). Request ids alone are not unique: a request that migrates back
-becomes a new object.
-"""
+"""(deadline, request id, number of the entry, request). Ids alone are not unique after a migration."""
 
 
 class Deadlines:

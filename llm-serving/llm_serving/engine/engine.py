@@ -36,9 +36,7 @@ BuildStep = Callable[[Schedule, int], StepInput]
 IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
-"""Step duration, in seconds, up to which the next step is formed at once. If a shorter step were formed late, the
-WorkAgent might have to wait for it.
-"""
+"""Step duration in seconds up to which the next step is formed at once, so that the WorkAgent never waits."""
 
 
 class Engine(EngineRequests):

@@ -157,8 +157,8 @@ class EngineRequests:
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread between two steps. Return a future of its result. Raise
-        WorkerDiedError if the engine has ended.
+        """Call a function in the engine's thread. Return a future of its result. Raise
+        WorkerDiedError after the end.
         """
         answer: Future[T] = Future()
 

@@ -89,9 +89,7 @@ class OpenRequests:
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
-        """Return (number of open requests, index) of each engine, ascending. The list is kept up to date until another
-        mapping is given.
-        """
+        """Return (number of open requests, index) of each engine, ascending. Later changes update the same list."""
         if engines is not self._ranked:
             self._ranked = engines
             self._by_load = sorted((self._num_of[engine], index) for index, engine in engines.items())

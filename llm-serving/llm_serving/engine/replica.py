@@ -210,9 +210,7 @@ def build_engine(
     build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. See `build_scheduler` for the arguments with numbers of blocks and slots,
-    `windows` and `whole_prompts`.
-    """
+    """Create the engine of replica `index`. See `build_scheduler` for arguments that are not documented here."""
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)

@@ -30,9 +30,7 @@ from llm_serving.observability.metrics import ReplicaCounts
 logger = get_logger(__name__)
 T = TypeVar("T")
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> context manager of the replica's engine. Entering it may take minutes. Leaving it
-stops the WorkAgent.
-"""
+"""(index, publish, on_progress) -> context manager of an engine. Entering loads, leaving stops the WorkAgent."""
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
 
 

@@ -26,9 +26,7 @@ logger = get_logger(__name__)
 
 
 class RequestDispatcher:
-    """Connects open requests with their replicas. An exception ends only the request that it concerns. Only the event
-    loop may use it.
-    """
+    """Connects open requests with replicas, on the event loop. An exception ends only the request that it concerns."""
 
     def __init__(
         self,

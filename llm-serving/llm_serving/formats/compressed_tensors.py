@@ -157,9 +157,7 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays that store a symmetric tensor, by name ending: in the format `pack-quantized` if `packed`, else
-    in `int-quantized`.
-    """
+    """Return the arrays of a symmetric tensor by name ending: `pack-quantized` if `packed`, else `int-quantized`."""
     assert tensor.zeros is None
     assert tensor.g_idx is None
     if not packed:

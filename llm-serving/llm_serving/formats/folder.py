@@ -149,9 +149,7 @@ def how_to_convert_file(file: Path) -> str:
 
 
 def convert_command(source: Path, yaml: Path | None = None) -> str:
-    """Return the command that converts MindFormers weights to a Hugging Face folder. `yaml` None: the command has the
-    placeholder `YAML`.
-    """
+    """Return the command that converts MindFormers weights; with a placeholder for the YAML if that is None."""
     config = "YAML" if yaml is None else shlex.quote(str(yaml))
     return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"
 

@@ -133,9 +133,7 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return the number of the protobuf field at `at`, and the start and end of its content. For an integer, the
-    content is its varint.
-    """
+    """Return number, start and end of the protobuf field at `at`. The content of an integer is its varint."""
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7
     if kind == 0:

@@ -31,9 +31,7 @@ class _RefusedError(Exception):
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of a model's weights; None: they are not quantized. Raise ModelError, which names `where`, if
-    it is not supported.
-    """
+    """Return the scheme of a model's weights; None: not quantized. Raise ModelError, naming `where`, if unsupported."""
     description = describe_quantization(config)
     if description is None:
         return None

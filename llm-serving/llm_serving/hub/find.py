@@ -88,9 +88,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Download the missing files of a model that `locate` found, the weights last. After a ModelError, another call
-    resumes the download.
-    """
+    """Download the missing files of a located model, weights last. After a ModelError, another call resumes."""
     listing = model.listing
     if listing is None:
         return

@@ -167,9 +167,7 @@ class BlockManager(RequestBlocks):
         return missing
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let other requests share the full blocks of the first `num_tokens` tokens. These must be computed, and the
-        master must know them.
-        """
+        """Let other requests share the full blocks of the first `num_tokens` tokens, which are computed and known."""
         if not self.prefix_caching or request.request_id in self._unshared:
             return
         num_full = min(num_tokens, request.num_tokens_known) // self.block_size

@@ -22,9 +22,7 @@ STEP_INPUTS: Final = (
     ("batch_valid_length", 1),  # [B], tokens of its context, those rows included
     ("sample_indices", 1),  # [S]
 )
-"""(name, number of dimensions) of the arguments of `construct`, all int32. Ascend's attention kernels find the lengths
-by the names.
-"""
+"""(name, number of dimensions) of the int32 arguments of `construct`. Attention kernels find lengths by name."""
 
 STATE_INPUTS: Final = (
     ("state_in", 1),  # [B], slot of the state that a request's rows continue; -1: zeros
@@ -66,8 +64,6 @@ def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Return inputs with dynamic shapes for `Cell.set_inputs`, so that the graph is compiled once. `num_rows`: fixed B;
-    None: B is dynamic too.
-    """
+    """Return inputs with dynamic shapes for `Cell.set_inputs`, for one compilation. `num_rows`: B, if fixed."""
     sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]

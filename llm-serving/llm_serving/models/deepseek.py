@@ -1,6 +1,4 @@
-"""DeepSeek-V2, V3, R1, V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: multi-head latent attention (MLA), and a mixture of
-experts with shared experts.
-"""
+"""DeepSeek-V2 to V3.2, R1, Kimi-K2, GLM-4.7-Flash and GLM-5: latent attention (MLA), routed and shared experts."""
 
 from __future__ import annotations
 

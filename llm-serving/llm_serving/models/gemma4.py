@@ -66,9 +66,7 @@ def gemma4(c: ConfigReader) -> Network:
 
 
 def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
-    """Return the heads of layers without a window. `per_layer_config`, or `global_head_dim` and
-    `num_global_key_value_heads`, describe them.
-    """
+    """Return the heads of layers without a window, from `per_layer_config` or from keys that begin with `global_`."""
     config = dict(c.config)
     if c.has("per_layer_config"):
         changes = c.config["per_layer_config"]
@@ -89,9 +87,7 @@ def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
 
 
 def _rotary(c: ConfigReader, heads: Heads, kind: str) -> Rotary:
-    """Read the rotary embedding of a kind of layers. In layers of the RoPE type "proportional", only the pairs with the
-    highest frequencies rotate.
-    """
+    """Read the rotary embedding of a kind of layers. With "proportional", only the fastest pairs rotate."""
     reader = rope_config(c)
     reader = reader.inner(kind) if reader.has(kind) else ConfigReader({}, c.where)
     usual = {SLIDING: ("default", 1.0, 1e4), FULL: ("proportional", 0.25, 1e6)}[kind]

@@ -17,7 +17,7 @@ from llm_serving.network.rope import Rotary
 
 GELU = "gelu_pytorch_tanh"
 IMAGES = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
-"""Tensor name prefixes of multimodal models that a text model does not read, after `model.`."""
+"""Prefixes, after `model.`, of tensors for images and audio, which a text model does not read."""
 
 
 @dataclass(frozen=True)

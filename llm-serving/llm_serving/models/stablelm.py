@@ -1,6 +1,4 @@
-"""StableLM: layer norms, and a quarter of each head rotates. In some models attention and the feed-forward block read
-the same norm.
-"""
+"""StableLM: layer norms; a quarter of each head rotates. Attention and feed-forward block may share a norm."""
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader

@@ -163,9 +163,7 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of a matrix product that hold these heads, and the result of a norm over all heads that
-        follows the product, or None.
-        """
+        """Return the columns of a product that hold these heads, and the result of a norm over all heads, or None."""
         normed = None
         while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:

@@ -61,9 +61,7 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
 def _shown(
     replica: ReplicaTrace, num_steps: int
 ) -> tuple[list[tuple[Step, int, int]], list[tuple[RequestRecord, list[Span]]], int | None]:
-    """Return what a trace shows of a replica: (step, start, end) of each step, (request, spans) of each request, and
-    the earliest time.
-    """
+    """Return (step, start, end) of each step of a trace, (request, spans) of each request, and the earliest time."""
     events = replica.events
     steps: list[tuple[Step, int, int]] = []
     end = 0

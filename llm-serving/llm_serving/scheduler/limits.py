@@ -30,9 +30,7 @@ class SchedulerLimits:
     max_prefill_gap: int = 16
     """Maximum number of consecutive steps that compute no prompt although one could run."""
     max_preemptions: int = 8
-    """Maximum number of preemptions of a request. After them, the request is admitted again only with all blocks that
-    it can ever need.
-    """
+    """Maximum number of preemptions of a request. Its next admission takes all blocks that it can ever need."""
     max_overtakes: int = 0
     """Maximum number of consecutive admissions of a class that pass over its oldest waiting request."""
     max_head_start_steps: int = 256

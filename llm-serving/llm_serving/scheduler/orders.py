@@ -20,9 +20,7 @@ OUTPUT_TOKEN_WEIGHT: Final = 2
 
 
 class Order(Protocol):
-    """Order of the waiting requests of a class. Whatever the order is, one of every `max_overtakes` + 1 admissions
-    takes the oldest request.
-    """
+    """Order of a class's waiting requests. One of every `max_overtakes` + 1 admissions takes the oldest anyway."""
 
     shares_fairly: bool
     """Whether the tenant with the least service goes first. If so, `sort_key` orders the requests of one tenant."""
@@ -79,9 +77,7 @@ class ShortestOrder:
 
 
 class DeadlineOrder:
-    """Earliest deadline first (Liu and Layland 1973). The deadline is the request's own, or else arrival plus the
-    class's SLO for the TTFT.
-    """
+    """Earliest deadline first (Liu and Layland 1973). The default deadline is arrival plus the class's TTFT SLO."""
 
     shares_fairly = False
     record_finished = None

@@ -69,8 +69,8 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
-        """Preempt a request: free its slot and blocks, and queue it ahead of new requests of its class. `cause`: the
-        request that needs the room.
+        """Free a request's slot and blocks, and queue it ahead of new ones. `cause`: the request
+        that needs the room.
         """
         self._slots.remove(request)
         plan.remove_row(request)

@@ -235,9 +235,7 @@ class TenantLimiter:
         return None if not waiting or name == waiting[0] else name
 
     def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
-        """Determine which of the tenant's classes contend. Return its classes with waiting requests, by rank, and the
-        slots of each class.
-        """
+        """Determine the tenant's contending classes. Return its classes that wait, by rank, and slots by class."""
         counts = Counter(each.request_class.name for each in tenant.active.values())
         waiting, aged = [], []
         for each in self._classes:

@@ -83,8 +83,8 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a request that migrated from another replica after `num_waited` steps there. It still holds a slot of
-        its tenant's limit.
+        """Queue a migrated request, which waited `num_waited` steps elsewhere and keeps its slot of
+        the tenant limit.
         """
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)

@@ -37,9 +37,7 @@ INDEX_SHARE: Final = 4
 takes as long as adding many.
 """
 FAILED_TOKEN: Final = -1
-"""Output token of a failed step. It must not enter a draft, because in a step a negative id refers to a token of the
-previous step.
-"""
+"""Output token of a failed step. It must not enter a draft, where a negative id refers to the previous step."""
 MATCH_TOKENS: Final = 1.4
 """Assumed number of tokens that a match saves if it predicts the next token."""
 LOOKUP_SHARE: Final = 0.0025

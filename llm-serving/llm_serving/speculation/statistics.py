@@ -23,9 +23,7 @@ FIRST_FORCED_TOKENS: Final = 1.0
 FORCED_MEMORY: Final = 8
 """Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Time constant, in output tokens, with which the average of forced tokens returns to `FIRST_FORCED_TOKENS` while none
-are verified.
-"""
+"""Output tokens in which the average of forced tokens returns to `FIRST_FORCED_TOKENS` while none is verified."""
 MAX_OUTLIER: Final = 4
 """Maximum ratio of a measurement to the average. Larger measurements, as of a paused thread, are clipped to it."""
 STEP_DECAY: Final = 1 - 1 / 256

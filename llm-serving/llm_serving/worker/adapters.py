@@ -56,8 +56,8 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Start to read an adapter into host memory, in another thread. If `folder` is empty, drop the adapter instead;
-        a slot may still hold it.
+        """Start to read an adapter into host memory, or drop it there if `folder` is empty; a slot
+        may still hold it.
         """
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))

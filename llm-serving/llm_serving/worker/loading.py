@@ -265,9 +265,7 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of NPU memory that this WorkAgent may use. Raise ConfigError if neither a limit nor the free
-    memory is known.
-    """
+    """Return the bytes of NPU memory for this WorkAgent. Raise ConfigError without a limit or known free memory."""
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(

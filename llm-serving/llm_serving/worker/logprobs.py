@@ -162,9 +162,7 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest of `values` ([V], no NaN), in descending order. Of equal values, the
-    lowest index is first.
-    """
+    """Return the indices of the `count` largest values ([V], no NaN), descending; of equal ones the lowest first."""
     size = len(values)
     count = min(count, size)
     if count == 1:

@@ -83,9 +83,7 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the sampling function of the operator library, or the one of NumPy if the library is missing or the
-    backend is `plain`.
-    """
+    """Return the operator library's sampling function, or NumPy's without the library and for `plain`."""
     if backend_name == "plain":
         return sampling_reference.choose_tokens
     try:

@@ -58,9 +58,7 @@ def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64A
 
 
 def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits for each (seed, position). Seeds are the keys of Philox, positions
-    the counters.
-    """
+    """Return a number in [0, 1) with 53 random bits for each (seed, position): key and counter of Philox."""
     zero = np.zeros(len(seeds), np.uint64)
     counter = (positions.astype(np.uint64), zero, zero, zero)
     high, low, _, _ = philox4x32(counter, (seeds & _LOW_WORD, seeds >> _WORD_BITS))

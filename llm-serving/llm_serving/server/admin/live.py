@@ -146,9 +146,7 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return the numbers (`Request.sequence`) of a tenant's waiting, running and just ended requests; None: all
-    requests are visible.
-    """
+    """Return `Request.sequence` of each waiting, running or just ended request of a tenant; None: all are visible."""
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]

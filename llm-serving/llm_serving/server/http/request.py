@@ -32,9 +32,7 @@ _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
 """Scope key: when the head of the request had arrived, by `core.timings.monotonic`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope key: a function that sets the maximum number of body bytes that count as buffered. Routes that write long
-bodies to disk call it.
-"""
+"""Scope key: sets how many body bytes count as buffered at most, for routes that write bodies to disk."""
 UNSENT_KEY: Final = "llm_serving.unsent"
 """Scope key: a function that adds to the number of produced, unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"

@@ -14,9 +14,7 @@ from llm_serving.server.protocols.openai.schemas import CallerFields
 def adapter_of(
     adapters: Mapping[str, Adapter], http_request: Request, bodies: Sequence[CallerFields]
 ) -> Adapter | None:
-    """Return the adapter that the field `model`, TGI's `adapter_id` or the path of an older route names; None: the base
-    model answers.
-    """
+    """Return the adapter that `model`, TGI's `adapter_id` or an older route's path names; None: the base model."""
     names: list[Any] = [getattr(body, field, None) for body in bodies for field in ("adapter_id", "model")]
     names.append(http_request.path_params.get("name"))
     return next((adapters[name] for name in names if name in adapters), None)

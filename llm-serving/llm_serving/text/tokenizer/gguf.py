@@ -1,6 +1,4 @@
-"""The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece), `gpt2` (byte pairs) and `bert`
-(word pieces).
-"""
+"""The tokenizer in a GGUF file: `llama` (sentencepiece), `gpt2` (byte pairs) or `bert` (word pieces)."""
 
 from __future__ import annotations
 
@@ -112,9 +110,7 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the ids of the end tokens in the file. If it names no end-of-turn token, add the ids of the tokens in
-        `_TURN_ENDS`.
-        """
+        """Return the ids of the file's end tokens, and those of `_TURN_ENDS` if it names no end-of-turn token."""
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()
         if _HARMONY_ENDS[0] in tokens:

@@ -1,6 +1,4 @@
-"""The rules that split a text into words, by their names in GGUF files (`tokenizer.ggml.pre`). They are the rules of
-the models' own `tokenizer.json`.
-"""
+"""Rules that split a text into words, by names in GGUF files. Sources: the models' own `tokenizer.json`."""
 
 from __future__ import annotations
 

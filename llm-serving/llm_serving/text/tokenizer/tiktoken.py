@@ -20,9 +20,7 @@ _WORDS: Final = (
 )
 _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
-"""Maximum characters of a run of white space. Longer runs are split, because the regular expression keeps a state for
-each character.
-"""
+"""Maximum characters of a run of white space before it is split. The expression keeps a state for each."""
 _SPACES: Final = re.compile(r"\s+")
 """Matches runs of any length. A pattern with a minimum length would scan a shorter run again from each position."""
 MAX_SPECIAL_TOKENS: Final = 2**16

@@ -254,9 +254,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Append the logprobs of tokens to `target`. `offset` is where the first token begins, and is moved to the end
-        of the last.
-        """
+        """Append logprobs to `target`. `offset` moves from the start of the first token to the end of the last."""
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)
