@@ -140,9 +140,7 @@ class AdmissionQueue:
             self._drain_rate_of_tenant.setdefault(name, DrainRate())
 
     def share_tenants(self, other: AdmissionQueue) -> None:
-        """Count a tenant's waiting requests together with those in `other`, another model's queue,
-        from the start on.
-        """
+        """Count a tenant's waiting requests together with those in `other`, another model's queue."""
         self._waiting_of_tenant = other._waiting_of_tenant
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -261,9 +259,7 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that apply to a group of requests with `num_tokens` prompt tokens, the
-        whole queue's first.
-        """
+        """Return all limits that apply to a group of requests with `num_tokens` prompt tokens."""
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

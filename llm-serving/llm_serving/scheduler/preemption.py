@@ -69,9 +69,7 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
-        """Free a request's slot and blocks, and queue it ahead of new ones. `cause`: the request
-        that needs the room.
-        """
+        """Free a request's slot and blocks, and queue it ahead of new ones, because `cause` needs the room."""
         self._slots.remove(request)
         plan.remove_row(request)
         swaps = self._prefers_swap(request) and self._blocks.can_swap_out(request)

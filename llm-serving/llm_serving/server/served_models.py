@@ -274,9 +274,7 @@ class ServedModels:
         return self._models[name]
 
     def check_names(self, field: str, names: Iterable[str], besides: str) -> None:
-        """Raise RequestError for `field` if another model than `besides`, or an adapter, has or
-        will have such a name.
-        """
+        """Raise RequestError for `field` if another model than `besides`, or an adapter, has or gets such a name."""
         used = [(model.name, {*names_of(model.engine.config), *model.engine.adapters.by_name}) for model in self]
         used += [(name, {*all_names_of(config)}) for name, config in self._changing.items()]
         for owner, taken in used:

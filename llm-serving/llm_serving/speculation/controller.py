@@ -106,9 +106,7 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the draft length whose last token's gain covers its cost. `proposing_s`: seconds
-        to propose a token.
-        """
+        """Return the draft length whose last token's gain covers its cost. `proposing_s`: seconds to propose one."""
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
         if price >= first:

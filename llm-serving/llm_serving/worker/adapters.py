@@ -56,7 +56,7 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Start to read an adapter into host memory, or drop it there if `folder` is empty; a slot
+        """Start to read an adapter into host memory, or drop it there if `folder` is empty. A slot
         may still hold it.
         """
         if folder:
