@@ -259,7 +259,9 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that apply to a group of requests with `num_tokens` prompt tokens."""
+        """Return all limits on a group of requests with `num_tokens` prompt tokens, the one of the
+        whole queue first.
+        """
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

@@ -56,9 +56,7 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Start to read an adapter into host memory, or drop it there if `folder` is empty. A slot
-        may still hold it.
-        """
+        """Start to read an adapter into host memory, or drop it if `folder` is empty. A slot may still hold it."""
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
         else:
