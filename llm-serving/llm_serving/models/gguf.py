@@ -164,5 +164,5 @@ def _divisors(reader: MetadataReader, name: str, kind: str) -> list[float]:
     divisors = reader.found.tensors.get(name)
     is_stored = isinstance(divisors, StoredTensor) and len(divisors.shape) == 1 and divisors.shape[0] <= _MAX_ROTATION
     if divisors is None or kind not in ("none", "longrope") or not is_stored:
-        raise ModelError(f"{reader.found.file}: {name} must be a list of float32, without another scaling")
+        raise ModelError(f"{reader.found.file}: tensor {name} must be a vector, in a file without another RoPE scaling")
     return [float(value) for value in np.array(divisors.read(), np.float64)]

@@ -100,7 +100,7 @@ def with_adapters(
 ) -> tuple[Network, list[AdaptedLinear]]:
     """Return a network whose linear operations have slots for adapters, and these slots.
 
-    Only operations get slots whose weight is stored as it is multiplied.
+    An operation whose weight is transformed while it is loaded gets no slots.
 
     Args:
         max_rank: Highest rank of an adapter, rounded up to a multiple of `PANEL`.

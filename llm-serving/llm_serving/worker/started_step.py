@@ -46,7 +46,7 @@ class StartedStep:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`finish`: makes the output from the copy. `keeps_tokens`: see the attribute."""
+        """`finish`: makes the output from the copy. `keeps_tokens`: whether the samples stay on the device."""
         self._pending: tuple[HostCopy, Callable[[NDArray[Any]], StepOutput]] | None = (copy, finish)
         self.placeholders: Int32Array = np.zeros(num_samples, np.int32)
         """Valid token ids that stand for the samples until these are known."""
