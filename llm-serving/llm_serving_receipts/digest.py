@@ -39,7 +39,7 @@ class ResponseDigest:
             prompt.add(output.prompt_logprobs, self._num_prompt_logprobs)
 
     def choices(self) -> list[ReceiptChoice]:
-        """Return the choices. All of them must have finished."""
+        """Return the choices, all of which must have finished."""
         return [choice.finish(with_logprobs=self._with_logprobs) for choice in self._choices]
 
     def prompt_logprobs(self) -> list[str | None]:

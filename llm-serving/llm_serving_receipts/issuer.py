@@ -41,8 +41,9 @@ class ReceiptIssuer:
     async def start_receipt(
         self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
     ) -> ReceiptDraft:
-        """Start a receipt, after the files were hashed and a check that they have not changed. The hash of an adapter
-        was computed when the server read it.
+        """Start a receipt, after the model's files were hashed and a check that they have not changed.
+
+        The hash of an adapter was computed when the server read it.
 
         Raises:
             UnavailableError: A file has changed since the server started, or cannot be read.

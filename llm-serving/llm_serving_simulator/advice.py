@@ -52,25 +52,25 @@ COMPARED: Final = (
 """Figures of all requests that are compared."""
 COMPARED_OF_CLASSES: Final = ("goodput_share", "ttft_p99_ms", "tpot_p99_ms")
 MIN_DIFFERENCE: Final = 0.05
-"""Relative difference from which a figure is reported."""
+"""Minimum relative difference of a figure that is reported."""
 BASELINE_SHARE: Final = 1 / 30
-"""Share of the time budget for the server's own configuration; a longer workload is cut to its newest half."""
+"""Fraction of the time budget for the server's own configuration. A longer workload is cut to its newest half."""
 MIN_EXTRA_GAIN: Final = 0.02
-"""Gain over the value before from which the search in a direction continues; see `_differences`."""
+"""Minimum gain over the previous value with which the search in a direction continues; see `_differences`."""
 PATIENCE: Final = 1
-"""Values without extra gain that the search in a direction skips."""
+"""Number of values without such a gain that the search in a direction skips."""
 FEW_STEPS: Final = 0.01
-"""Share of extrapolated steps up to which they are not reported."""
+"""Maximum share of extrapolated steps that is not reported."""
 MIN_REQUESTS: Final = 20
 POLICY: Final = "scheduler_config.policy"
 
 LOWEST_PRIORITY: Final = 19
 MAX_MEMORY_BYTES: Final = 4 * 2**30
 READING_S: Final = 30.0
-"""CPU time for reading recordings and calibrating, on top of the budget for simulations."""
+"""CPU seconds for reading recordings and calibrating, in addition to the budget for simulations."""
 
 Configure = Callable[[Sequence[str]], ServingConfig]
-"""Returns the configuration with "section.key=value" each; raises ConfigError."""
+"""(list of "section.key=value") -> the configuration with these changes. Raises ConfigError."""
 
 
 class Difference(Struct):
@@ -106,17 +106,17 @@ class Advice(Struct):
     """The answer of the route `/v1/scheduler/advice`."""
 
     requests: int
-    """Requests simulated."""
+    """Number of simulated requests."""
     refused: int
-    """How many of them admission control had refused."""
+    """Number of simulated requests that admission control had refused."""
     seconds: float
-    """Time in which they arrived."""
+    """Seconds in which the simulated requests arrived."""
     step_error: float
     """Median relative error of held-out step times."""
     played: int
-    """Other values simulated."""
+    """Number of other values that were simulated."""
     not_played: int
-    """Neighbouring values for which the time was not sufficient."""
+    """Number of neighbouring values for which the time did not suffice."""
     advised: list[Neighbour]
     """Changes that make no figure worse, highest gain first."""
     otherwise: list[Neighbour]
@@ -177,7 +177,7 @@ def advise(configure: Configure, workload: Workload, profile: Profile, step_erro
 
 
 def _onwards(parameter: SearchParameter, value: object) -> Iterator[object]:
-    """Yield a neighbouring value and, of an ordered parameter, the values beyond it."""
+    """Yield a neighbouring value. If the parameter is ordered, yield the values beyond it too."""
     yield value
     if parameter.ordered:
         index = parameter.values.index(value)
@@ -186,7 +186,7 @@ def _onwards(parameter: SearchParameter, value: object) -> Iterator[object]:
 
 
 def newest(workload: Workload, share: float) -> Workload:
-    """Return a share of each stream's requests, the newest ones."""
+    """Return the newest requests of each stream, the fraction `share` of them."""
     streams = tuple(
         replace(stream, requests=stream.requests[len(stream.requests) - math.ceil(share * len(stream.requests)) :])
         for stream in workload.streams
@@ -202,7 +202,9 @@ def newest(workload: Workload, share: float) -> Workload:
 def _baseline(
     config: ServingConfig, workload: Workload, profile: Profile, max_s: float
 ) -> tuple[Workload, Figures, float]:
-    """Simulate the own configuration; return the newest part of the workload that fits, its figures and the time."""
+    """Simulate the server's own configuration. Return the newest part of the workload that fits into the time, its
+    figures, and the time.
+    """
     if workload.num_requests < MIN_REQUESTS:
         raise RecordingError(f"advice needs at least {MIN_REQUESTS} requests. Given: {workload.num_requests}")
     while True:
@@ -319,9 +321,9 @@ class AdviceQuestion(Struct):
     """Where each of its values is set."""
     folder: str
     since: float
-    """Monotonic time from which requests count."""
+    """Time, in seconds on the monotonic clock, from which requests count."""
     budget_s: float
-    """Time for all simulations."""
+    """Seconds for all simulations."""
     refused: list[RefusedRequests] = []
     """Requests refused since then, which no recording has."""
 

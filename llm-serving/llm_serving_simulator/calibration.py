@@ -18,7 +18,7 @@ from llm_serving_simulator.profile import DEFAULT_LEAD_S, IDLE_AFTER_S, Profile,
 
 MIN_STEPS: Final = 50
 MIN_LEADS: Final = 10
-"""Announced long steps that are needed to measure `lead_s`."""
+"""Minimum number of announced long steps for a measurement of `lead_s`."""
 
 INTERVAL_S: Final = 0.5
 SLOW_FACTOR: Final = 1.2
@@ -27,7 +27,7 @@ MIN_STEPS_PER_INTERVAL: Final = 4
 NUM_ITERATIONS: Final = 5
 
 FLOOR_S: Final = 0.0002
-"""Added to both delays before their ratio is taken."""
+"""Seconds that are added to both delays before their ratio is computed."""
 FACTORS: Final = (0.4, 0.6, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.6, 2.5)
 """Factors by which the search varies each cost of the event loop."""
 
@@ -184,7 +184,7 @@ class SlowIntervals:
     """Intervals of a measurement in which steps of all shapes took longer."""
 
     factors: Mapping[int, float] = field(default_factory=dict)
-    """Factor by the number of the interval, of slow intervals only."""
+    """Number of a slow interval -> factor by which its steps took longer."""
     num_intervals: int = 1
 
     def factor(self, time: float) -> float:
@@ -223,7 +223,7 @@ def find_slow_intervals(steps: Sequence[MeasuredStep]) -> SlowIntervals:
 
 
 class EventLoopCosts(NamedTuple):
-    """Seconds; see `Profile`."""
+    """Costs of the event loop in seconds; see `Profile`."""
 
     request_s: float
     token_s: float

@@ -36,7 +36,7 @@ MAX_EFFORT: Final = 1000
 MAX_ATTEMPTS: Final = 3
 """Maximum number of attempts of a phase until other programs are idle."""
 PAUSE_S: Final = 0.2
-"""Pause between two phases, in which aborted requests end."""
+"""Seconds between two phases, in which aborted requests end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
