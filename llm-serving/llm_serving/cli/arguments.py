@@ -150,7 +150,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the API key of the environment in the form of `--set`; empty: none, or the YAML has keys."""
+    """Return the environment's API key in the form of `--set`; empty: there is none, or the YAML has keys."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 

@@ -169,7 +169,9 @@ class Control:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again. If it has stopped, load it. Raise RequestError if unknown."""
+        """Route requests to a drained replica again. If it has stopped, load it. Raise RequestError
+        for a wrong index.
+        """
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:

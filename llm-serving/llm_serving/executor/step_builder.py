@@ -257,7 +257,7 @@ class _PackedTables:
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._sizes: list[tuple[int, int]] = []
-        """Number of entries, and of entries without a block, of each table. Each change of a table changes one."""
+        """Number of entries of each table, and of its entries without a block. A changed table differs in one."""
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:

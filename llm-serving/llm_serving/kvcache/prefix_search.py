@@ -77,7 +77,9 @@ class PrefixSearch:
         return window.first_block(end * self._block_size, self._block_size)
 
     def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
-        """Return the ids of a group's first `limit` blocks. A missing one is `NO_BLOCK`, or with `stops` the end."""
+        """Return a group's first `limit` block ids: `NO_BLOCK` for a missing one, or with `stops`
+        only those before it.
+        """
         blocks: list[int] = []
         find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
         if self._sources:

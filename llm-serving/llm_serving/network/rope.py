@@ -54,7 +54,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies; None: `max_position_embeddings` is after scaling."""
+        """Return the number of positions that `factor` multiplies; None: `max_position_embeddings` includes it."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 

@@ -42,7 +42,7 @@ OF_EXPERTS: Final = (
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return a text that says what answers depend on. `has_experts`: whether experts are not in 8 bits."""
+    """Return a text that says what answers depend on. `has_experts`: the model has experts of more than 8 bits."""
     if has_experts and backend_name == "ascend_invariant":
         return OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]

@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
 """Maximum number of requests of one replica that wait for the transfer of their blocks."""
 MAX_BYTES: Final = 2**30
-"""Maximum bytes of a replica's blocks that wait for transfer, unless it is one request: 1 s at 10 Gbit/s."""
+"""Maximum bytes of a replica's blocks that wait for transfer, except of one request: 1 s at 10 Gbit/s."""
 CPU_SHARE: Final = 0.5
 """Maximum fraction of one core that all transfer threads together use while a step is in flight."""
 
