@@ -101,7 +101,7 @@ def test_convert_splits_fused_projections_of_newer_networks(source, tmp_path, or
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "config.json").write_bytes((source / "config.json").read_bytes())
     write_safetensors(tmp_path / "core" / "model.safetensors", tensors)
-    with pytest.raises(ModelError, match=r"in an order that no file specifies: `llm-serving convert .* --joined group"):
+    with pytest.raises(ModelError, match=r"and no file states their order: `llm-serving convert .* --joined group"):
         WeightReader(tmp_path / "core")
     command = ["convert", str(tmp_path / "core"), str(tmp_path / "out"), "--to", "hf"]
     assert main(command) == 2

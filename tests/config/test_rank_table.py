@@ -65,7 +65,7 @@ FIRST, SECOND = devices(2)
         ),
         (
             table() | of(FIRST, SECOND | {"device_ip": "192.1.27"}),
-            "`server_list[0].device[1].device_ip` must be the address of the device's network. Given: 192.1.27",
+            "`server_list[0].device[1].device_ip` must be the IP address of the device. Given: 192.1.27",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def _device(path: Path, place: str, device: dict[str, Any]) -> RankDevice:
     try:
         ipaddress.ip_address(address if isinstance(address, str) else "")
     except ValueError:
-        raise _error(path, f"{place}.device_ip", "must be the address of the device's network", address) from None
+        raise _error(path, f"{place}.device_ip", "must be the IP address of the device", address) from None
     return RankDevice(*numbers)
 
 

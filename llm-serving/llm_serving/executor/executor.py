@@ -322,7 +322,7 @@ class RemoteExecutor(Executor):
             return [[] for _ in requests]
         if len(reply.token_ids) != len(requests):
             raise WorkerDiedError(
-                f"the WorkAgent sent draft tokens of {len(reply.token_ids)} requests, expected {len(requests)}"
+                f"the WorkAgent sent draft tokens for {len(reply.token_ids)} requests, expected {len(requests)}"
             )
         for request, token_ids in zip(requests, reply.token_ids, strict=True):
             if len(token_ids) > request.num_draft_tokens:

@@ -72,7 +72,10 @@ def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, 
 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
-    """Return sums of products [M, N], rounded to float32 once. With `max_norm`, they fit into 32 bits."""
+    """Return the matrix product [M, N] of integers: each sum is exact, then rounded to float32 once.
+
+    If the norms of the rows are within `max_norm`, each sum fits into 32 bits.
+    """
     assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 

@@ -46,9 +46,10 @@ SINGLE_TOKEN_INPUTS: Final = (("step", 2), ("previous", 1), ("batch_valid_length
 i. If i < P, the token's id is `previous[i]`, from an array [P] on the device; otherwise it is the id i - P in `step`.
 """
 TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("table_rows", 1), ("sample_indices", 1))
-"""`SINGLE_TOKEN_INPUTS` and three more, for steps in which some rows have no token and some tokens have no result.
+"""`SINGLE_TOKEN_INPUTS` and three more inputs, for steps in which some requests have no token, or no sample.
 
-`table_rows` [B]: the row of `step` with the block table of each row.
+`q_seq_lens` [B]: number of tokens of each request, 0 or 1. `table_rows` [B]: for each request, the index of the row of
+`step` that holds its block table. `sample_indices` [S]: indices of the tokens whose results are sampled.
 """
 
 

@@ -275,7 +275,9 @@ def mindformers_llama_parameter(name: str) -> str | None:
 
 
 def split_stacked_weights(network: Network) -> Network:
-    """Return a network whose stacked weights are split. It serves only to read weights, and cannot be computed."""
+    """Return a copy of the network with the parts of stacked weights as separate tensors. The copy describes which
+    weights to read; it cannot be executed.
+    """
     apart = copy.copy(network)
     apart.operations = []
     for operation in without_key_offsets(network).operations:

@@ -124,7 +124,7 @@ class WeightReader:
         for stored_name, tensor in stored.items():
             if theirs and is_fused(stored_name):
                 raise ModelError(
-                    f"{tensor.file}: {stored_name} holds several projections in an order that no file specifies: "
+                    f"{tensor.file}: {stored_name} holds several projections, and no file states their order: "
                     f"`llm-serving convert {folder} OUT --to hf --joined {'|'.join(ORDERS)}` separates them"
                 )
             name = hugging_face_name(stored_name) if theirs else prefix + stored_name.removeprefix(base)

@@ -12,7 +12,7 @@ from llm_serving.network.operations import Float32Array, Transform
 
 @dataclass(frozen=True)
 class Constant:
-    """A vector of equal elements, as `Weight.generate`."""
+    """Generates a vector of equal elements. It is used as `Weight.generate`."""
 
     size: int
     value: float

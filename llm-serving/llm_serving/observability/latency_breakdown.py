@@ -100,7 +100,7 @@ def num_accepted_drafts(step: Step, record: RequestRecord) -> int:
 
 
 def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Sequence[OwnRow]) -> int:
-    """Return the maximum number of consecutive steps without the request between two of its tokens."""
+    """Return the maximum number of consecutive steps between two tokens of the request that did not compute it."""
     breaks = [each.time for each in record.preemptions] + [outage.ended for outage in events.outages]
     gaps = [
         row.step.number - before.step.number - 1

@@ -125,8 +125,8 @@ CPU_STEP_OPERATIONS: Final = 1.2e12
 CPU_STEP_TOKENS: Final = 512
 """Default token budget on a CPU; larger steps are no faster per token and delay streams."""
 MIN_PROMPT_TOKENS: Final = 128
-"""Number of prompt tokens for which the default token budget has room. Matrix products of so many rows reach 90 % of
-the speed of larger ones."""
+"""Minimum number of prompt tokens for which the default token budget of a step has room, because matrix products of
+this many rows reach 90 % of the speed of larger ones."""
 MAX_WHOLE_TOKENS: Final = 8192
 """Default limit on an input of an encoder, in tokens; a larger `max_prefill_tokens` raises it."""
 SEPARATE_PREFILL_STEPS: Final = 4

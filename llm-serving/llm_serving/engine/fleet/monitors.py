@@ -184,7 +184,7 @@ class LimitMonitor:
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
         """Record a request that migrated from another replica. Return 1 if it exceeds its tenant's limit, else 0.
 
-        Return 0 also while the replicas use different rules.
+        Return 0 also while a reload has reached some replicas only, because their limits differ then.
         """
         if len({*self._reloads.values()}) > 1:
             return 0

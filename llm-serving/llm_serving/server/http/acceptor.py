@@ -240,7 +240,7 @@ class Acceptor:
             if task.cancelled() or error is not None:
                 _drop(connection, client)
             if not isinstance(error, OSError | None):
-                logger.error("Failed to set up a connection", exc_info=error)
+                logger.error("the connection of a client could not be set up", exc_info=error)
 
         handshake.add_done_callback(on_done)
 

@@ -49,7 +49,7 @@ QWEN2: Final = Words((QWEN.pattern,), composes=True)
 SMOLLM: Final = Words(digits=True)
 
 _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
-"""`tokenizer_class` without the suffix `Fast` -> rule."""
+"""`tokenizer_class` without the suffix `Fast` -> how a text is split into words."""
 
 
 def read_byte_pairs(

@@ -175,7 +175,7 @@ class Tokenizer:
 
     @cached_property
     def typed_text(self) -> TypedText:
-        """Encodes special tokens in messages as characters."""
+        """Encodes the texts of special tokens in messages as ordinary characters."""
         special = {self.token_bytes(each).decode("utf-8", "replace"): each for each in sorted(self.special_token_ids)}
         return TypedText(self.encode, special, self.token_bytes)
 

@@ -250,9 +250,9 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings.
+    """Return the grammar rules of a format in which one of the openings precedes all calls of an answer.
 
-    If an answer must be a call, it uses the first opening.
+    `inside`: grammar term for all calls. An answer that must be a call has the first opening.
     """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))

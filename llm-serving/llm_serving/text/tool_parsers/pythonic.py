@@ -96,7 +96,10 @@ class IncompleteError(NotACallError):
 
 
 def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
-    """Return the calls in a text, which may be a list. Raise NotACallError if it contains anything else."""
+    """Parse a text that is one call or a Python list of calls. Raise NotACallError if it is anything else.
+
+    `source`: the parser for the syntax of the calls; None: Python's.
+    """
     try:
         return (source or PythonicSource)(text).calls()
     except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
