@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from families import adapters
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError, WorkerError
 from llm_serving.formats.peft import fingerprint, number_of, read_adapter
@@ -141,6 +142,22 @@ def test_adapters_of_quantized_weights_change_the_answer_and_keep_rows_apart(fol
     changed = logits_of(runner, (1, 0))
     assert np.abs(changed - plain).max() > 0.1
     np.testing.assert_array_equal(logits_of(runner, step=1), plain)
+
+
+@pytest.mark.parametrize("name", adapters.CASES)
+def test_an_adapter_computes_what_peft_does(tmp_path, name):
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    model.mkdir()
+    adapter.mkdir()
+    adapters.write(adapters.CASES[name], model, adapter)
+    with np.load(adapters.GOLDEN) as golden:
+        expected = golden[name]
+    runner = runner_of(model, spec=ModelSpec.from_folder(model), limits=AdapterLimits(2, 16))
+    runner.adapters.read(1, adapter)
+    size = expected.shape[1]
+    scores = [(0, token, list(range(size)), 0) for token in range(len(expected))]
+    given = step_input([(list(adapters.PROMPT), 0, [3])], scores=scores, samples=[], adapters=[(1, 1)])
+    np.testing.assert_allclose(runner.execute(given).scores.logprobs.reshape(-1, size), expected, atol=1e-4)
 
 
 def test_experts_are_refused_by_name(tmp_path):
