@@ -76,5 +76,5 @@ def test_state_guard_allows_rows_to_read_the_same_checkpoint() -> None:
 
 
 def test_state_guard_refuses_accesses_of_another_shape() -> None:
-    with pytest.raises(WorkerError, match=r"states must be \[N, 4\]. Given: \[1, 3\]"):
+    with pytest.raises(WorkerError, match=r"the array `states` must have the shape \[N, 4\]. Given: \[1, 3\]"):
         StateGuard(4).check(replace(step_of([(0, 1)]), states=np.zeros((1, 3), np.int32)))
