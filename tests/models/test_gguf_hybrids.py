@@ -43,7 +43,6 @@ CASES = {
     "llama4": llama4._llama4(LLAMA4),
     "minicpm3": minicpm3._minicpm3({"dim_model_base": 256, "scale_emb": 12, "rope_scaling": UNSCALED}),
     "phimoe": phi3._phimoe({"router_jitter_noise": 0.01}),
-    "phimoe, plain": phi3._phimoe({"router_jitter_noise": 0.01, "rope_scaling": None, "attention_bias": False}),
     "gptneox": models.model("gpt-neox"),
     "gptneox, serial": models.model("gpt-neox-serial"),
 }
@@ -199,7 +198,6 @@ def test_gguf_file_of_a_bert_classifier_lacks_its_pooler(tmp_path):
     [
         ("gemma4", gemma4._gemma4(gemma4.MOE | {"moe_intermediate_size": 32}), ("ffn_gate_up_exps", "ffn_down_exps")),
         ("gemma3n", gemma4._gemma3n({"hidden_size_per_layer_input": 32}), ("altup_proj", "per_layer_token_embd")),
-        ("llama4", llama4._llama4({**LLAMA4, "intermediate_size": 64}), ("ffn_gate_exps", "ffn_down_exps")),
     ],
 )
 def test_gguf_stacks_of_matrices_are_read_from_blocks(tmp_path, architecture, model, blocks):
