@@ -23,16 +23,20 @@ Type* take(char*& memory, size_t count) {
 
 class QuantizedTile {
  public:
+  using Query = ActivationOf<KeyCode>;
+  using Weight = ActivationOf<Code8>;
+
   static size_t bytes(size_t rows, size_t dim) {
-    return rows * (dim + 2 * kChunkTokens + 2 * dim * sizeof(float) + 4 * sizeof(float)) + dim * sizeof(float) + 8 * 64;
+    return rows * ((dim + 2 * kChunkTokens) * sizeof(Weight) + 2 * dim * sizeof(float) + 4 * sizeof(float)) +
+           dim * sizeof(float) + 8 * 64;
   }
 
   QuantizedTile() = default;
   QuantizedTile(char*& memory, size_t rows, size_t dim) : rows_(rows), dim_(dim) {
-    q_ = take<int8_t>(memory, rows * dim);
+    q_ = take<Query>(memory, rows * dim);
     q_scale_ = take<float>(memory, rows);
     q_offset_ = take<int32_t>(memory, rows);
-    weights_ = take<uint8_t>(memory, 2 * rows * kChunkTokens);
+    weights_ = take<Weight>(memory, 2 * rows * kChunkTokens);
     sums_ = take<float>(memory, 2 * rows * dim);
     largest_ = take<float>(memory, rows);
     share_ = take<float>(memory, rows);
@@ -44,11 +48,11 @@ class QuantizedTile {
     rotate_row(q, nullptr, dim_, rotated_);
     const Floats factor = broadcast(code_factor(largest_bits(rotated_, dim_), &q_scale_[row]));
     const bool is_finite = q_scale_[row] == q_scale_[row];
-    int8_t* qvalues = q_ + row * dim_;
+    Query* qvalues = q_ + row * dim_;
     NativeInt sums[kParts] = {};
     for (size_t i = 0; i < dim_; i += kLanes) {
       const Floats value = is_finite ? load(rotated_ + i) * factor : zeros();
-      store_qvalues(reinterpret_cast<uint8_t*>(qvalues + i), value, 0);
+      store_qvalues(qvalues + i, value, 0);
       // The qvalue before its rounding to 8 bits: the low bits of a number above 1.5 * 2^23.
       LLM_FOR_PARTS sums[i] += (NativeInt)(value.part[i] + 12582912.0f) - 0x4b400000;
     }
@@ -131,8 +135,8 @@ class QuantizedTile {
   // `total`, the sum of the weights so far, is multiplied by `factor` first.
   template <class Keep>
   void weigh(size_t row, const float* scores, float scale, Keep keep, float factor, float* total) {
-    uint8_t* high = weights_ + 2 * row * kChunkTokens;
-    uint8_t* low = high + kChunkTokens;
+    Weight* high = weights_ + 2 * row * kChunkTokens;
+    Weight* low = high + kChunkTokens;
     const Floats largest = broadcast(largest_[row]);
     Floats sum = zeros();
     for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
@@ -196,10 +200,10 @@ class QuantizedTile {
   }
 
   size_t rows_ = 0, dim_ = 0;
-  int8_t* q_ = nullptr;          // [rows, dim]
+  Query* q_ = nullptr;           // [rows, dim]
   float* q_scale_ = nullptr;     // [rows]
   int32_t* q_offset_ = nullptr;  // [rows], added by products with keys
-  uint8_t* weights_ = nullptr;   // [rows, 2, kChunkTokens], high bytes and low ones
+  Weight* weights_ = nullptr;    // [rows, 2, kChunkTokens], high bytes and low ones
   float* sums_ = nullptr;        // [rows, 2, dim], 32-bit integers with another type
   float* largest_ = nullptr;     // [rows], largest score of the current chunk
   float* share_ = nullptr;       // [rows], its weights relative to the reference; then the factor of its sums

@@ -95,6 +95,16 @@ LLM_INLINE void store_qvalues(uint8_t* target, Floats value, int32_t offset) {
   }
 }
 
+LLM_INLINE void store_qvalues(int8_t* target, Floats value, int32_t offset) {
+  store_qvalues(reinterpret_cast<uint8_t*>(target), value, offset);
+}
+
+LLM_INLINE void store_qvalues(int16_t* target, Floats value, int32_t offset) {
+  alignas(kLanes) int8_t bytes[kLanes];
+  store_qvalues(bytes, value, offset);
+  store_in_16_bits(bytes, target);
+}
+
 // Rounds sixteen numbers from 0 to 65535 to integers, and stores their high and low bytes.
 LLM_INLINE void store_wide_qvalues(uint8_t* high, uint8_t* low, Floats value) {
   typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
@@ -108,20 +118,29 @@ LLM_INLINE void store_wide_qvalues(uint8_t* high, uint8_t* low, Floats value) {
   }
 }
 
-// Computes the qvalues of `count` numbers of a row, plus an offset; for a row with infinity or NaN those of zero.
-template <class Element>
+LLM_INLINE void store_wide_qvalues(int16_t* high, int16_t* low, Floats value) {
+  alignas(kLanes) uint8_t high_bytes[kLanes], low_bytes[kLanes];
+  store_wide_qvalues(high_bytes, low_bytes, value);
+  store_in_16_bits(high_bytes, high);
+  store_in_16_bits(low_bytes, low);
+}
+
+// Computes the qvalues of `count` numbers of a row, plus an offset; for a row with infinity or NaN those of zero. In 16
+// bits, the last inputs are filled up with zeros to four.
+template <class Element, class Activation>
 LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_finite, int32_t offset,
-                       uint8_t* qvalues) {
+                       Activation* qvalues) {
+  const size_t stored = TiledLayout::padded(count, kStoredTogether<Activation>);
   if (!is_finite) {
-    for (size_t i = 0; i < count; i++) qvalues[i] = static_cast<uint8_t>(offset);
+    for (size_t i = 0; i < stored; i++) qvalues[i] = static_cast<Activation>(offset);
     return;
   }
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store_qvalues(qvalues + i, load(x + i) * factor, offset);
   if (i == count) return;
-  alignas(16) uint8_t sixteen[kLanes];
+  alignas(16) Activation sixteen[kLanes];
   store_qvalues(sixteen, load_first(x + i, count - i) * factor, offset);
-  __builtin_memcpy(qvalues + i, sixteen, count - i);
+  __builtin_memcpy(qvalues + i, sixteen, (stored - i) * sizeof(Activation));
 }
 
 // Computes the qvalues of a row, in row layout, without an offset.
@@ -154,9 +173,11 @@ void encode_rows(const EncodeArgs& args) {
 template <class Element, class Code, class Then>
 QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& form, Then then) {
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width;
-  const size_t bytes = form.bytes(args.m);
-  auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
-  auto* scale = reinterpret_cast<float*>(qvalues + bytes);
+  using Activation = ActivationOf<Code>;
+  const size_t bytes = TiledLayout::padded(form.bytes(args.m), sizeof(float));
+  auto* memory = static_cast<char*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
+  auto* qvalues = reinterpret_cast<Activation*>(memory);
+  auto* scale = reinterpret_cast<float*>(memory + bytes);
   auto code = [&](size_t row, const auto* x) {
     const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
     const bool is_finite = scale[row] == scale[row];
@@ -164,9 +185,10 @@ QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>
       // Inputs behind the last one are zeros.
       const size_t end = last < args.k ? last : args.k;
       encode(x + first, end - first, factor, is_finite, Operand<Code>::kOffset, qvalues + at);
-      for (size_t i = end; i < last; i++) qvalues[at + i - first] = static_cast<uint8_t>(Operand<Code>::kOffset);
+      const size_t stored = TiledLayout::padded(end - first, kStoredTogether<Activation>);
+      for (size_t i = stored; i < last - first; i++) qvalues[at + i] = static_cast<Activation>(Operand<Code>::kOffset);
     });
-    then(row, reinterpret_cast<const ActivationOf<Code>*>(qvalues));
+    then(row, static_cast<const Activation*>(qvalues));
   };
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * stride;

@@ -155,17 +155,16 @@ struct Operand<KeyCode> : Operand<Code8> {
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
 };
 #else
-// Qvalues in 16 bits: even inputs, then odd ones.
+// Qvalues in 16 bits: of four inputs, the even ones are a factor, then the odd ones. Activations are stored in this
+// order; each tile widens the qvalues of weights.
 template <>
 struct Operand<Code8> {
   struct Factor {
     NativeHalves part[kParts];
   };
-  struct Sum {
-    NativeInt part[kParts];
-  };
-  using Activation = uint8_t;
-  static constexpr int32_t kOffset = kCodeOffset;
+  using Sum = Floats;
+  using Activation = int16_t;
+  static constexpr int32_t kOffset = 0;
   static constexpr size_t kInputs = 4;
   static constexpr size_t kFactors = 2;
   static constexpr size_t kMultiple = kInputs;
@@ -182,43 +181,56 @@ struct Operand<Code8> {
   }
 
   static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    uint32_t four;
-    __builtin_memcpy(&four, a, sizeof(four));
-    const NativeUint pair = NativeUint{} + (four >> (8 * factor) & 0x00ff00ff);
+    const CodeFactor pair = broadcast_qvalues(a + 2 * factor);
     Factor result;
-    LLM_FOR_PARTS result.part[i] = (NativeHalves)pair;
+    LLM_FOR_PARTS result.part[i] = (NativeHalves)pair.part[i];
     return result;
   }
 
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) {
-    LLM_FOR_PARTS sum.part[i] += multiply_pairs(a.part[i], b.part[i]);
+    LLM_FOR_PARTS {
+      const NativeInt product = multiply_pairs(a.part[i], b.part[i]);
+#if LLM_AVX2_ONLY
+      asm("vpaddd %1, %0, %0" : "+x"(sum.part[i]) : "x"(product));
+#else
+      sum.part[i] = (NativeFloat)((NativeInt)sum.part[i] + product);
+#endif
+    }
     return sum;
   }
 
-  static LLM_INLINE Sum begin(const float* c, bool add_to_c) {
-    Sum sum = {};
-    if (add_to_c) __builtin_memcpy(&sum, c, sizeof(sum));
-    return sum;
-  }
-
-  static LLM_INLINE void end(const Sum& sum, float* c, bool, const float*) { __builtin_memcpy(c, &sum, sizeof(sum)); }
+  static LLM_INLINE Sum begin(const float* c, bool add_to_c) { return add_to_c ? load(c) : zeros(); }
+  static LLM_INLINE void end(Sum sum, float* c, bool, const float*) { store(c, sum); }
 };
 
 template <>
-struct Operand<KeyCode> : Operand<Code8> {
-  using Activation = int8_t;
-  static constexpr int32_t kOffset = 0;
-
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    uint32_t four;
-    __builtin_memcpy(&four, a, sizeof(four));
-    const NativeHalves fours = (NativeHalves)(NativeUint{} + four);
-    Factor result;
-    LLM_FOR_PARTS result.part[i] = factor == 0 ? fours << 8 >> 8 : fours >> 8;
-    return result;
-  }
-};
+struct Operand<KeyCode> : Operand<Code8> {};
 #endif
+
+// Inputs whose qvalues are stored together: in 16 bits, of each four the even ones come first.
+template <class Activation>
+constexpr size_t kStoredTogether = sizeof(Activation) == 1 ? 1 : kFourInputs;
+
+// The position of the qvalue of input `i`.
+template <class Activation>
+constexpr size_t position_of(size_t i) {
+  return sizeof(Activation) == 1 ? i : i / kFourInputs * kFourInputs + i % 2 * 2 + i / 2 % 2;
+}
+
+// Stores sixteen qvalues, signed or unsigned bytes, in 16 bits.
+template <class Byte>
+LLM_INLINE void store_in_16_bits(const Byte* qvalues, int16_t* target) {
+#if defined(__AVX2__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(qvalues));
+  constexpr bool kSigned = std::is_same<Byte, int8_t>::value;
+  const __m256i words = kSigned ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes);
+  constexpr int kOrder = 0xd8;  // words 0, 2, 1, 3
+  const __m256i ordered = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, kOrder), kOrder);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), ordered);
+#else
+  for (size_t i = 0; i < kLanes; i++) target[position_of<int16_t>(i)] = qvalues[i];
+#endif
+}
 
 #if defined(LLM_AMX)
 template <>

@@ -294,7 +294,7 @@ void tile_panels(const Product<Element, Packed>& product, size_t panel, size_t c
 constexpr size_t kUnpackRows = LLM_AVX2_ONLY ? SIZE_MAX : 24;
 
 template <class Element>
-constexpr bool kWidens = sizeof(ActivationOf<Element>) > sizeof(Element);
+constexpr bool kWidens = std::is_same<ActivationOf<Element>, float>::value && !std::is_same<Element, float>::value;
 
 template <class Element>
 constexpr bool unpacks(size_t rows) {

@@ -5,8 +5,8 @@
 // results  (sum * scale of the column) * scale of the row, each rounded to float32; without scales the sums, int32
 // The bits of a row are those of kernels/w8a8.py on every instruction set.
 //
-// Activations are stored as qvalue + 128 (qvalues.h), and 128 times the sum of a column's qvalues is subtracted from
-// the result.
+// With vpdpbusd, activations are stored as qvalue + 128 (qvalues.h), and 128 times the sum of a column's qvalues is
+// subtracted from the result.
 #pragma once
 
 #include "quantized_rows.h"
@@ -32,7 +32,7 @@ inline void sum_products(const LinearArgs& args, const QuantizedRows<Code8>& x, 
     const Floats scale = scales ? load(args.qvalues->scale + panels.index[p] * kPanelWidth) : zeros();
     NativeInt offset[kParts];
     __builtin_memcpy(offset, args.qvalues->sums + panels.index[p] * kPanelWidth, sizeof(offset));
-    LLM_FOR_PARTS offset[i] *= kCodeOffset;
+    LLM_FOR_PARTS offset[i] *= Operand<Code8>::kOffset;
     for (size_t r = 0; r < rows; r++) {
       float* target = sums + (p * rows + r) * kPanelWidth;
       Floats value;
@@ -49,12 +49,14 @@ inline void sum_products(const LinearArgs& args, const QuantizedRows<Code8>& x, 
 
 // Moves rows that are already qvalues.
 inline QuantizedRows<Code8> moved_rows(const LinearArgs& args, const ActivationForm<Code8>& form) {
-  auto* moved = static_cast<uint8_t*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
+  using Activation = ActivationOf<Code8>;
+  auto* moved = static_cast<Activation*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const auto* qvalues = static_cast<const int8_t*>(args.x) + row * args.k;
     form.layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       for (size_t i = first; i < last; i++) {
-        moved[at + i - first] = static_cast<uint8_t>((i < args.k ? qvalues[i] : 0) + Operand<Code8>::kOffset);
+        const int32_t qvalue = (i < args.k ? qvalues[i] : 0) + Operand<Code8>::kOffset;
+        moved[at + position_of<Activation>(i - first)] = static_cast<Activation>(qvalue);
       }
     });
   });
@@ -67,7 +69,7 @@ inline void w8a8_linear(const LinearArgs& args) {
     const ActivationForm<Code8> form(args.m, args.k);
     const bool is_quantized = args.x_scale != nullptr || args.qvalues->scale == nullptr;
     if (is_quantized) return linear_with<Element>(args, moved_rows(args, form));
-    linear_with<Element>(args, code_rows<Element>(args, form, [](size_t, const uint8_t*) {}));
+    linear_with<Element>(args, code_rows<Element>(args, form, [](size_t, const ActivationOf<Code8>*) {}));
   });
 }
 
