@@ -11,6 +11,8 @@ namespace llm::LLM_ISA {
 template <class Element>
 void mix_rows(const MixStreamsArgs& args) {
   for_row_ranges(args.rows, args.streams * args.terms * args.size, [&](size_t first, size_t last) {
+    const size_t terms = TiledLayout::padded(args.terms, kLanes);
+    auto* factors = static_cast<float*>(scratch(Scratch::kTile, terms * sizeof(float) + 1));
     for (size_t row = first; row < last; row++) {
       const Element* base = static_cast<const Element*>(args.base) + row * args.base_stride;
       const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride;
@@ -18,18 +20,16 @@ void mix_rows(const MixStreamsArgs& args) {
       if (coefficients != nullptr) coefficients += row * args.coefficients_stride;
       Element* y = static_cast<Element*>(args.y) + row * args.y_stride;
       for (size_t stream = 0; stream < args.streams; stream++) {
+        for (size_t term = 0; term < terms; term += kLanes) {
+          Floats given = zeros();
+          if (coefficients != nullptr) given = load_first(coefficients + stream * args.terms + term, args.terms - term);
+          store(factors + term, given + broadcast(args.offset));
+        }
         for (size_t i = 0; i < args.size; i += kLanes) {
           const size_t left = args.size - i;
           Floats sum = load_first(base + stream * args.size + i, left);
           for (size_t term = 0; stream >= args.first && term < args.terms; term++) {
-            Floats factor = broadcast(args.offset);
-            if (coefficients != nullptr) {
-              const size_t at = stream * args.terms + term;
-              alignas(64) float lanes[kLanes];
-              store(lanes, load_first(coefficients + at, 1));
-              factor = broadcast(lanes[0] + args.offset);
-            }
-            sum = sum + factor * load_first(x + term * args.size + i, left);
+            sum = sum + broadcast(factors[term]) * load_first(x + term * args.size + i, left);
           }
           store_first(y + stream * args.size + i, sum, left);
         }
