@@ -164,7 +164,8 @@ def test_flags_of_other_servers_set_replicas_and_ranks(flags, served, model):
         (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),
         (
             ["--quantization", "awq"],
-            "`quant_config.quantization` must be one of w8a8, w8a16, w4a16, w4a8, dequantized. Given: 'awq'",
+            "`quant_config.quantization` must be one of w8a8, w8a16, w4a16, w4a8, blocks_a16, dequantized. Given: "
+            "'awq'",
         ),
         (["--port", "x"], "`serving_config.server_port` must be"),
         (["--max-model-len", "1"], "`model_config.max_generate_length` must be"),

@@ -14,7 +14,20 @@ from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.gguf_blocks import BLOCKS
 from llm_serving.kernels import blocks, library
 from support.instruction_sets import isas_of_qvalues, real_isas
-from support.kernel_calls import Array, Typed, block_weight, call, empty, integers, linear, scalar, typed
+from support.kernel_calls import (
+    Array,
+    Typed,
+    assert_close,
+    block_weight,
+    call,
+    empty,
+    float32_sum_bound,
+    integers,
+    linear,
+    packed,
+    scalar,
+    typed,
+)
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 
@@ -94,6 +107,34 @@ def test_block_product_bits_equal_numpy(isa_of_codes: str, name: str) -> None:
     for x, tensor, bits in products(name):
         found = linear(x, block_weight([tensor], x.dtype), "float32").bits
         assert np.array_equal(found, bits), (x.dtype, x.array.shape, tensor.qvalues.shape)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weight_only_block_product_bits_equal_those_of_dequantized_weights(
+    isa_of_codes: str, dtype: str, name: str
+) -> None:
+    if isa_of_codes == "avx512_vnni" and dtype == "bfloat16":
+        pytest.skip("multiplies bfloat16 weights in fixed point")
+    for x, tensor, _ in products(name):
+        if x.dtype != dtype:
+            continue
+        weight = typed(tensor.dequantized(), dtype)
+        found = linear(x, block_weight([tensor], dtype, weight_only=True), "float32")
+        expected = x.values.astype(np.float64) @ weight.values.astype(np.float64).T
+        assert_close(found, expected, float32_sum_bound(x, weight))
+        assert np.array_equal(found.bits, linear(x, packed(weight), "float32").bits), x.array.shape
+
+
+@pytest.mark.parametrize(("n", "k", "name"), [(200, 2560, "Q4_K"), (130, 2080, "Q5_0"), (65, 2304, "Q6_K")])
+def test_weight_only_block_product_is_batch_invariant(isa_of_codes: str, n: int, k: int, name: str) -> None:
+    rng = np.random.default_rng(8)
+    x = typed(normal(rng, max(BATCHES), k), "bfloat16")
+    weight = block_weight([random_tensor(rng, n, k, FORMS[name])], "bfloat16", weight_only=True)
+    alone = np.concatenate([linear(Typed(x.array[row : row + 1], x.dtype), weight).bits for row in range(4)])
+    for count in BATCHES:
+        bits = linear(Typed(x.array[:count], x.dtype), weight).bits
+        assert np.array_equal(bits[:4], alone[:count]), count
 
 
 @settings(max_examples=40)

@@ -43,7 +43,7 @@ def test_gguf_expert_matrices_stay_in_blocks(tmp_path, name):
 
 @pytest.mark.mindspore
 @pytest.mark.parametrize("name", MIXTURES)
-def test_gguf_experts_in_blocks_give_nearly_the_logits_of_their_values(tmp_path, name):
+def test_gguf_experts_in_blocks_give_nearly_the_logits_of_their_values_or_the_same_without_rounded_rows(tmp_path, name):
     spec = write_mixture(tmp_path / "a.gguf", name)
 
     def logits(quantization):
@@ -52,3 +52,4 @@ def test_gguf_experts_in_blocks_give_nearly_the_logits_of_their_values(tmp_path,
 
     found, expected = logits(None), logits(Quantization(QuantizationName.DEQUANTIZED))
     assert np.std(found - expected) < 0.1 * np.std(expected)
+    assert np.array_equal(logits(Quantization(QuantizationName.BLOCKS_A16)), expected)

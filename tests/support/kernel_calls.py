@@ -150,11 +150,11 @@ def quantized(
     return Typed(memory[: n * shown].reshape(n, shown), "int8")
 
 
-def block_weight(segments: Sequence[BlockTensor], dtype: str) -> Typed:
+def block_weight(segments: Sequence[BlockTensor], dtype: str, *, weight_only: bool = False) -> Typed:
     """Return a packed weight in blocks; as for `packed`, the weight stays registered."""
     packed = BlockSegments(segments)
     memory = np.zeros(packed.num_bytes + 64, np.int8)
-    packed.pack(memory.ctypes.data, dtype)
+    packed.pack(memory.ctypes.data, dtype, weight_only=weight_only)
     return Typed(memory[: packed.rows * packed.columns].reshape(packed.rows, packed.columns), "int8")
 
 

@@ -140,7 +140,7 @@ class AscendBackend:
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
         return None
 
-    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+    def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         raise ModelError(f"backend {self.name} cannot run programs, which weights in GGUF blocks require")
 
     def packed_quantized_weight(

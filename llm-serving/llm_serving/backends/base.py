@@ -212,10 +212,11 @@ class Backend(Protocol):
         Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite or NaN.
         """
 
-    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+    def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         """Return a program's weight that stays in GGUF blocks. Raise ModelError if this backend has no such product.
 
-        `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows.
+        `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows. `weight_only` as in
+        `packed_quantized_weight`.
         """
 
     def packed_quantized_weight(

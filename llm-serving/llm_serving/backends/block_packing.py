@@ -52,7 +52,10 @@ class BlockSegments:
         self._arrays.append(np.ascontiguousarray(array))
         return self._arrays[-1].ctypes.data
 
-    def pack(self, address: int, dtype: str) -> None:
-        """Pack the segments into `num_bytes` bytes at an address, as a weight for activations of a dtype."""
+    def pack(self, address: int, dtype: str, *, weight_only: bool = False) -> None:
+        """Pack the segments into `num_bytes` bytes at an address, as a weight for activations of a dtype.
+
+        Without `weight_only`, products quantize the activations to 8 bits.
+        """
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns
-        library.done(library.load().llm_pack_blocks(self._args, *arguments))
+        library.done(library.load().llm_pack_blocks(weight_only, self._args, *arguments))

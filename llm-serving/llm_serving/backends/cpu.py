@@ -133,12 +133,12 @@ class CpuBackend(AscendBackend):
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
 
-    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+    def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
         packed = BlockSegments(segments)
         memory = weight_memory(packed.num_bytes)
         address = memory.ctypes.data
-        packed.pack(address, self.dtype)
+        packed.pack(address, self.dtype, weight_only=weight_only)
         shape = packed.rows, packed.columns
         parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
         weakref.finalize(parameter, library.load().llm_release_weight, address)

@@ -136,7 +136,7 @@ class PlainBackend:
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
         return None
 
-    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+    def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         raise self._no_quantized_products()
 
     def packed_quantized_weight(

@@ -65,12 +65,16 @@ class SpreadName(enum.StrEnum):
 
 
 class QuantizationName(enum.StrEnum):
-    """Quantization of a model. `wNaM` means weights of N bits and activations of M bits."""
+    """Quantization of a model. `wNaM` means weights of N bits and activations of M bits.
+
+    `blocks_a16` means the blocks of a GGUF file and activations in the model dtype.
+    """
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"
     W4A16 = "w4a16"
     W4A8 = "w4a8"
+    BLOCKS_A16 = "blocks_a16"
     DEQUANTIZED = "dequantized"
 
 

@@ -61,7 +61,7 @@ def load() -> ctypes.CDLL:
     library.llm_packed_blocks_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.llm_packed_blocks_bytes.restype = ctypes.c_int64
     library.llm_pack_blocks.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64),
     ]
     library.llm_round_to_qvalues.argtypes = [

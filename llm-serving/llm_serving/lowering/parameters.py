@@ -23,6 +23,7 @@ from llm_serving.network.quantization import (
     WEIGHT_ONLY,
     Quantization,
     block_weights,
+    keeps_blocks,
     quantized_weights,
     stored_blocks,
     stored_qvalues,
@@ -61,11 +62,12 @@ def parameters_of(
     Args:
         max_positions: Longest context of a row, in tokens.
         as_cells: Whether experts have Parameters in the form of Cells.
-        quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply.
+        quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply. Also with
+            `blocks_a16`, whose products do not quantize activations.
     """
     multiplied = products(network.operations)
     quantized = quantized_weights(network, quantization)
-    in_blocks = block_weights(network) if quantization is None and not as_cells else set()
+    in_blocks = block_weights(network) if keeps_blocks(quantization) and not as_cells else set()
     experts = _experts(network.operations) if as_cells else {}
     tables = {each.weights["table"] for each in network.operations if "table" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
@@ -91,7 +93,7 @@ def parameters_of(
                 made[weight] = list(backend.quantized_weight(values, name))
             continue
         if isinstance(values, list):
-            made[weight] = [backend.block_weight(values, name)]
+            made[weight] = [backend.block_weight(values, quantization is not None, name)]
             continue
         if weight in quantized:
             dequantized.append(weight)

@@ -7,7 +7,7 @@ from typing import Final
 from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_PROPOSED_TOKENS, blocks_per_draft_request
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.quantization import Quantization, bytes_saved, can_multiply
+from llm_serving.network.quantization import Quantization, bytes_saved, can_multiply, keeps_blocks
 
 PROCESS_BYTES: Final = 600_000_000
 """Bytes of a WorkAgent without the model: interpreter, MindSpore with its graphs, step buffers."""
@@ -79,11 +79,11 @@ def working_bytes(
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
     """Return the bytes of the loaded weights.
 
-    Without `quantization`, GGUF blocks keep their stored size, and stored integers that the kernels cannot multiply are
-    dequantized.
+    Without `quantization` and with `blocks_a16`, GGUF blocks keep their stored size. Stored integers that the kernels
+    cannot multiply are dequantized.
     """
     elements = spec.num_weight_elements
-    if quantization is None and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
+    if keeps_blocks(quantization) and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
         return (elements - spec.scheme.block_elements) * dtype_bytes + spec.scheme.block_bytes
     stored = spec.scheme.form if spec.scheme is not None else None
     if stored is not None and quantization is not None and not can_multiply(quantization.name, stored):

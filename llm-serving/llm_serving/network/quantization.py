@@ -54,8 +54,13 @@ class Quantization:
     group_size: int = 128
 
 
+def keeps_blocks(quantization: Quantization | None) -> bool:
+    """Return whether GGUF blocks stay as they are, if products can use them."""
+    return quantization is None or quantization.name == QuantizationName.BLOCKS_A16
+
+
 def quantized_weights(network: Network, quantization: Quantization | None) -> dict[Weight, QuantizationName]:
-    if quantization is None or quantization.name == QuantizationName.DEQUANTIZED:
+    if quantization is None or quantization.name in (QuantizationName.DEQUANTIZED, QuantizationName.BLOCKS_A16):
         return {}
     name = quantization.name
     quantized: dict[Weight, QuantizationName] = {

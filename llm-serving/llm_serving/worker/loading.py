@@ -41,7 +41,7 @@ from llm_serving.models.memory import (
 )
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder, mtp_layer
-from llm_serving.network.quantization import Quantization
+from llm_serving.network.quantization import Quantization, keeps_blocks
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
 from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
@@ -122,7 +122,7 @@ def load_runner(
     logger.log(level, "device_config.exactness: %s: %s", device.exactness, guaranteed)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
-        if isinstance(spec.scheme, Gguf) and _quantization(settings, backend) is None:
+        if isinstance(spec.scheme, Gguf) and keeps_blocks(_quantization(settings, backend)):
             size = readable_size(spec.scheme.block_bytes)
             kept = f"the blocks of the file, {size} without a second rounding, others in "
         described = spec.scheme.description

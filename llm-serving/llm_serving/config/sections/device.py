@@ -132,7 +132,8 @@ class QuantConfig:
     `model_config.model_dtype`. On a CPU with `kernels: program`; `w8a8` also with `primitives` and on Ascend. null: as
     the model stores them. The blocks of a GGUF file stay as they are on a CPU with `kernels: program`, and activations
     are quantized to 8 bits with one scale for each 32 inputs; all other weights are in `model_config.model_dtype`.
-    `dequantized`: all weights in `model_config.model_dtype`."""
+    `blocks_a16`: the same, with activations in `model_config.model_dtype`. `dequantized`: all weights in
+    `model_config.model_dtype`."""
     kv_cache_dtype: str = option(KVCacheDtypeName.AUTO.value, choice(tuple(KVCacheDtypeName)))
     """Data type of the KV cache. `int8`: 8 bits with one scale for each token and head, about half the memory; only on
     a CPU with `kernels: program`. `auto`: `model_config.model_dtype`."""

@@ -20,7 +20,7 @@ enum class WeightFormat : uint8_t {
   kW8A8,        // 8-bit qvalues with a scale for each column, times rows brought to 8 bits (w8a8.h)
   kW4A8,        // 4-bit qvalues with a scale for each column and group of inputs, times rows brought to 8 bits (w4a8.h)
   kWeightOnly,  // qvalues of 8 or 4 bits with a scale for each column and group of inputs, times rows (weight_only.h)
-  kBlocks,      // blocks of GGUF files, times rows brought to 8 bits in blocks (blocks.h)
+  kBlocks,  // blocks of GGUF files, times rows brought to 8 bits in blocks (blocks.h) or rows (weight_only_blocks.h)
 };
 
 // Form of qvalues in blocks (packed_blocks.h).
@@ -58,8 +58,9 @@ struct WeightQValues {
   // kBlocks:
   const BlockSegment* segments = nullptr;
   size_t num_segments = 0;
-  size_t first_panel = 0;  // panels before the first one of this part of a weight
-  size_t panel_bytes = 0;  // mean bytes of a panel
+  size_t first_panel = 0;    // panels before the first one of this part of a weight
+  size_t panel_bytes = 0;    // mean bytes of a panel
+  bool weight_only = false;  // rows are multiplied in the model dtype
 
   // Returns the index of the scales, or zero points, of a group of a panel.
   LLM_INLINE size_t number_at(size_t panel, size_t of_group) const { return (panel * groups + of_group) * kPanelWidth; }

@@ -19,6 +19,7 @@
 #include "w4a8.h"
 #include "w8a8.h"
 #include "weight_only.h"
+#include "weight_only_blocks.h"
 
 #define LLM_TEXT_OF(name) #name
 #define LLM_TEXT(name) LLM_TEXT_OF(name)
@@ -132,7 +133,7 @@ void linear_of_format(const LinearArgs& args) {
     case WeightFormat::kWeightOnly:
       return weight_only_linear(args);
     case WeightFormat::kBlocks:
-      return blocks_linear(args);
+      return args.qvalues->weight_only ? weight_only_blocks_linear(args) : blocks_linear(args);
   }
 }
 

@@ -188,13 +188,15 @@ void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns)
   remember(data, std::move(packed));
 }
 
-void register_blocks(void* data, DType dtype, const std::vector<BlockRows>& segments, size_t columns) {
+void register_blocks(void* data, DType dtype, bool weight_only, const std::vector<BlockRows>& segments,
+                     size_t columns) {
   auto packed = std::make_unique<Packed>();
   packed->tensor = DType::kInt8;
   packed->dtype = dtype;
   packed->columns = columns;
   packed->has_qvalues = true;
   packed->qvalues.format = WeightFormat::kBlocks;
+  packed->qvalues.weight_only = weight_only;
   size_t panels = 0, offset = 0;
   packed->n = 0;
   packed->k = segments.empty() ? 0 : segments.front().k;

@@ -30,8 +30,8 @@ void release_packed(const void* data);
 void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns);
 
 // Registers the segments that `pack_blocks` wrote to `data`, one after another. Its tensor is int8 [n, columns], and
-// the rows that it multiplies are of type `dtype`.
-void register_blocks(void* data, DType dtype, const std::vector<BlockRows>& segments, size_t columns);
+// the rows that it multiplies are of type `dtype`; unless `weight_only`, products round them to 8 bits.
+void register_blocks(void* data, DType dtype, bool weight_only, const std::vector<BlockRows>& segments, size_t columns);
 
 // The registered properties of a tensor [n, k].
 class PackedWeight {

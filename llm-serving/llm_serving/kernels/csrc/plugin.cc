@@ -147,10 +147,10 @@ LLM_EXPORT int64_t llm_packed_blocks_bytes(const BlockArgs* segments, int64_t co
   return static_cast<int64_t>(bytes);
 }
 
-// Packs the segments, one after another, into `target`, which MindSpore sees as int8 [n, columns]. Non-zero: an unknown
-// type.
-LLM_EXPORT int llm_pack_blocks(const BlockArgs* segments, int64_t count, int64_t k, void* target, const char* dtype,
-                               int64_t columns) {
+// Packs the segments, one after another, into `target`, which MindSpore sees as int8 [n, columns]. `weight_only`: for
+// unquantized rows; otherwise for rows of 8 bits. Non-zero: an unknown type.
+LLM_EXPORT int llm_pack_blocks(int64_t weight_only, const BlockArgs* segments, int64_t count, int64_t k, void* target,
+                               const char* dtype, int64_t columns) {
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || llm_packed_blocks_bytes(segments, count, k) < 0) return 1;
   return llm::guarded("llm_pack_blocks", [&] {
@@ -160,7 +160,7 @@ LLM_EXPORT int llm_pack_blocks(const BlockArgs* segments, int64_t count, int64_t
       llm::pack_blocks(rows, to);
       to += llm::packed_bytes(rows);
     }
-    llm::register_blocks(target, type, all, static_cast<size_t>(columns));
+    llm::register_blocks(target, type, weight_only != 0, all, static_cast<size_t>(columns));
     return 0;
   });
 }
