@@ -13,7 +13,8 @@ if [ "${1:-}" = --mindformers ]; then
     export LLM_SERVING_VENV=${LLM_SERVING_VENV:-$PWD/.acceptance/mindformers}
     bash scripts/install_mindformers.sh dev
     python=$LLM_SERVING_VENV/bin/python
-    "$python" -m pytest -c llm-serving/pyproject.toml --rootdir . tests/test_mindformers_networks.py
+    "$python" -m pytest -c llm-serving/pyproject.toml --rootdir . tests/test_mindformers_networks.py \
+        tests/ascend/test_mindformers.py
     for dtype in bfloat16 float16; do
         PYTHONPATH=tests "$python" -m families.exactness --kernels mindformers --dtype $dtype \
             llama2 llama3.1 llama3.2 llama-yarn-told qwen3 qwen3-tied qwen3-yarn glm4
