@@ -73,7 +73,7 @@ def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
 
 
 class AscendCumulativeSum(nn.Cell):
-    """(float32 integers [S, N]) -> their cumulative sums, int32"""
+    """Computes cumulative sums of integers: float32 [S, N] -> int32 [S, N]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class AscendCumulativeSum(nn.Cell):
 
 
 class AscendLargestValues(nn.Cell):
-    """(float32 [S, N]) -> the `count` largest of each row in descending order, [S, count]"""
+    """Finds the `count` largest numbers of each row, in descending order: float32 [S, N] -> [S, count]."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ class ClientRequest:
     adapter: Final[int] = 0
     """Number of the adapter that computes the answer; 0: none."""
     fork_of: Final[str | None] = None
-    """Id of the parent, whose prefix this request shares. It waits until the parent's prompt is computed."""
+    """Id of the parent, a request with the same prefix. This request waits until the parent's prompt is computed."""
     wants_vector: Final[bool] = False
     beam_search: Final[BeamSearchParams | None] = None
     constraint: Final[Constraint | None] = None

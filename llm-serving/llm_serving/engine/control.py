@@ -169,9 +169,7 @@ class Control:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again. If it has stopped, load it. Raise RequestError
-        for a wrong index.
-        """
+        """Route requests to a drained replica again; load it if it has stopped. Raise RequestError if it is unknown."""
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
