@@ -218,7 +218,7 @@ def zeros_like_scales(dtype):
         ("AWQ, 4 bits", without("qzeros"), "must also have qzeros"),
         ("compressed-tensors, W8A8", without("weight_scale"), "must also have weight_scale"),
         ("compressed-tensors, W8A8", cut("weight_scale"), "one per row or one per group"),
-        ("compressed-tensors, W4A16", cut("weight_packed"), r"weight_packed must pack \[.*\] values of 4 or 8 bits"),
+        ("compressed-tensors, W4A16", cut("weight_packed"), r"weight_packed must hold \[.*\] values of 4 or 8 bits"),
         ("compressed-tensors, W4A16", cut("weight_shape"), r"weight_shape must have shape \[2\]"),
         ("compressed-tensors, W4A16, zeros", cut("weight_zero_point"), r"weight_zero_point must have shape \[8, 3\]"),
         (
