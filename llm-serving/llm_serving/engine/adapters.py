@@ -33,7 +33,7 @@ class Adapter:
 
     @property
     def is_unchanged(self) -> bool:
-        """Read all files of the adapter. Return whether they are the same as when it was loaded."""
+        """Read all files of the adapter. Return whether they are unchanged since the adapter was loaded."""
         try:
             return fingerprint(self.folder) == self.fingerprint
         except ModelError:
@@ -44,7 +44,7 @@ class AdapterRegistry:
     """The loaded adapters. Only the event loop changes it; any thread may read it."""
 
     def __init__(self, config: ServingConfig, spec: ModelSpec) -> None:
-        """Read the adapters that the YAML names. Raise ModelError if one cannot be served."""
+        """Read the adapters that the YAML names. Raise ModelError if an adapter cannot be served."""
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
         self.folders: Mapping[int, str] = {}
@@ -52,7 +52,7 @@ class AdapterRegistry:
         self._removed: Mapping[int, Adapter] = {}
         """Adapter number -> adapter that new requests may not name. Unfinished requests may still use it."""
         self._files: dict[int, str] = {}
-        """Adapter number -> fingerprint, for each adapter loaded so far: caches may still hold its blocks."""
+        """Adapter number -> fingerprint of each adapter loaded so far. Caches may hold blocks of unloaded adapters."""
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
@@ -61,7 +61,7 @@ class AdapterRegistry:
         return any(each.number == number for each in self.by_name.values())
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Read and check all files of an adapter. Thread-safe. Raise ModelError if it cannot be served."""
+        """Read and check all files of an adapter. Thread-safe. Raise ModelError if the adapter cannot be served."""
         if not self.config.is_enabled:
             raise ModelError(
                 "`lora_config.lora_folder` or `lora_modules` must be given, so that the model has adapters"
@@ -83,16 +83,18 @@ class AdapterRegistry:
             rule = f"must not have the number {adapter.number} of an adapter that was loaded before with other files"
             raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
         self._offer({**self.by_name, adapter.name: adapter})
-        logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
+        logger.info(
+            "offering adapter %s: folder=%s fingerprint=%s", adapter.name, adapter.folder, adapter.fingerprint[:12]
+        )
 
     def find_changed(self, number: int) -> list[Adapter]:
         """Read the files of the adapters with this number. Return those that were changed or removed. Thread-safe."""
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter to new requests. Return it; None: no adapter has this name.
+        """Stop offering an adapter to new requests. Return the adapter; None: no adapter has this name.
 
-        Until `forget`, a replica that joins still loads the adapter, because its requests may migrate there.
+        Until `forget`, a replica that joins still loads the adapter, because the adapter's requests may migrate there.
         """
         adapter = self.by_name.get(name)
         if adapter is not None:

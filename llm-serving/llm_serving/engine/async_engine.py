@@ -120,7 +120,7 @@ class AsyncEngine:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop all replicas, after those that are loading have loaded. Unfinished requests end with an error."""
+        """Wait for replicas that are loading, then stop all replicas. Unfinished requests end with an error."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -177,7 +177,7 @@ class AsyncEngine:
 
         Args:
             request_id: The client's id of the request. Several requests may have the same id.
-            fork_of: A request with the same prompt. The new request uses its replica and shares its prompt blocks.
+            fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
             has_siblings: Whether other requests fork from this one. If so, it must not migrate.
             admission: Result of `check_capacity` for a group that contains this request. None: check the request here.
@@ -302,8 +302,8 @@ class AsyncEngine:
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
         """Check a group of requests against all admission limits. `prompt_lens`: prompt tokens of each request.
 
-        Each `num_each` consecutive requests share a prompt. It is computed once, unless they form a static batch. Pass
-        the result to `generate` before the event loop runs another task. Raise the errors of `generate`.
+        Every `num_each` consecutive requests share one prompt, which is computed once, or for each request with static
+        batching. Pass the result to `generate` before the event loop runs another task. Raise the errors of `generate`.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]

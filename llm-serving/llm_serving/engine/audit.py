@@ -1,4 +1,4 @@
-"""Audits: recompute answers that were given under load with batch size 1, and compare both bit for bit."""
+"""Audits: compute finished requests again with batch size 1, and compare the answers bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 MAX_WAITING: Final = 16
 """Maximum number of answers that wait for their audit. If more wait, the oldest is dropped."""
 MAX_BYTES: Final = 2**24
-"""Maximum bytes of an answer that is audited. Up to `MAX_WAITING` answers are held in memory."""
+"""Maximum bytes of an answer that is audited. The memory for waiting answers is at most `MAX_WAITING` times this."""
 TENANT: Final = "(audits)"
 """Tenant of the requests that audits add. No API key can have this name."""
 AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -82,11 +82,11 @@ class Auditor:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a request that migrates to another replica. Return its outputs so far; None: not selected."""
+        """Stop recording a request that migrates to another replica. Return its outputs so far; None: not audited."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Continue to record a migrated request. `answer`: its outputs so far; None: it is not selected."""
+        """Continue to record a migrated request. `answer`: its outputs so far; None: it is not audited."""
         if answer is not None:
             answer.request = request
             self.watched[request.request_id] = answer
@@ -155,7 +155,7 @@ class Auditor:
             return
         index = next(index for index, pair in enumerate(zip(given, alone, strict=False)) if pair[0] != pair[1])
         logger.error(
-            "audit: token %d of request %s differs from the request computed alone: %s instead of %s",
+            "audit: token %d of request %s is %s in the client's answer, but %s when the request is computed alone",
             index,
             answer.request.request_id,
             given[index],

@@ -42,7 +42,7 @@ class Hypothesis:
         return Hypothesis(self, token_id, logprob, likely, self.length + 1, self.cumulative_logprob + logprob)
 
     def tokens(self) -> list[Hypothesis]:
-        """Return one element for each token, in order."""
+        """Return the hypothesis that ends with each token of the sequence, in token order."""
         newest_first = []
         each = self
         while each.before is not None:
@@ -61,9 +61,9 @@ class BeamSearch:
     """The beam search of one prompt.
 
     Each step continues every live sequence by its `2 * width` most likely tokens. A sequence that continues with a stop
-    token is finished. The `width` most likely of the others stay live. Of equally likely ones, the one that continues
-    the earlier sequence is first. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`; the
-    length includes the stop token. Live sequences finish at `max_tokens`.
+    token is finished. The `width` most likely other continuations stay live. Among equally likely continuations, the
+    one of the earlier sequence is first. Finished sequences are ranked by `cumulative_logprob / length **
+    length_penalty`; the length includes the stop token. Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -157,7 +157,7 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam. After those of the last beam, advance the search and emit an output."""
+        """Record the candidates of one beam. Once every beam has candidates, advance the search and emit an output."""
         if self.request.is_finished:  # by another beam of this step
             return
         (sample,) = samples  # beams have no draft tokens
@@ -222,7 +222,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Create the request of a beam. `parent`: the request that has computed all its tokens except the latest."""
+        """Create the request of a beam. `parent`: request that has computed the beam's tokens except the latest."""
         root = self.request
         beam = Request(
             request_id=f"{root.request_id}/{self._num_forks}",

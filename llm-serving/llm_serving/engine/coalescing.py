@@ -154,7 +154,7 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of readers with one of these ids. If these are all readers, do nothing; return False."""
+        """End the streams of readers with one of these ids. If no reader would remain, only return False."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
@@ -163,7 +163,7 @@ class CoalescedResponse:
         return True
 
     def drop(self) -> None:
-        """Keep no outputs for later readers. Current readers still get the whole answer."""
+        """Discard the recorded outputs and accept no further readers. Current readers still get the whole answer."""
         self._pieces = None
 
     def _send(self, reader: _Reader, piece: RequestOutput) -> None:
@@ -225,9 +225,9 @@ class CoalescedResponse:
 class CoalescedResponses:
     """The coalesced responses of a server. Only the event loop may use it.
 
-    A response is here while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
-    together exceed `max_bytes` (0: nothing is shared), finished answers are removed first, oldest first, then the
-    largest unfinished ones. Current readers of a removed answer get the rest of it.
+    A response is shared while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
+    responses together exceed `max_bytes` (0: nothing is shared), finished ones are removed first, oldest first, then
+    the largest unfinished ones. Current readers of a removed answer get the rest of it.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
@@ -263,7 +263,7 @@ class CoalescedResponses:
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether each of `keys`, of which there is at least one, has an answer."""
+        """Return whether every key has an answer; False if `keys` is empty."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(
@@ -277,7 +277,7 @@ class CoalescedResponses:
         return answer
 
     def forget(self, answer: CoalescedResponse) -> None:
-        """Give this answer to no further readers."""
+        """Stop sharing this answer with further readers."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]
@@ -285,7 +285,7 @@ class CoalescedResponses:
         answer.drop()
 
     def clear(self) -> None:
-        """Give no answer to further readers, because the model has changed."""
+        """Stop sharing all answers with further readers, because the model has changed."""
         for answer in [*self._in_flight.values(), *self._kept.values()]:
             self.forget(answer)
 

@@ -127,7 +127,7 @@ class Control:
         return done
 
     async def _set_priorities(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
-        """Change priorities in the engines. For a migrating request, store the priority until it arrives."""
+        """Change priorities in the engines. For a migrating request, store the priority for its next engine."""
         request_class = class_of(priority, self._config.request_classes)
         in_transfer = [each for each in requests if each.is_in_transfer]
         for each in in_transfer:
@@ -169,11 +169,11 @@ class Control:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again; load it if it has stopped. Raise RequestError if it is unknown."""
+        """Route requests to a drained replica again; load it if it has stopped. Raise RequestError for a bad index."""
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
-        """Return whether a request has migrated since `record`, its object in the former engine, was read."""
+        """Return whether a request has migrated. `record`: its object in the engine that had the request before."""
         has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 

@@ -12,7 +12,7 @@ from llm_serving.engine.sinks import finish
 from llm_serving.scheduler import Scheduler
 
 MIN_CLEANUP_SIZE: Final = 64
-"""Minimum number of entries of a heap from which outdated entries are removed."""
+"""Outdated entries are removed only from a heap with at least this many entries."""
 CHECK_INTERVAL_S: Final = 0.1
 """Seconds between two searches for waiting requests that cannot meet their deadline."""
 MAX_CHECKED: Final = 16
@@ -23,7 +23,7 @@ _Entry = tuple[float, str, int, Request]
 
 
 class Deadlines:
-    """The deadlines of one engine's requests. Heap entries of ended requests and earlier deadlines are outdated."""
+    """Heap of the deadlines of one engine's requests. Entries of ended requests and replaced deadlines are outdated."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.heap: list[_Entry] = []

@@ -1,8 +1,8 @@
 """The engine's part of the disk cache: reads the prefixes of arriving requests, and stores computed prompts.
 
-A request whose prompt fills a block waits here, without a slot and unknown to the scheduler, until the WorkAgent has
-read those blocks that are on disk and not in the KV cache. Blocks that are not read within `WAIT_S` are computed. If
-the WorkAgent does not reply for `LATE_S`, all blocks are computed. The blocks that were read are part of the request
+A request whose prompt fills a block waits here before it enters the scheduler, until the WorkAgent has read those of
+its blocks that are on disk and not in the KV cache. Blocks that are not read within `WAIT_S` are computed. If the
+WorkAgent does not reply for `LATE_S`, all blocks are computed. The blocks that were read are part of the request
 (`Request.disk_prefix`), so a recording contains them.
 """
 
@@ -42,9 +42,9 @@ WAIT_S: Final = 10.0
 LATE_S: Final = 5.0
 """Maximum seconds that requests wait for the reply to one message."""
 READ_BYTES: Final = 2**24
-"""Bytes of blocks that the WorkAgent reads for one message."""
+"""Maximum bytes of blocks that the WorkAgent reads for one message, if a block is not larger."""
 STORED_BYTES: Final = 2**20
-"""Maximum bytes of blocks that one message stores. It is small, because a read may have to wait for a store."""
+"""Maximum bytes of blocks that one message stores. The limit is low, because a read may have to wait for a store."""
 READ, STORE, END = range(3)
 """Kinds of messages to the WorkAgent. Messages with a lower number are sent first."""
 
@@ -140,8 +140,8 @@ class DiskCache(StepObserver):
     def attach_sink(self, request: Request, context: SinkContext) -> None:
         """Give a request its output sink, which makes it wait for the disk before it enters the scheduler.
 
-        Beam searches do not wait. Neither do requests with adapters, whose blocks are never on disk: 31 bits of an
-        adapter's number are too few to identify it for as long as the files exist.
+        Beam searches do not wait. Requests with adapters do not wait either, because their blocks are never on disk: an
+        adapter's number of 31 bits is too short to identify the adapter as long as the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)

@@ -122,7 +122,7 @@ class Engine(EngineRequests):
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step. If enough are in flight, collect the oldest. Return False if there was no work."""
+        """Submit the next step. If enough steps are in flight, collect the oldest. Return False without work."""
         try:
             self._executor.await_ending()
             self._drain_inbox()

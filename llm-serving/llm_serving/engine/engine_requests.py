@@ -108,7 +108,7 @@ class EngineRequests:
     # --- from any thread --------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: EngineListener) -> None:
-        """Report events to another listener too. Call this before the engine serves."""
+        """Report events to one more listener. Call this before the engine runs steps."""
         self._listeners.append(listener)
 
     def submit(self, request: Request) -> None:
@@ -157,7 +157,7 @@ class EngineRequests:
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread. Return a future of its result. Raise WorkerDiedError if ended."""
+        """Call a function in the engine's thread. Return a future of its result. Raise WorkerDiedError if it ended."""
         answer: Future[T] = Future()
 
         def reply() -> None:
@@ -295,7 +295,7 @@ class EngineRequests:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until there may be work without a new message; None: only a message brings work."""
+        """Seconds after which the engine must wake up even without a message; None: only a message brings work."""
         now = self._clock()
         has_batch = len(self.scheduler.waiting) > 0 and not self.is_frozen
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if has_batch else []

@@ -215,7 +215,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _ended_by_shutdown(self) -> Iterator[None]:
-        """Return a context as `exclusive` does. At a shutdown, it ends with UnavailableError."""
+        """Return the context of `exclusive`. A shutdown ends this context with UnavailableError."""
         if self._ending.is_set():
             raise UnavailableError(SHUTTING_DOWN)
         with self.exclusive():

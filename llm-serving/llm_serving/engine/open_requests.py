@@ -15,7 +15,7 @@ from llm_serving.engine.request_stream import RequestStream
 from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096
-"""Maximum number of coalesced requests whose engine ids are kept. The latest ones are."""
+"""Maximum number of coalesced requests whose engine ids are stored. The oldest entry is removed first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +59,7 @@ class OpenRequests:
         self._count(opened.engine, 1)
 
     def pop(self, request_id: str) -> OpenRequest | None:
-        """Remove a request. Return None if it has finished before."""
+        """Remove a request and return it; None: it has already finished."""
         opened = self.by_id.pop(request_id, None)
         if opened is not None:
             self._count(opened.engine, -1)

@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
-"""Number of consecutive steps that a request loses by exits of the WorkAgent before it is tested as the cause."""
+"""A request is tested as the cause after the WorkAgent has exited in this many consecutive steps with the request."""
 MAX_LOST_STEPS: Final = 4
 """Number of consecutive lost steps after which a request ends even if no test shows that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, found by bisection. Each takes about 2 log2(n) calls of `passes`.
+    """Return the suspects that fail alone, found by bisection: about 2 log2(n) calls of `passes` for each of them.
 
-    `passes`: tests a group. Return none if the failure does not recur, or only for a combination of requests.
+    `passes`: returns whether a group does not fail. Return an empty list if no suspect fails alone.
     """
     if passes(suspects):
         return []

@@ -51,8 +51,8 @@ def build_scheduler(
     num_state_slots: int = 0,
     num_state_pieces: int = 1,
 ) -> Scheduler:
-    """Create the scheduler of replica `index`. If the configuration names a folder for recordings, it records its
-    decisions.
+    """Create the scheduler of replica `index`. If the configuration names a folder for recordings, the scheduler
+    records its decisions.
 
     Args:
         num_blocks: Blocks of the KV cache.
@@ -99,7 +99,7 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the transfer pool from which replica `index` writes to disk. In memory, the pool for reads follows."""
+    """Create the transfer pool from which replica `index` writes to disk. The pool for reads follows it in memory."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

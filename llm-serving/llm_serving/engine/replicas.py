@@ -1,4 +1,4 @@
-"""The engine threads and their health. Each thread loads its WorkAgent and serves, again after each failure."""
+"""The engine threads and their health. After each failure, a thread loads its WorkAgent again."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Stop all engines, after replicas that are loading have loaded. Unfinished requests end with an error."""
+        """Wait for replicas that are loading, then stop all engines. Unfinished requests end with an error."""
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -187,7 +187,7 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no further requests to the replica. Call `leave` next. Raise RequestError if no other serves."""
+        """Route no further requests to the replica. Call `leave` next. Raise RequestError if no other is open."""
         self._check(index)
         if index in self.drained:
             return
@@ -276,7 +276,7 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Let a drained replica serve again, which may have to load. Raise RequestError if the index is unknown."""
+        """Route requests to a drained replica again; load it if it has stopped. Raise RequestError for a bad index."""
         self._check(index)
         joined = self.drained.pop(index, None)
         if joined is not None:

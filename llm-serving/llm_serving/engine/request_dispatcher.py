@@ -91,7 +91,7 @@ class RequestDispatcher:
             self.coalesced.forget(opened.stream)
 
     def _fail(self, opened: OpenRequest, error: Exception) -> None:
-        """End a request after an exception in its handling. Its client gets an error even if a second one follows."""
+        """End a request after an exception in its handling. Its client gets an error even after a second one."""
         request_id = opened.request.request_id
         piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
         for call in (

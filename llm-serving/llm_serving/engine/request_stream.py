@@ -10,7 +10,7 @@ from typing import Final
 from llm_serving.core.request_output import RequestOutput
 
 MAX_READ_AT_ONCE: Final = 16
-"""Number of outputs that a reader gets in a row before the event loop runs other tasks."""
+"""Maximum number of outputs that a reader gets in a row before the event loop runs other tasks."""
 
 
 class RequestStream:

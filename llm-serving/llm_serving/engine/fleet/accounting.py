@@ -1,7 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-Between two steps, each engine reports its service and applies the service that other replicas reported. It does so by
-recorded calls of its scheduler, so that the scheduler's decisions can be replayed.
+Between two steps, each engine reports its service and applies the service that other replicas reported. Recordings
+contain these calls of the scheduler, so that its decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class FleetAccounting:
 
     @property
     def replicas(self) -> set[int]:
-        """Replicas that any part knows. Exact only while no engine runs a step."""
+        """Replicas in at least one of the accounts. Exact only while no engine runs a step."""
         parts = self.tenant_slots, self.limit_monitor, self.class_usage, self._lead_monitor
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
@@ -136,7 +136,7 @@ class FleetAccounting:
             self._tenant_usage.join(replica)
 
     def leave(self, replica: int) -> None:
-        """Remove a replica that no longer serves, and free its leases."""
+        """Remove a replica that has stopped, and free its leases."""
         self.tenant_slots.leave(replica)
         self.limit_monitor.leave(replica)
         self._leave_classes(replica)
@@ -202,7 +202,7 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the scheduler for the service of other replicas. It reads this only while requests wait or arrive."""
+        """Charge the scheduler for remote service. The scheduler uses this only while requests wait or arrive."""
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 

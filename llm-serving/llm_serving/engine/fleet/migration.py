@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
 """Maximum number of requests of one replica that wait for the transfer of their blocks."""
 MAX_BYTES: Final = 2**30
-"""Maximum bytes of a replica's blocks that wait for transfer, except of one request: 1 s at 10 Gbit/s."""
+"""Maximum bytes of a replica's blocks that wait for transfer: 1 s at 10 Gbit/s. One request alone may have more."""
 CPU_SHARE: Final = 0.5
 """Maximum fraction of one core that all transfer threads together use while a step is in flight."""
 
@@ -119,10 +119,10 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
 
 
 class RequestMigration(StepObserver):
-    """Sends requests of one engine to others, and accepts theirs. Only the engine's thread may call it.
+    """Sends requests of one engine to other engines, and accepts theirs. Only the engine's thread may call it.
 
     The engine hands a request over after the reply to the step that exports its blocks, once its client has all output
-    so far. The accepting engine imports the blocks in the request's first step there. After that step they are
+    so far. The accepting engine imports the blocks in the request's first step there. After that step the blocks are
     reclaimed.
     """
 
@@ -292,7 +292,9 @@ class BlockTransferrer:
         return True
 
     def close(self) -> None:
-        """Wait for the transfers in progress. Stop the WorkAgents before, so that these transfers fail."""
+        """Wait for the transfers in progress. The caller must have stopped the WorkAgents, so that these transfers
+        fail.
+        """
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -335,7 +337,9 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield `pieces`. Raise WorkerError after the deadline, because the timeouts of frames do not limit their sum."""
+    """Yield `pieces`. Raise WorkerError after the deadline, because timeouts of single frames do not limit the total
+    time.
+    """
     for piece in pieces:
         throttle()
         if clock() > deadline:

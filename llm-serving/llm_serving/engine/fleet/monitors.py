@@ -17,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 MIN_TENANTS: Final = 64
-"""Number of tenants above which `LimitMonitor` removes tenants without requests."""
+"""`LimitMonitor` removes tenants without requests only if it has more than this number of tenants."""
 
 _UNKNOWN: Final = ClassLead(0, math.inf)
 
@@ -54,10 +54,10 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 class WeightMonitor:
     """Counts how often one replica gives a class a running slot to which another class is entitled.
 
-    Let a request of class B wait while B holds less than its share. Then no class A that has received more service than
-    B since the wait began, divided by weight, may get a slot. Service is computed from the contents of steps. It counts
-    `weight_divisor` times for a class above its share across all replicas. Because B may have received more service
-    than A before the wait, a violation counts only once A's excess is larger than the wait bound of B allows.
+    While a request of class B waits and B holds less than its share, no class A may get a slot if A has received more
+    service, divided by weight, than B since the wait began. Service is computed from the contents of steps; the service
+    of a class above its share across all replicas is multiplied by `weight_divisor`. Because B may have received more
+    service than A before the wait, a violation counts only if A's excess is larger than B's wait bound allows.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -69,7 +69,7 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return for how many pairs (A, B) it violates the rule.
+        """Add a step. Return the number of pairs (A, B) that violate the rule above.
 
         Args:
             leads: Leads of the classes across replicas; empty: unknown.

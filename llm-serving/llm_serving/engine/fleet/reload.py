@@ -41,7 +41,7 @@ class ConfigReloader:
     async def reload(self) -> ReloadResult:
         """Read the YAML file again and apply its changes. Each engine applies them between two steps.
 
-        Raise RequestError, and change nothing, if the file breaks a rule or changes a key that needs a restart.
+        Raise RequestError, and change nothing, if the file is invalid or changes a key that needs a restart.
         """
         async with self._lock:
             try:
@@ -49,16 +49,16 @@ class ConfigReloader:
                 changes = check_reload(self._started, self._running, read)
             except ConfigError as error:
                 self._metrics.reloaded("refused")
-                logger.error("reload: %s", error)
+                logger.error("reload failed: %s", error)
                 raise RequestError("configuration", f"cannot be applied: {error}") from None
             if not changes:
                 self._metrics.reloaded("unchanged")
-                logger.info("reload: nothing has changed")
+                logger.info("reload: no key of the YAML has changed")
                 return ReloadResult([], [])
             self._running = read
             for follow in self.followers:
                 follow(read)
-            logger.info("reload: %s", "; ".join(map(str, changes)))
+            logger.info("reload applied: %s", "; ".join(map(str, changes)))
             self._metrics.reloaded("applied")
             replies = {index: asyncio.wrap_future(reply) for index, reply in self._replicas.reload(read).items()}
             if replies:

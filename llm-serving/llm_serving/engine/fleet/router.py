@@ -47,7 +47,7 @@ class OpenReplicas:
 
     @cached_property
     def smallest_cache(self) -> BlockManager:
-        """The KV cache with the shortest maximum request."""
+        """The KV cache with the lowest `max_request_tokens`."""
         return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.max_request_tokens)
 
     @property
@@ -196,7 +196,7 @@ class Router:
         return route
 
     def route_of(self, stream: RequestStream) -> Route | None:
-        """Return the route of an unfinished request, for another with the same prompt; None: its replica has ended."""
+        """Return the route of an unfinished request, for its fork; None: the replica of this route has ended."""
         opened = self._requests.by_id.get(stream.request_id)
         if opened is None or opened.engine.dead is not None:
             return None
@@ -229,8 +229,8 @@ class Router:
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
         """Return the load of the route's replica, for admission control.
 
-        While its WorkAgent restarts, its speed is unknown. If it has too few measured steps, the result of
-        `speed_of_another` is used.
+        While the replica's WorkAgent restarts, its speed is unknown. If too few of its steps were measured, the result
+        of `speed_of_another` is used.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -248,7 +248,7 @@ class Router:
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Return the KV cache with the shortest maximum request. Raise UnavailableError if no replica is open."""
+        """Return the KV cache with the lowest `max_request_tokens`. Raise UnavailableError if no replica is open."""
         if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache

@@ -95,7 +95,7 @@ PredictTtft = Callable[[Candidate], float | None]
 
 
 class RoutingPolicy:
-    """Base class of the policies. The event loop calls them. They never change an answer."""
+    """Base class of the policies. Only the event loop calls a policy. Its choice never changes an answer."""
 
     needs_prefixes = True
     """Whether the policy reads `num_cached_tokens`. If not, no prompt blocks are hashed."""

@@ -35,8 +35,8 @@ class TenantSlots:
     """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
     All leases of a tenant, together with the slots of its migrating requests, never exceed its limit. A scheduler
-    returns a slot when a request finishes. A free slot goes to the replica with the fewest slots among those that need
-    one; among equals, to the one whose latest lease is the oldest.
+    returns a slot when a request finishes. Among the replicas that need a slot, a free slot goes to the replica with
+    the fewest slots; among equals, to the replica whose latest lease is the oldest.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,9 @@ class TenantSlots:
         return {name: number for name, number in changes.items() if number}
 
     def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
-        """Store the demand of a replica, and free slots beyond it. If the limit fell, free unused slots of others."""
+        """Store a replica's demand, and free its slots beyond this. If the limit fell, free unused slots of all
+        replicas.
+        """
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = demand.limit < tenant.limit
         tenant.limit = demand.limit
