@@ -12,7 +12,7 @@ from llm_serving.engine.sinks import finish
 from llm_serving.scheduler import Scheduler
 
 MIN_CLEANUP_SIZE: Final = 64
-"""Outdated entries are removed only from a heap with at least this many entries."""
+"""Outdated entries are removed only from a heap with more than this many entries."""
 CHECK_INTERVAL_S: Final = 0.1
 """Seconds between two searches for waiting requests that cannot meet their deadline."""
 MAX_CHECKED: Final = 16

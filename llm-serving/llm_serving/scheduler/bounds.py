@@ -17,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
 
 MIN_HEAP: Final = 64
-"""Minimum number of entries of a heap from which outdated entries are removed."""
+"""Outdated entries of a heap are removed only if it has this many more than twice the number of current entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ClassBounds:
     """Maximum number of steps until the class can admit a request that arrives while the class has no other request."""
     steps_per_admission: float
     max_overtakes: int
-    """Maximum number of later requests of the class that are admitted before a request."""
+    """Maximum number of consecutive admissions of the class that bypass its oldest waiting request."""
     max_prompt_gap: int
     """Maximum number of consecutive steps that compute no token of a running request whose prompt is incomplete."""
 
@@ -41,7 +41,7 @@ class ClassBounds:
 
         Args:
             num_ahead: Requests of the class that arrived earlier and have never been admitted.
-            num_returning: Requests of the class that were preempted or may be, and so may be admitted again.
+            num_returning: Requests of the class that were or may be preempted, and so may be admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -77,7 +77,7 @@ def class_bounds(
     groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: running requests."""
+    """Return the bounds of each class. `classes`: by ascending rank. `num_running`: number of requests that run now."""
     # The bounds follow from these arguments:
     # Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens
     #   fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at
@@ -162,8 +162,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return by how many steps a prompt token of one request delays a token of another, at most. `chunk`: prompt tokens
-    that each step has room for.
+    """Return the maximum number of steps by which a prompt token of one request delays a token of a second request.
+    `chunk`: number of prompt tokens for which each step has room.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -179,12 +179,12 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return how many steps a prompt takes at least because `max_prefill_seqs` limits the prompts in a step."""
+    """Return the part of a step that each prompt takes at least, because `max_prefill_seqs` limits its prompts."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 class _Due(NamedTuple):
-    """A waiting request's entry in the heap of its class: when its wait will exceed its bound. Compared by identity."""
+    """Heap entry of a waiting request: when the wait will exceed its bound. Entries are compared by identity."""
 
     clock: int
     """Value of the class's clock at which the wait exceeds the bound."""
@@ -239,8 +239,8 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes except `closed`, which this step could not schedule. Return how many waits
-        exceed their bound since this step.
+        """Advance the clocks of all classes except `closed`, the classes that this step could not schedule. Return how
+        many waits exceed their bound since this step.
         """
         violations = 0
         for name, due in self._due.items():

@@ -15,7 +15,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service that a class is charged for a step that serves no other class."""
+"""Service that a class is charged for a step that it uses alone."""
 SCALE: Final = 2**23
 """Factor of all charges. It is large enough that charges divided by different large weights differ, and small enough
 that all charges fit into 63 bits.
@@ -97,7 +97,7 @@ class WeightedFairSharing:
 
         Usually this is the class with the lowest charge among those below their share of slots and blocks. If no class
         is below its share, it is the class with the smallest rank. A class above its share is next only if its charge
-        is lower by more than a quantum.
+        is the lowest by more than a quantum.
 
         Args:
             waiting: Classes with a request that may be admitted.

@@ -30,7 +30,7 @@ class SchedulerLimits:
     max_prefill_gap: int = 16
     """Maximum number of consecutive steps that compute no prompt although one could run."""
     max_preemptions: int = 8
-    """Maximum number of preemptions of a request. Its next admission takes all blocks that it can ever need."""
+    """Maximum number of preemptions of a request. After the last one, admission allocates all blocks up to its end."""
     max_overtakes: int = 0
     """Maximum number of consecutive admissions of a class that pass over its oldest waiting request."""
     max_head_start_steps: int = 256
@@ -59,7 +59,7 @@ class SchedulerLimits:
     num_schedulers: int = 1
     """Number of schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0
-    """Static batching: seconds after the first arrival at which a batch is admitted even if it is not full."""
+    """Maximum seconds that the oldest request waits until the scheduler admits a batch that is not full."""
 
     @property
     def weight_divisor(self) -> int:

@@ -12,7 +12,7 @@ MEMORY: Final = 16
 """Time constant, in requests, of the moving average of output lengths."""
 MAX_TENANTS: Final = 10_000
 PROMPT_TOKENS_A_STEP: Final = 64
-"""Number of prompt tokens that take as long as one decode step."""
+"""Assumed number of prompt tokens that take as long as one decode step."""
 NO_DEADLINE_S: Final = 86_400.0
 """Assumed seconds from arrival to deadline for a request without a deadline whose class has no SLO."""
 OUTPUT_TOKEN_WEIGHT: Final = 2
@@ -20,7 +20,7 @@ OUTPUT_TOKEN_WEIGHT: Final = 2
 
 
 class Order(Protocol):
-    """Order of a class's waiting requests. One of every `max_overtakes` + 1 admissions takes the oldest anyway."""
+    """Order of a class's waiting requests. One of every `max_overtakes` + 1 admissions takes the oldest instead."""
 
     shares_fairly: bool
     """Whether the tenant with the least service goes first. If so, `sort_key` orders the requests of one tenant."""

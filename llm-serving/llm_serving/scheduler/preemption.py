@@ -69,7 +69,7 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
-        """Free a request's slot and blocks, and queue it ahead of new ones, because `cause` needs the room."""
+        """Free a request's slot and blocks, because `cause` needs the room. Queue the request ahead of new ones."""
         self._slots.remove(request)
         plan.remove_row(request)
         swaps = self._prefers_swap(request) and self._blocks.can_swap_out(request)
@@ -103,7 +103,7 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests of classes below `by` that fit into their class's share: not to be preempted."""
+        """Return the running requests that `by` must not preempt: those of lower classes within their class's share."""
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

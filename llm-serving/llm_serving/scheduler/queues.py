@@ -17,7 +17,7 @@ from llm_serving.scheduler.policies import Policy
 _Key = tuple[float, ...]
 
 MIN_HEAP: Final = 64
-"""Minimum number of entries of a heap from which outdated entries are removed."""
+"""Outdated entries of a heap are removed only if it has this many more than twice the number of current entries."""
 
 
 class _Entry(NamedTuple):
@@ -126,7 +126,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the lower `arrival_clock` of the first preempted and the oldest new request; None: empty queue."""
+        """Return the minimum `arrival_clock` of the first preempted and the oldest new request; None: empty queue."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -238,8 +238,8 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the request to admit next without removing it. The arguments are those of
-        `WeightedFairSharing.next_class`, but for `closed`: classes at their share limit.
+        """Return the request to admit next without removing it. `closed`: classes at their share limit. `held`,
+        `blocks`: see `WeightedFairSharing.next_class`.
         """
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()

@@ -68,7 +68,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Return a context in which a running request's key or class may change. Its end sorts the request again."""
+        """Return a context in which a running request's key or class may change. Sort the request again at the end."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)

@@ -33,7 +33,7 @@ class WaitReason(enum.StrEnum):
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
-"""Reasons that the next step may remove: other requests used the room of this step."""
+"""Reasons that may not hold in the next step: other requests used up the budget of this step."""
 
 
 class Blocked(NamedTuple):
@@ -113,7 +113,7 @@ class Schedule:
     exports: list[BlockMove] = field(default_factory=list)
     """Moves that export the blocks of `migrating`. The WorkAgent executes them after it has computed the rows."""
     states: list[StateAccess] = field(default_factory=list)
-    """Slots from which each row reads its recurrent state and to which it writes it. Empty: the model has no states."""
+    """State slots that each row reads and writes. Empty: the model has no recurrent states."""
     stores: Sequence[StoredBlocks] = ()
     """Prompt blocks among `exports` that the disk cache stores after the reply."""
     num_bound_violations: int = 0

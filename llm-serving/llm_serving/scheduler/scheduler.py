@@ -87,7 +87,7 @@ class Scheduler:
         self._use_components(self._components.reload(rules, self._step))
 
     def add(self, request: Request) -> None:
-        """Queue a request. If another replica computed its prompt, its blocks are imported at its admission."""
+        """Queue a request. If another replica computed the prompt, the admission imports the blocks of the prompt."""
         request.sequence = request.class_sequence = self.waiting_requests.num_arrivals
         self.waiting_requests.num_arrivals += 1
         request.request_class = class_of(request.priority, self.classes)
@@ -430,7 +430,7 @@ class Scheduler:
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
-        """Record that the WorkAgent has computed these rows. Other requests may then share their full blocks."""
+        """Record that the WorkAgent has computed these rows. Other requests may then share the rows' full blocks."""
         block_size = self.blocks.block_size
         for request, num_computed, query_len, num_samples, num_preemptions in rows:
             end = num_computed + query_len

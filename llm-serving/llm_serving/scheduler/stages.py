@@ -73,7 +73,7 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Update the gaps after a formed step. Return how many exceed their bound. `running`: before the step."""
+        """Update the gaps after a formed step. Return how many exceed their bound. `running`: snapshot before it."""
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
@@ -136,7 +136,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return in how many seconds static batching admits the waiting requests even if they do not fill a batch."""
+        """Return after how many seconds the waiting requests are admitted even if they do not fill a batch."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -165,8 +165,8 @@ class PrefillStage:
 
     def estimate_tokens(self, request: Request) -> int:
         """Return how many prompt tokens must be computed before the first output token of a waiting request, if it is
-        admitted next. Cached tokens do not count. A running request may compute the same prefix now: then only the part
-        that it has not computed yet counts.
+        admitted next. Cached tokens do not count. If a running request computes the same prefix now, only the part of
+        the prefix that is not computed yet counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -272,7 +272,7 @@ class PrefillStage:
         plan.add_prefill(request, min(num_tokens, share))
 
     def _num_computable(self, request: Request) -> int:
-        """Return the number of uncomputed tokens that have blocks; with a sliding window, perhaps not all."""
+        """Return the number of uncomputed tokens that have blocks. With a sliding window, some may have none."""
         if not self._blocks.has_sliding_window:
             return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens

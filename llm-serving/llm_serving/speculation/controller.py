@@ -29,7 +29,7 @@ from llm_serving.speculation.statistics import (
 )
 
 MIN_NGRAM_RATE: Final = 0.25
-"""Minimum expected acceptance rate of an n-gram draft without a draft model; with one, `MIN_ACCEPTANCE_RATE`."""
+"""Minimum expected acceptance rate of an n-gram draft. With a draft model, `MIN_ACCEPTANCE_RATE` applies instead."""
 MAX_RATE: Final = 0.98
 """Upper bound of the expected acceptance rate of a draft, even if all recent draft tokens were accepted."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
@@ -40,7 +40,7 @@ RATE_PARTS: Final = 64
 MAX_DELAY: Final = 0.03
 """Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
 MAX_ARRIVAL_DELAY: Final = 0.1
-"""Maximum time that drafts add to a step, as a fraction of the step time, times the share of steps with prompts."""
+"""Maximum product of the share of steps with prompts and the fraction by which drafts prolong a step."""
 HOST_MEMORY: Final = 16
 """Time constant, in steps, of the moving averages of times in the master."""
 PROPOSAL_S: Final = 3e-6
@@ -48,7 +48,7 @@ PROPOSAL_S: Final = 3e-6
 MIN_SEARCH_STEP_S: Final = 0.004
 """Minimum step time, in seconds, for a search of the best draft length. The search takes 1 % of this time."""
 MIN_CHECKED: Final = 32
-"""Number of requests with an n-gram match above which `could_pay` is called before the drafts are updated."""
+"""`could_pay` is called before an update of the drafts only if at least this many requests have an n-gram match."""
 UPDATE_SHARE: Final = 0.005
 """Maximum fraction of the step time for updates of n-gram drafts while drafts do not raise the throughput."""
 UPDATE_MEMORY: Final = 16
@@ -56,7 +56,7 @@ UPDATE_MEMORY: Final = 16
 MAX_UPDATE_PERIOD: Final = 16
 """Maximum number of steps between two updates."""
 MIN_SWEPT: Final = 64
-"""Number of tracked requests above which each new request triggers the removal of aborted requests."""
+"""A new request triggers the removal of aborted requests only if more than this number of requests are tracked."""
 
 
 class DraftCandidate(NamedTuple):
@@ -98,7 +98,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Compute the cost of a draft token in a step of `num_rows` rows, `num_drafted` with the longest draft."""
+        """Compute the cost of a draft token in a step of `num_rows` rows, if `num_drafted` have the longest draft."""
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -106,7 +106,7 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the draft length whose last token's gain covers its cost. `proposing_s`: seconds to propose one."""
+        """Return the draft length whose last token gains its cost. `proposing_s`: seconds to propose one token."""
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
         if price >= first:

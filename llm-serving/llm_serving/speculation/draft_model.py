@@ -23,7 +23,7 @@ GLOBAL_RATE_MEMORY: Final = 256
 PASS_MEMORY: Final = 32
 """Time constant, in proposals, of the moving average of the duration of a pass of the draft model."""
 MAX_WORKER_DEATHS: Final = 3
-"""Number of times that a WorkAgent may exit during a proposal before the draft model is switched off."""
+"""The draft model is switched off after the WorkAgent has exited this many times during a proposal."""
 
 _DESCRIPTIONS: Final = {Proposer.DRAFT_MODEL: "the draft model", Proposer.MTP: "the layer for multi-token prediction"}
 
@@ -32,8 +32,7 @@ class DraftModelProposer:
     """Proposes draft tokens with a draft model or a layer for multi-token prediction, while no step is in flight.
 
     The draft model reads the last `DRAFT_WINDOW` tokens of each request, and samples with the request's parameters.
-    Each pass of the model computes one token of each request. A draft ends at the latest with the last block of its
-    request.
+    Each pass of the model computes one token of each request. A draft does not extend beyond its request's last block.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from llm_serving.speculation.statistics import (
 
 FINISHED_TOKENS: Final = 2**18
 MAX_INDEXED_TOKENS: Final = 8192
-"""Maximum number of prompt tokens that are searched: the last ones."""
+"""Maximum number of prompt tokens that are searched. In a longer prompt, only the last ones are."""
 INDEX_SHARE: Final = 4
 """Finished answers enter the index together once their number is 1/INDEX_SHARE of the rows of a step. Adding one answer
 takes as long as adding many.

@@ -25,7 +25,7 @@ FORCED_MEMORY: Final = 8
 FORCED_MEMORY_TOKENS: Final = 128
 """Output tokens in which the average of forced tokens returns to `FIRST_FORCED_TOKENS` while none is verified."""
 MAX_OUTLIER: Final = 4
-"""Maximum ratio of a measurement to the average. Larger measurements, as of a paused thread, are clipped to it."""
+"""Maximum ratio of a measurement to the average. Larger measurements, for example of a paused thread, are clipped."""
 STEP_DECAY: Final = 1 - 1 / 256
 """Factor by which each later step reduces the weight of a recorded step."""
 SIZE_DECAY: Final = 1 / 1024
