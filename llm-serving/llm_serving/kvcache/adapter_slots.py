@@ -10,9 +10,9 @@ from llm_serving.core.request import Request
 class AdapterSlots:
     """The adapter in each slot, and the running requests that use it.
 
-    A slot gets another adapter only while no running request uses the one in it; of several such slots, the one
-    released first is used. A step fills at most one slot, so running requests wait for the copy of one adapter at most.
-    The WorkAgent copies an adapter when a step names another adapter than the one in the slot (`StepInput.adapters`).
+    The adapter in a slot is replaced only while no running request uses it; empty slots are filled first, then those
+    released first. A step fills at most one slot, so running requests wait for the copy of at most one adapter. The
+    WorkAgent copies an adapter into a slot when a step names an adapter that is not in the slot (`StepInput.adapters`).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -33,7 +33,7 @@ class AdapterSlots:
         return self._adapters.index(adapter)
 
     def waits_for_a_step(self, request: Request, step: int) -> bool:
-        """Return whether the request must wait for the next step, because step `step` already fills another slot."""
+        """Return whether the request must wait for the next step, because step `step` already fills one slot."""
         return self._filled_step == step and request.adapter not in self._adapters
 
     def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:

@@ -33,10 +33,10 @@ class BlockManager(RequestBlocks):
         super().__init__(num_blocks, block_size, **options)
         self.prefix_caching = prefix_caching
         self._released_imports: list[TransferBlock] = []
-        """Blocks of other replicas' transfer pools that they can reclaim after the steps formed so far."""
+        """Blocks of other replicas' transfer pools. Their owners can reclaim them after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
         self._kept_ends: dict[str, tuple[int, ...]] = {}
-        """Request id -> numbers of blocks after which later prompts probably differ. Used only with several groups."""
+        """Request id -> result of `prefix_search.kept_ends`. Used only with several groups."""
         self._block_moves: list[BlockMove] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -209,7 +209,7 @@ class BlockManager(RequestBlocks):
         return has_slot and 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
 
     def swap_out(self, request: Request) -> None:
-        """Free the tables of a request, and move those blocks into the host pool to which later tokens attend."""
+        """Move the blocks to which later tokens attend into the host pool, and free all tables of the request."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
         end, starts = self.num_blocks_for(num_tokens), self._starts(request_id, num_tokens)
         tables = self.tables.pop(request_id)
@@ -302,11 +302,11 @@ class BlockManager(RequestBlocks):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _recycles_blocks(self, num_tokens: int) -> bool:
-        """Return whether a guaranteed request frees one block for each that it allocates in some group."""
+        """Return whether, in some group, a guaranteed request frees one block for each block that it allocates."""
         return self.num_blocks_for(num_tokens) > min(self.max_blocks)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> Tables:
-        """Return the full blocks of the longest prefix that the request can share: its parent's, or found by hash."""
+        """Return the full blocks of the longest prefix that the request can share, from its parent or found by hash."""
         sources: Tables = ()
         num_common, hashes = 0, list[bytes]()
         if not unshared and parent is not None and parent.request_id not in self._unshared:

@@ -77,7 +77,7 @@ class PrefixSearch:
         return window.first_block(end * self._block_size, self._block_size)
 
     def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
-        """Return a group's first `limit` block ids: `NO_BLOCK` for a missing one, or none from there on if `stops`."""
+        """Return a group's first `limit` block ids. A missing block is `NO_BLOCK`; if `stops`, it ends the list."""
         blocks: list[int] = []
         find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
         if self._sources:

@@ -53,8 +53,8 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request may continue from the checkpoint of this block. If no request uses the checkpoint,
-        this needs a spare slot.
+        """Return whether a request may continue from the checkpoint of this block. A checkpoint that no request uses
+        takes a spare slot.
         """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
@@ -67,10 +67,10 @@ class StateSlots:
     def admit(
         self, request: Request, hashes: Sequence[bytes] | None, num_shared: int, is_cached: Callable[[bytes], bool]
     ) -> None:
-        """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
+        """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        It stores checkpoints after the last full block of its prompt, and after its last block that is already cached:
-        because another request had the same prefix, later ones probably will too.
+        It stores a checkpoint after the last full block of its prompt. It stores a second one after the cached prefix
+        of its prompt, because later requests probably have this prefix too.
 
         `hashes`: hashes of all blocks that the request may share; None: it neither uses nor stores checkpoints.
         """
@@ -143,7 +143,7 @@ class StateSlots:
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
         """Plan row `row` of a step, which computes `query_len` tokens after the first `start`. The draft tokens of
-        `add_drafts` are the last of them.
+        `add_drafts` are the last tokens of the row.
         """
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
