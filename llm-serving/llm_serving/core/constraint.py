@@ -14,9 +14,9 @@ class ConstraintMatcher(Protocol):
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow all tokens of the output so far.
 
-        The result depends only on the output, not on earlier calls; if the output extends that of the previous call,
-        only the new tokens are processed. End tokens are allowed only if the constraint is satisfied. If the matcher
-        fails, no bit is set.
+        The result depends only on the output, not on earlier calls. If the output extends the output of the previous
+        call, only the new tokens are processed. End tokens are allowed only if the constraint is satisfied. If the
+        matcher fails, no bit is set.
         """
 
     def allowed_words_after_drafts(

@@ -25,7 +25,7 @@ PARAMETERS: Final[Mapping[str, str]] = {
 """Key of the file -> sampling parameter. Other keys, such as `do_sample`, have no effect."""
 
 AT_LEAST_ONE: Final = Whole(1)
-"""Rule for values of which 0 is valid in a request but would be a mistake as a default."""
+"""Rule for parameters whose value 0 is valid in a request but would be a mistake as a default."""
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ PERIOD_S: Final = 1.0
 """Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
-"""Error numbers that mean a shortage. EAGAIN means too many processes or threads."""
+"""Error numbers of a shortage of descriptors or memory. EAGAIN: there are too many processes or threads."""
 _NO_THREAD: Final = "can't start new thread"
 """Python's message if it cannot start a thread. This error has no errno."""
 ENOUGH_GB: Final = 4

@@ -19,17 +19,17 @@ class RequestClass:
     name: str
     rank: int
     """Position among the classes: a smaller rank is scheduled first. A request's `priority` (smaller is earlier,
-    default 0) selects the class with the largest rank at or below it. Every class has a different rank. Required."""
+    default 0) selects the class with the largest rank up to the priority. Each class has its own rank. Required."""
     service_tier: str | None = None
     """Value of the request field `service_tier` (OpenAI's, Anthropic's) that selects the class, such as `flex` or
-    `priority`. If no class has one, the server ignores the field and names it in the header `x-ignored-parameters`.
+    `priority`. If no class has a tier, the server ignores the field and lists it in the header `x-ignored-parameters`.
     null: no value selects this class."""
     weight: int = 1
     """Share of running slots and tokens, relative to the weights of the other classes. It applies while requests of the
     class have waited for longer than `ageing_steps`; before that, classes of smaller rank are scheduled first."""
     ageing_steps: int = 256
-    """Number of steps that the oldest request of the class waits for a running slot, or with a slot for its prefill,
-    before the class no longer yields to higher classes but shares with them by weight."""
+    """Number of steps after which the class shares with higher classes by weight; before that, they go first. Counted
+    while the oldest request of the class waits for a running slot, or for its prefill while it has a slot."""
     ttft_slo_s: float | None = None
     """SLO in seconds for the time to first token. null: no SLO."""
     tpot_slo_s: float | None = None
@@ -40,7 +40,7 @@ class RequestClass:
     max_running_share: float = 1.0
     """Maximum fraction of the running slots that the class holds."""
     max_kv_share: float = 1.0
-    """Maximum fraction of the KV blocks for which requests of the class are admitted."""
+    """Fraction of the KV blocks up to which requests of the class are admitted. Running requests may exceed it."""
 
 
 STANDARD: Final = RequestClass(name="standard", rank=0, weight=4, ageing_steps=256, ttft_slo_s=5.0, tpot_slo_s=0.2)

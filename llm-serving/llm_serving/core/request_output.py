@@ -85,7 +85,7 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
     vector: Float32Array | None = None
     """Hidden state of the last prompt token, [hidden size], in the last piece, if the client requested it."""
     beams: tuple[RequestOutput, ...] = ()
-    """In the last piece of a beam search, which is the best answer: all answers, best first, each as one piece."""
+    """All answers of a beam search, best first, each as one piece. Only the last piece of the best answer has them."""
 
     @property
     def finished(self) -> bool:

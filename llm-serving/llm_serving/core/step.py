@@ -321,7 +321,7 @@ KV cache of the newer half stays valid for the next 128 tokens.
 MAX_DRAFT_REQUESTS: Final = 16
 MAX_DRAFT_TOKENS: Final = 64
 MAX_PROPOSED_TOKENS: Final = 1024
-"""Maximum number of tokens that a draft model computes at a time. Requests above it get no draft tokens."""
+"""Maximum number of tokens that a draft model computes at a time. Requests that do not fit get no draft tokens."""
 
 
 class DraftRequest(NamedTuple):
