@@ -98,7 +98,7 @@ def test_a_secret_of_several_words_is_rejected(tmp_path: Path, content: str) -> 
     path = tmp_path / "secret"
     path.touch(mode=0o600)
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"secret: must hold one word\. Given: 2"):
+    with pytest.raises(ConfigError, match=r"secret: must hold one word\. Given: 2 words"):
         read_secret(path)
 
 

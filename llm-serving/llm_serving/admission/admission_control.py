@@ -28,7 +28,7 @@ MAX_SOURCES: Final = 256
 IDLE_S: Final = 10.0
 """Seconds without a step after which the measured speed of an idle replica is too old to refuse a request."""
 MAX_REFUSED: Final = 20_000
-"""Number of the latest refused requests that are kept for `llm-serving advice`."""
+"""Maximum number of refused requests, the latest ones, that are recorded for `llm-serving advice`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    A source is the identity of a client. Each refusal delays the next retry of its source by the time in which the
-    server can admit as many requests of this source. Active sources share the rate of the server equally. So a source
-    that floods the server mostly delays its own retries. The seed makes simulations repeatable.
+    A source is the identity of a client. A refusal of n requests delays the next retry of the source by the time in
+    which the server can admit n requests of this source. Active sources share the rate of the server equally. So a
+    source that floods the server mostly delays its own retries. The seed makes simulations repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -120,7 +120,7 @@ class AdmissionControl:
             uncached_lens: For each prompt, the number of tokens to compute; None: all tokens.
 
         Raises:
-            RequestError: The group would exceed a limit even of an empty queue.
+            RequestError: The group would exceed a limit even if the queue were empty.
             CapacityError: The group exceeds a limit now, or its first token would come too late.
         """
         if caller.deadline is not None:
@@ -213,7 +213,7 @@ class AdmissionControl:
         predicted_s: float | None,
         min_delay_s: float = 0.0,
     ) -> CapacityError:
-        """Return the error of a refusal. Its Retry-After comes from the exceeded limit that frees most slowly."""
+        """Return the error of a refusal. Its Retry-After is the longest delay that an exceeded limit requires."""
         now = self._clock()
         delay_s = max(
             self._retries.delay_s(

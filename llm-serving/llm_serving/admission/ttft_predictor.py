@@ -71,8 +71,8 @@ class ReplicaSpeed:
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
         """Return the seconds until the last request of the queue has its first token; None: unknown.
 
-        Prompts get the token budget that decoding leaves. If no slot is free, running requests must finish first, at
-        the measured rate. The larger of these two numbers of steps is added to the steps in flight.
+        The larger of two numbers of steps counts: steps that compute the prompts in the token budget that decoding
+        leaves, and steps in which running requests free enough slots at the measured rate.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight

@@ -1,1 +1,1 @@
-"""Executors run steps on WorkAgents. They start these processes, and replace them when they exit."""
+"""Executors run steps on WorkAgents. They start the WorkAgent processes, and replace a process that exits."""

@@ -201,7 +201,7 @@ class _ExpectedResults(NamedTuple):
         )
 
     def check(self, output: StepOutput) -> None:
-        """Raise ProtocolError if the output has other numbers of results, or token ids that no vocabulary has."""
+        """Raise ProtocolError if the output has wrong numbers of results, or token ids that no vocabulary has."""
         scores = output.scores
         given = _ExpectedResults(
             len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
@@ -287,7 +287,9 @@ class RemoteExecutor(Executor):
         step = self._in_flight.popleft().step if self._in_flight else None
         if not isinstance(reply, StepDone | StepFailed) or reply.step != step:
             awaited = "nothing" if step is None else f"the reply to step {step}"
-            raise StepMismatchError(f"messages of the WorkAgent: expected {awaited}, got {str(reply)[:100]}")
+            raise StepMismatchError(
+                f"the WorkAgent sent an unexpected message: expected {awaited}, got {str(reply)[:100]}"
+            )
         expected = self._expected.popleft()
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
@@ -315,7 +317,7 @@ class RemoteExecutor(Executor):
         reply = self._replies.popleft()
         if not isinstance(reply, Proposed):
             raise StepMismatchError(
-                f"the WorkAgent sent another message: expected draft tokens, got {str(reply)[:100]}"
+                f"the WorkAgent sent an unexpected message: expected draft tokens, got {str(reply)[:100]}"
             )
         if reply.error:
             logger.warning("the draft model failed: %s", reply.error)

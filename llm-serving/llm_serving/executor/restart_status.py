@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SLOW_FACTOR: Final = 2.0
-"""Attempts that take more than this many times as long as the first start make the remaining time unpredictable."""
+"""No remaining time is predicted once an attempt has taken this many times as long as the first start."""
 
 
 @dataclass(frozen=True, slots=True)

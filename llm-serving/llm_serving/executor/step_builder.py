@@ -51,8 +51,8 @@ _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_F
 class StepBuilder:
     """Builds the input of each step.
 
-    A token that the master does not know yet is always a sample of the previous step. The input refers to it by its
-    position there, so the builder keeps the position of each request's sample.
+    A token that the master does not know yet is always a sample of the previous step. The input refers to the token by
+    the position of this sample in the previous step. So the builder stores these positions.
     """
 
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
@@ -257,7 +257,7 @@ class _PackedTables:
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._sizes: list[tuple[int, int]] = []
-        """Number of entries of each table, and of its entries without a block. A changed table differs in one."""
+        """(number of entries, number of entries without a block) of each table. A changed table has another pair."""
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:

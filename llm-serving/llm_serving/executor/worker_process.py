@@ -51,7 +51,7 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed already."""
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: the process was killed."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):

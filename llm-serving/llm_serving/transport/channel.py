@@ -73,7 +73,7 @@ class Channel(Generic[Incoming]):
             self._encoder.encode_into(_escaped(message), frame, _LENGTH.size)
         length = len(frame) - _LENGTH.size
         if length > self.max_frame_bytes:
-            raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self.max_frame_bytes}")
+            raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self.max_frame_bytes} bytes")
         _LENGTH.pack_into(frame, 0, length)
         try:
             self._socket.settimeout(self.send_timeout_s)

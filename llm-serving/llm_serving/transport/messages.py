@@ -214,7 +214,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
     """Request to read an adapter, which the master has checked, into host memory while steps run. If `folder` is empty,
     drop it.
 
-    The first step that needs the adapter waits for it.
+    The first step that needs the adapter waits until it is read.
     """
 
     number: int
@@ -234,7 +234,7 @@ class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
 
 
 class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
-    """Contents of transfer pool blocks, for the same block ids of another pool."""
+    """Contents of blocks of one transfer pool, to be copied to the same block ids of a second pool."""
 
     block_ids: list[int]
     epochs: list[int]
@@ -255,7 +255,7 @@ class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
     start: int
     """Index in `hashes` of the first block to read."""
     block_ids: list[int]
-    """Transfer pool blocks to read into, the first for block `start`. Each gets its epoch."""
+    """Transfer pool blocks to read into, the first for block `start`. Each gets its epoch in `epochs`."""
     epochs: list[int]
 
 

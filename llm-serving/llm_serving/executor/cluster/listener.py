@@ -206,5 +206,7 @@ class Listener:
         channel.max_frame_bytes = MAX_FRAME_BYTES
         attached = isinstance(message, Attach) and self._pending_starts.deliver(message.token, channel)
         if not attached:
-            logger.warning("closed the connection of a WorkAgent at %s: it sent no token for which a start waits", peer)
+            logger.warning(
+                "closed a connection from %s to the cluster's port: no start of a WorkAgent waits for its token", peer
+            )
         return attached

@@ -52,7 +52,7 @@ _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs all ranks of one WorkAgent. When it exits, their standard inputs close and they exit too."""
+    """Ray actor that runs all ranks of one WorkAgent. When the actor exits, its ranks lose their inputs and exit."""
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
         """Return this machine's folder with the model's files; None: missing. `files`: `WeightFiles` as JSON."""
@@ -137,8 +137,8 @@ class RayAgents:
         self._group = groups.placement_group([bundle] * requirements.num_replicas, strategy=strategy)
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             raise ConfigError(
-                f"cluster_config.replicas must be as many as the cluster has room for: it has {_resources(ray)}, "
-                f"and each replica takes {bundle} of one machine. Given: {requirements.num_replicas}"
+                f"cluster_config.replicas must fit into the Ray cluster: the cluster has {_resources(ray)}, "
+                f"and each replica needs {bundle} of one machine. Given: {requirements.num_replicas} replicas"
             )
         self._report(RayConnected(str(ray.util.get_node_ip_address()), _resources(ray)))
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
@@ -146,7 +146,7 @@ class RayAgents:
     def start(self, command: StartAgent) -> bool:
         """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent.
 
-        The connection may then belong to an earlier cluster, which another one has replaced at the same address.
+        The connection may then belong to an earlier cluster, even if a new one runs at the same address.
         """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
