@@ -109,7 +109,7 @@ KEYS = "api_keys:\n    a:\n        key_sha256: " + HASH + "\n    b:\n"
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        (CLASSES + "        rank: 0\n", 5, "`request_classes.b.rank` must differ from that of `a` at "),
+        (CLASSES + "        rank: 0\n", 5, "`request_classes.b.rank` must differ from the value of `a` at "),
         (CLASSES + "        weight: 2\n", 4, "`request_classes.b.rank` must be given; the other rows are 'a'"),
         (CLASSES + "        rank: null\n", 5, "`request_classes.b.rank` must be given"),
         (CLASSES, 4, "`request_classes.b.rank` must be given"),
@@ -119,7 +119,7 @@ KEYS = "api_keys:\n    a:\n        key_sha256: " + HASH + "\n    b:\n"
         (
             CLASSES + "        rank: 1\n        service_tier: x\n    c: {rank: 2, service_tier: x}\n",
             7,
-            "`request_classes.c.service_tier` must differ from that of `b` at ",
+            "`request_classes.c.service_tier` must differ from the value of `b` at ",
         ),
         (CLASSES + "        weight: 0\n", 5, "`request_classes.b.weight` must be an integer >= 1"),
         (CLASSES + "        ageing_steps: 0\n", 5, "must be an integer >= 1"),
@@ -135,7 +135,11 @@ KEYS = "api_keys:\n    a:\n        key_sha256: " + HASH + "\n    b:\n"
         ("request_classes: {}\n", 1, "`request_classes` must have at least one row, or be left out"),
         ("request_clases:\n    a: {rank: 1}\n", 1, "the nearest known one is `request_classes`"),
         (KEYS, 4, "`api_keys.b.key_sha256` must be given"),
-        (KEYS + f"        key_sha256: {HASH.upper()}\n", 5, "`api_keys.b.key_sha256` must differ from that of `a`"),
+        (
+            KEYS + f"        key_sha256: {HASH.upper()}\n",
+            5,
+            "`api_keys.b.key_sha256` must differ from the value of `a`",
+        ),
         (
             KEYS + f"        key_sha256: {OTHER_HASH}\n        highest_class: bach\n",
             6,

@@ -71,7 +71,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "extra_inputs.type": _INPUTS_BUILT_HERE,
     "warmup_inputs.type": _INPUTS_BUILT_HERE,
 }
-"""Key that is accepted without effect -> why."""
+"""Key that is accepted but has no effect -> why it has none."""
 
 RANK_GRAPHS: Final = ("model_path.prefill_model", "model_path.decode_model")
 """Keys with lists of graph files. Older servers had one file, and one agent port, for each rank of a replica."""
@@ -125,7 +125,7 @@ _SHAPE_KEYS: Final = frozenset(
 _SILENT_KEYS: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
 """Keys of a MindFormers YAML that this server ignores without a notice, because its own value is fixed."""
 CHECKPOINT_KEYS: Final = ("load_checkpoint", "model.model_config.checkpoint_name_or_path", "pretrained_model_dir")
-"""Keys that name the weights, in the order of precedence. MindFormers 2 names its models by the last one."""
+"""Keys that name the weights, in the order of precedence. A YAML of MindFormers 2 has the last one."""
 ADAPTER_KEY: Final = "model.model_config.pet_config"
 PARALLEL_KEY: Final = "parallel_config.model_parallel"
 MODE_KEY: Final = "context.mode"
@@ -175,7 +175,9 @@ def read_mindformers(path: Path) -> MindFormersFile:
                 )
         elif target is not None and not isinstance(item.value, list):
             if target in values and values[target].value != item.value:
-                raise ConfigError(f"{item.where}: `{key}` must be {values[target].value} as at {values[target].where}")
+                raise ConfigError(
+                    f"{item.where}: `{key}` must be {values[target].value}, the value at {values[target].where}"
+                )
             values[target] = item
         elif key.removeprefix("model.model_config.") not in _SHAPE_KEYS and key not in _SILENT_KEYS:
             ignored.append(key)

@@ -77,7 +77,7 @@ _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name i
 
 @dataclass(frozen=True)
 class _Given:
-    """A raw value, the place where it was written, and the folders in which a relative path is looked up."""
+    """A raw value, its source, and the folders in which a relative path is looked up."""
 
     value: Any
     source: str
@@ -99,7 +99,7 @@ class _Reading:
 def load_config(
     path: Path | None = None, overrides: Sequence[str] = (), model: str | Path | None = None
 ) -> ServingConfig:
-    """Read and check a configuration. ConfigError names the file and line, the key, the rule and the value.
+    """Read and check a configuration. ConfigError names file and line, key, violated rule and value.
 
     Args:
         path: The serving YAML. None: all defaults.
@@ -232,7 +232,7 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under its key's current name. The last override wins; names for one key in a file must agree."""
+    """Store a value under its key's current name. The last override wins. A file's names for one key must agree."""
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:

@@ -80,8 +80,8 @@ def check_reload(started: ServingConfig, running: ServingConfig, read: ServingCo
             raise ConfigError(f"{change.source}: `{change.key}` {rule}. Given: {change.after}; nothing is changed")
         if change.key == "scheduler_config.policy" and PolicyName.FCFS in (change.before, change.after):
             raise ConfigError(
-                f"{change.source}: `{change.key}` must not change from or to fcfs, which has no classes,"
-                f" without a restart. Given: {change.after}; nothing is changed"
+                f"{change.source}: `{change.key}` must not change from or to fcfs without a restart, because fcfs has"
+                f" no classes. Given: {change.after}; nothing is changed"
             )
     return changes
 

@@ -55,11 +55,11 @@ class ServingConfig:
     notices: tuple[str, ...] = ()
     """Sentences for the operator: keys without effect, renamed keys, surprising combinations."""
     hub_model: HubModel | None = None
-    """The model, where `model_path` is a name on a hub. Its weights may not be downloaded yet."""
+    """The model, if `model_path` is a name on a hub. Its weights may not be downloaded yet."""
     model_hint: str = ""
     """Why the weights that a MindFormers YAML names cannot be served directly, and what to do; empty: they can."""
     origin: Origin | None = field(default=None, compare=False)
-    """The arguments of `load_config`, with which it can be loaded again; None: `load_config` did not load it."""
+    """Arguments with which `load_config` can load the configuration again; None: `load_config` did not load it."""
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
     """The configuration of each row of the section `models`; the first is `self`. Empty: there is one model."""
     memory_share: float = 1.0

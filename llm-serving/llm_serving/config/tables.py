@@ -27,8 +27,8 @@ class ApiKey:
     """SHA-256 of the API key, 64 hexadecimal digits, as `llm-serving hash-key` prints it. The key itself is stored
     nowhere. Required."""
     highest_class: str | None = None
-    """Highest request class that the tenant may use. A request of a higher class, or with a priority before its rank,
-    is refused with 403. null: no limit."""
+    """Highest request class that the tenant may use. A request of a higher class, or with a priority before this
+    class's rank, is refused with 403. null: no limit."""
     max_waiting: int | None = None
     """Maximum number of waiting requests of the tenant. Further ones are refused with 429. null: only the limits of the
     queue and of the class apply."""
@@ -38,10 +38,10 @@ class ApiKey:
     admin: bool = False
     """True: the key sees and controls the requests of all tenants, not only its own."""
     max_requests_per_minute: int | None = None
-    """Requests each minute, and the size of a burst. Further ones are refused with 429. null: no limit."""
+    """Maximum number of requests per minute and in a burst. Further ones are refused with 429. null: no limit."""
     max_tokens_per_minute: int | None = None
-    """Tokens each minute: prompt tokens, and the tokens that a request may generate. Tokens that were not generated are
-    credited back. Further requests are refused with 429. null: no limit."""
+    """Maximum number of tokens per minute: prompt tokens, and the tokens that a request may generate. Tokens that were
+    not generated are credited back. Further requests are refused with 429. null: no limit."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class TableReader:
             if other != name:
                 given = f". Given: {row.values[key]}" if rule.shows_value else ""
                 raise ConfigError(
-                    f"{row.source_of(key)}: `{self.section}.{name}.{key}` must differ from that of `{other}` at "
+                    f"{row.source_of(key)}: `{self.section}.{name}.{key}` must differ from the value of `{other}` at "
                     f"{self.rows[other].source_of(key)}{given}"
                 )
 

@@ -155,7 +155,7 @@ class Auditor:
             return
         index = next(index for index, pair in enumerate(zip(given, alone, strict=False)) if pair[0] != pair[1])
         logger.error(
-            "audit: token %d of request %s is %s in the client's answer, but %s when the request is computed alone",
+            "audit: token %d of request %s differs: the client got %s, but the request computed alone gives %s",
             index,
             answer.request.request_id,
             given[index],

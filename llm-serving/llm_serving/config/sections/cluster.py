@@ -49,8 +49,8 @@ class ClusterConfig:
     WorkAgent accept only peers that prove they know the secret. Required with `address`. null: the master generates a
     secret at its start."""
     master_host: str | None = option(None, TEXT, expert=True, only_with=WITH_RAY)
-    """Address of this machine that the WorkAgents connect to. null: the address by which Ray knows it, or 127.0.0.1
-    where the master started Ray."""
+    """Address of this machine that the WorkAgents connect to. null: the address by which Ray knows this machine, or
+    127.0.0.1 if the master started Ray."""
     placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)), expert=True, only_with=WITH_RAY)
     """How Ray distributes the WorkAgents. `spread`: over as many machines as possible. `pack`: over as few as
     possible."""

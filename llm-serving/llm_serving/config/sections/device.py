@@ -52,7 +52,7 @@ because they change the order of its sums (`worker.exactness.check_block_size`).
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Section `device_config`: the device and MindSpore's settings. The `context` of a MindFormers YAML fills it."""
+    """Section `device_config`: the device and MindSpore's settings. A MindFormers YAML sets them in `context`."""
 
     device_target: str = option("CPU", choice(("CPU", "Ascend")))
     """Device that computes the model."""
@@ -109,8 +109,8 @@ class CacheConfig:
     instead of computing them, also after a restart. Only this user can read the folder. Several servers and models may
     share it. null: no disk cache."""
     disk_cache_bytes: int = option(16 * 2**30, MEMORY)
-    """Maximum size in bytes of all files in `disk_cache_path`, or text such as "16GB". The least recently used blocks
-    are deleted."""
+    """Maximum size in bytes of all files in `disk_cache_path`, or text such as "16GB". The server deletes the least
+    recently used blocks."""
     decode_seq_length: int | None = option(None, integer(1), expert=True)
     """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
     reported in the log."""

@@ -43,7 +43,7 @@ class LoraConfig:
     every request."""
     max_loras: int = option(4, integer(1, 256))
     """Number of adapter slots in device memory, and so of adapters that one step can use. A request whose adapter is in
-    no slot waits until a slot is free of running requests."""
+    no slot waits until no running request uses the adapter of some slot."""
     max_lora_rank: int = option(16, one_of(_RANKS))
     """Highest rank of an adapter. Each of the `max_loras` slots takes memory for this rank."""
     max_cpu_loras: int | None = option(None, integer(1, 4096))

@@ -73,7 +73,7 @@ class SchedulerConfig:
     the device is idle meanwhile."""
     max_consecutive_prefill_steps: int = option(1, integer(1, 10**6), derived=True, expert=True, reloadable=True)
     """Maximum number of prefill-only steps between two tokens of a running request. While several classes compete, the
-    weight of the request's class may lower it. Larger values improve the time to first token and increase the
+    weight of the request's class may lower this maximum. Larger values improve the time to first token and increase the
     inter-token latency. null: 1, or 4 with `enable_mixed_chunk: False`."""
     max_consecutive_decode_steps: int = option(16, integer(1, 10**6), expert=True, reloadable=True)
     """With `policy: decode_first`: maximum number of decode-only steps while prompts wait."""
@@ -92,7 +92,7 @@ class SchedulerConfig:
     `order` or their priority. Then the oldest request is scheduled first."""
     max_head_start_steps: int = option(256, integer(0, 10**6), expert=True, reloadable=True)
     """Maximum priority boost, in steps. One unit of `priority` moves a request within its class as if it had arrived
-    `ageing_steps` of the class earlier or later; this limits the total."""
+    earlier or later by the `ageing_steps` of the class; this key limits the total shift."""
     quantum_steps: int = option(64, integer(1, 10**6), expert=True, reloadable=True)
     """Scheduling quantum of weighted fair queueing, in steps: how long a request of a lower class keeps its running
     slot beyond the share of its class before a waiting request of a higher class preempts it."""
@@ -103,15 +103,15 @@ class SchedulerConfig:
     they are copied to host memory (`pa_config.num_swap_blocks`) and back. `auto`: the cheaper of the two."""
     swap_block_cost_tokens: float = option(4.0, positive("tokens"), expert=True, reloadable=True)
     """Cost of swapping one block out and in, as the number of tokens that are recomputed in the same time.
-    `preemption_mode: auto` chooses swapping or recomputing by it."""
+    `preemption_mode: auto` chooses swapping or recomputing by this cost."""
     num_speculative_tokens: int = option(16, integer(1, 64), expert=True)
     """Maximum draft length: draft tokens of one request in one step. A draft also ends at the end of the request's last
     KV block."""
     prompt_lookup_min: int = option(3, integer(1, 16), expert=True)
     """Minimum n-gram length of the lookup, in tokens. The lookup tries an n-gram of twice this length first."""
     record_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
-    """Folder for recordings of the schedulers' inputs (token ids included) and decisions, which `llm-serving replay`
-    runs again; for one server at a time. Relative to the working folder of the server. null: no recording."""
+    """Folder, used by one server only, for recordings of the schedulers' inputs (token ids included) and decisions,
+    which `llm-serving replay` runs again. Relative to the working folder of the server. null: no recording."""
     record_file_bytes: int = option(16 * 2**20, MEMORY, expert=True)
     """Size in bytes at which a recording continues in a new file, or text such as "16MB"."""
     record_files: int = option(4, integer(1, 10**6), expert=True)

@@ -51,8 +51,8 @@ class ServerConfig:
     server_port: int = option(8835, integer(0, 65535))
     """Port of the HTTP server. 0: any free port."""
     agent_ports: tuple[int, ...] = option((16002,), integers(1, 65535, unique=True))
-    """One replica of the model for each entry. Only their number matters: the master and the WorkAgents communicate
-    without opening these ports."""
+    """One replica of the model for each entry. Only the number of entries matters: the master and the WorkAgents
+    communicate without opening these ports."""
     start_device_id: int = option(0, integer(0, 1023))
     """Device number of the first WorkAgent. The others use the following numbers."""
     ssl_certfile: Path | None = option(None, path(Kind.FILE))
@@ -72,8 +72,9 @@ class ServerConfig:
     """Origins, such as https://chat.example.com, whose web pages may send requests to this server from a browser.
     `null`: pages of local files. `*`: all. []: only the server's own page."""
     anonymous_highest_class: str | None = option(None, ROW_NAME, reloadable=True)
-    """Without API keys: the highest request class that clients may use. A request of a higher class, or with a priority
-    before its rank, is refused with 403. null: no limit on a loopback address; the class of priority 0 on any other."""
+    """Without API keys: the highest request class that clients may use. Requests of a higher class, or with a priority
+    before this class's rank, are refused with 403. null: no limit on a loopback address; the class of priority 0 on any
+    other."""
     ui: bool = option(True, BOOLEAN)
     """True: the server has a web page at `/ui` to try the model, watch the scheduler and explain waiting times. The
     page is public; the data that it shows requires an API key where there are keys."""
@@ -83,8 +84,8 @@ class ServerConfig:
     max_request_body_bytes: int = option(4 * 2**20, integer(1024, 2**30), reloadable=True)
     """Maximum size of a request body in bytes. A longer body is refused with 413 while it is received."""
     max_timeout_s: float = option(86400.0, TIMEOUT, reloadable=True)
-    """Maximum of the `timeout_s` that a request may set, in seconds. When the timeout of a request expires, it ends
-    with an error."""
+    """Maximum of the `timeout_s` that a request may set, in seconds. When its timeout expires, a request ends with an
+    error."""
     shutdown_timeout_s: float = option(30.0, SECONDS)
     """Seconds that running requests have to finish when the server stops. The remaining ones are aborted."""
     routing: str = option(RoutingName.PREDICTED_TTFT.value, choice(tuple(RoutingName)))
@@ -107,8 +108,8 @@ class ServerConfig:
     server. null: no Batch API."""
     batch_store_bytes: int = option(2**30, MEMORY)
     """Maximum size of all files of the Batch API together, and as much again for the inputs of unfinished batches:
-    bytes, or text such as "1GB". Beyond it, uploads are refused. Of several API keys, one may use at most what it
-    leaves free."""
+    bytes, or text such as "1GB". Beyond it, uploads are refused. With several API keys, the files of one key may take
+    at most as many bytes as remain free."""
     log_level: str = option("INFO", choice(LEVELS))
     """Minimum level of log lines."""
     access_log: Path | None = option(None, PATH_OR_DASH)
@@ -160,7 +161,7 @@ class ServerConfig:
     come back. Restarts continue with pauses of up to 5 s."""
     restart_wait_s: float = option(300.0, SECONDS, expert=True)
     """Seconds that requests wait for the restart of their WorkAgent before they end with an error. After a failed
-    restart, new requests are refused with 503 until it is back."""
+    restart, new requests are refused with 503 until the WorkAgent is ready."""
     explain_requests: int = option(1000, integer(0, 10**6), expert=True)
     """Number of latest finished requests of each WorkAgent that `/v1/requests/{id}/explain` covers, in addition to all
     unfinished ones. 0: no explanations and no timeline."""
@@ -185,7 +186,7 @@ class ServerConfig:
     characters; for servers whose messages contain untrusted text."""
     json_whitespace: str = option(JsonWhitespaceName.SPACE.value, choice(tuple(JsonWhitespaceName)), expert=True)
     """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
-    `lines`: up to 32 spaces, tabs and line breaks, which a small model may use up."""
+    `lines`: up to 32 spaces, tabs and line breaks; a small model may write all 32."""
     low_effort_token_budget: int = option(1024, integer(0, 2**24), expert=True)
     """Reasoning budget in tokens of requests with `reasoning_effort: low`. At the limit the reasoning is closed and the
     response follows."""
@@ -225,8 +226,8 @@ class ServerConfig:
     """One of this many requests is audited: it is computed again, alone, while the server is idle, and compared with
     the response that the client got. 0: no audits."""
     max_live_viewers: int = option(16, integer(0, 1000), expert=True)
-    """Maximum number of streams of `/v1/live`, which the web page reads; one tenant may have half of them. All together
-    use at most 1 % of a core: updates become less frequent when they cost more. 0: none."""
+    """Maximum number of streams of `/v1/live`, which the web page reads; one tenant may have at most half of them. All
+    together use at most 1 % of a core: updates become less frequent when they cost more. 0: none."""
     log_file_bytes: int = option(32 * 2**20, MEMORY, expert=True)
     """Size in bytes at which the access log, or the log of `llm-serving start`, continues in a new file, or text such
     as "32MB"."""
