@@ -45,8 +45,8 @@ def test_open_files_warning_names_key_and_minimum(limits, caplog):
     limits[:] = 256, 256
     OpenFiles().possible_connections(ServerConfig())
     assert caplog.messages == [
-        "at most 192 connections, not serving_config.max_connections (1024): the process may open 256 files; raise "
-        "the limit to at least 1088 (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
+        "the server accepts at most 192 connections, not serving_config.max_connections (1024): the process may open "
+        "256 files; raise the limit to at least 1088 (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
     ]
 
 

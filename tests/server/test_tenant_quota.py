@@ -98,6 +98,6 @@ def test_responses_in_progress_leave_room_for_other_tenants():
         store.add_running(StoredResponse(response, tenant, [ChatMessage("user", "x")]))
 
     begin("a", "you")
-    with pytest.raises(Exception, match="of one API key at most as many as they leave free"):
+    with pytest.raises(Exception, match="of one API key at most as many bytes as are free"):
         begin("b", "you")
     begin("c", "me")

@@ -1,4 +1,4 @@
-"""The ASGI application of an engine, and the process that serves it until a signal arrives."""
+"""Builds the ASGI application of an engine, and runs the HTTP server until a signal arrives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OPENAPI_PATH: Final = "/openapi.json"
 class Site:
     public: Accounting
     internal: InternalClient
-    """Sends stored requests, such as lines of batches, to the same routes."""
+    """Sends stored requests, such as lines of batches, to the routes of `application`."""
     models: ServedModels
 
     @property
@@ -203,7 +203,7 @@ class Application:
         self.batches: Batches | None = None
         """None: the server does not run yet, or batches are not configured."""
         self.models: ServedModels | None = None
-        """All models of the server; None: it has one."""
+        """All models of the server; None: the server has one model."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,7 +215,7 @@ class Application:
 
 
 def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
-    """Start an engine, serve it on the configured address, and stop it. Return 0 after an orderly end.
+    """Start an engine, serve HTTP on the configured address, and stop the engine. Return 0 after an orderly end.
 
     The port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
     running requests finish within `shutdown_timeout_s`, the second one aborts them. For `others` and `open_model` see
@@ -320,7 +320,7 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Return a context that locks a folder of recordings. Raise ConfigError if it is unusable or already locked."""
+    """Return a context that locks a folder of recordings. Raise ConfigError if another server uses the folder."""
     if folder is None:
         yield
         return
@@ -345,7 +345,7 @@ def open_request_log(serving: ServerConfig) -> LogFile | None:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which tenants share a store. `key`: the key of `serving_config` with the store's bytes."""
+    """Return the quota by which tenants share a store. `key`: the key of `serving_config` that sets its size."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 

@@ -32,7 +32,7 @@ from llm_serving.server.request_context import quota_of, request_context_of
 logger = get_logger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
-"""Seconds until a retry after the machine had no memory, files or threads left."""
+"""Seconds after which a client may retry if the machine had no memory, files or threads left."""
 
 Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
 
@@ -100,7 +100,7 @@ class Endpoint:
             return self.error_response(internal_error())
 
     def refuse(self, request: Request, error: LLMServingError) -> Response:
-        """Return the response for an error, in the form of the protocol, and log the kind of error."""
+        """Log the kind of an error. Return the error response of the route's protocol."""
         context = request_context_of(request)
         context.error, context.request_id = kind_of(error), context.request_id or request_id_of(request)
         response = self.error_response(error)

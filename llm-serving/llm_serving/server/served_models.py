@@ -54,7 +54,7 @@ POLL_S: Final = 0.05
 
 
 class OpenedModel(NamedTuple):
-    """The engine of a model, not started, and a function to call after it has stopped."""
+    """The engine of a model before its start, and a function to call after the engine has stopped."""
 
     engine: AsyncEngine
     close: Callable[[], None] = lambda: None
@@ -245,7 +245,7 @@ class ServedModels:
     async def replace(self, config: ServingConfig) -> None:
         """Load a model again, with the adapters that were loaded at run time.
 
-        When its replicas are ready, it gets all new requests, and the old one drains.
+        When the new model's replicas are ready, it gets all new requests, and the old model drains.
         """
         before = self.check_served(config.model.model_name)
         with self._changing_to(config), before.engine.lifecycle.exclusive():
@@ -274,7 +274,7 @@ class ServedModels:
         return self._models[name]
 
     def check_names(self, field: str, names: Iterable[str], besides: str) -> None:
-        """Raise RequestError for `field` if another model than `besides`, or an adapter, has or gets such a name."""
+        """Raise RequestError for `field` if one of `names` belongs to an adapter or to a model other than `besides`."""
         used = [(model.name, {*names_of(model.engine.config), *model.engine.adapters.by_name}) for model in self]
         used += [(name, {*all_names_of(config)}) for name, config in self._changing.items()]
         for owner, taken in used:
@@ -383,7 +383,7 @@ async def _carry_adapters(before: AsyncEngine, after: AsyncEngine) -> None:
 
 
 def _uncommitted_bytes(model: ServedModel) -> int:
-    """Return the bytes that a model's WorkAgents have reserved for the KV cache and will get at its first use."""
+    """Return the bytes of KV cache that a model's WorkAgents have reserved but not written yet."""
     read = [each() for each in model.engine.metrics.memory.values()]
     return sum(each.reserved - each.committed for each in read if each.resident)  # 0: the WorkAgent has exited
 

@@ -27,7 +27,7 @@ class TenantQuota:
     @property
     def rule(self) -> str:
         """The limit, as the second half of an error message."""
-        of_one = ", and those of one API key at most as many as they leave free" if self.is_shared() else ""
+        of_one = ", and those of one API key at most as many bytes as are free" if self.is_shared() else ""
         return f"have at most {self.num_bytes} bytes{of_one} ({self.key})"
 
 

@@ -57,7 +57,7 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return one route for each file of the page, and one that redirects browsers from / to it.
+    """Return one route for each file of the page, and one that redirects browsers from / to the page.
 
     The files are read only once, so no client can make the server open a path.
     """
@@ -70,7 +70,7 @@ def page_routes() -> list[Route]:
 
 
 async def _lead_to_page(request: Request) -> Response:
-    """Redirect a browser from / to the page. Refuse other clients, which can only POST there.
+    """Redirect a browser from / to the page. Refuse GET from other clients, because / is a POST route of TGI.
 
     The address is relative, so it works behind a proxy that adds a prefix.
     """

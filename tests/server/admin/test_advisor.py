@@ -99,7 +99,7 @@ def test_advisor_runs_one_process_for_several_clients() -> None:
         asked = advisor("sys.stdin.read(); print('{}')")
         one, other = asyncio.create_task(asked.advise(5)), asyncio.create_task(asked.advise(5))
         await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match="advice on another period is being computed"):
+        with pytest.raises(CapacityError, match="advice on a different period is being computed"):
             await asked.advise(6)
         assert await one is not None and asked._task is not None
         assert await other == await one

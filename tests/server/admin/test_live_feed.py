@@ -157,11 +157,13 @@ def test_number_of_viewers_is_limited():
     async def run():
         feed = create_feed(Engines(), Pauses(), max_viewers=4)
         mine = [feed.join("ann"), feed.join("ann")]
-        with pytest.raises(CapacityError, match="2 clients with this key are already watching"):
+        with pytest.raises(CapacityError, match="2 clients with this key are already watching /v1/live"):
             feed.join("ann")
         feed.join("bob")
         feed.join(None)
-        with pytest.raises(CapacityError, match=r"4 clients are already watching \(serving_config.max_live_viewers\)"):
+        with pytest.raises(
+            CapacityError, match=r"4 clients are already watching /v1/live \(serving_config.max_live_viewers\)"
+        ):
             feed.join(None)
         feed.leave(mine[0])
         feed.join(None)

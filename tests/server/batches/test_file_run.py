@@ -55,7 +55,7 @@ def test_file_run_refuses_another_input(tmp_path):
     with pytest.raises(WorkerDiedError):
         run(FakeEngine(Script(hold_after=0), failure=WorkerDiedError("gone")), tmp_path)
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("b")))
-    with pytest.raises(ConfigError, match="another input"):
+    with pytest.raises(ConfigError, match="a different input"):
         run(FakeEngine(), tmp_path)
 
 

@@ -56,7 +56,7 @@ def test_stored_files_leave_room_for_other_tenants(tmp_path):
     assert "must be at most 150000 bytes" in too_long.text
     assert (mine, yours, more) == (14, 7, 0)
     assert (refused.status_code, error_of(refused)["param"]) == (413, "file")
-    assert "those of one API key at most as many as they leave free" in refused.text
+    assert "those of one API key at most as many bytes as are free" in refused.text
 
 
 def test_uploads_leave_room_for_other_tenants(tmp_path):

@@ -24,7 +24,7 @@ from llm_serving.server.served_models import ServedModels
 class AdapterView(Struct):
     name: str
     num_unfinished: int
-    """Unfinished requests that use the adapter. They continue after it is unloaded."""
+    """Number of unfinished requests that use the adapter. An unload lets them finish."""
 
 
 async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
@@ -46,12 +46,12 @@ async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
         adapter = await asyncio.to_thread(engine.adapters.read, body.lora_name, folder)
         engine.control.add_adapter(engine.adapters, adapter)
     except ModelError as error:
-        raise RequestError("lora_path", f"must be an adapter that can be served: {error}") from None
+        raise RequestError("lora_path", f"must be an adapter that the model can use: {error}") from None
     return json_response(AdapterView(adapter.name, 0))
 
 
 async def unload_adapter(engine: AsyncEngine, http_request: Request) -> Response:
-    """Refuse new requests for an adapter. Its memory is freed when its unfinished requests have ended."""
+    """Refuse new requests for an adapter. Free its memory when the requests that use it have ended."""
     check_operator(http_request)
     body = await read_fields(engine, http_request, UnloadAdapterRequest)
     adapter = engine.adapters.remove(body.lora_name)

@@ -1,4 +1,4 @@
-"""GET /v1/scheduler/advice: how other values of configuration keys would have served the recent requests."""
+"""GET /v1/scheduler/advice: how the recent requests would have run with other configuration values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 SIMULATOR: Final = "llm_serving_simulator"
 COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advice"))
 BUDGET_S: Final = 120.0
-"""Maximum seconds of computation of the simulator, a process of the lowest priority."""
+"""Maximum seconds of computation of the simulator process, which has the lowest priority."""
 TIMEOUT_S: Final = 240.0
 RETRY_AFTER_S: Final = 30.0
 MAX_OUTPUT_CHARS: Final = 300
@@ -74,7 +74,7 @@ class Advisor:
 
         Raises:
             RequestError: Too few requests were recorded.
-            CapacityError: Advice on another period is being computed.
+            CapacityError: Advice on a different period is being computed.
             UnavailableError: The simulator exceeds its time or memory limit, or is not installed.
         """
         if find_spec(SIMULATOR) is None:
@@ -82,12 +82,12 @@ class Advisor:
         folder = self._config().scheduler.record_path
         if folder is None:
             rule = "must name a folder, so that the server records the inputs and decisions of its schedulers"
-            raise RequestError("record_path", f"{rule} (scheduler_config.record_path; it requires a restart)")
+            raise RequestError("record_path", f"{rule} (scheduler_config.record_path; a change requires a restart)")
         while self._task is not None and self._num_waiting == 0 and not self._task.done():
             await asyncio.wait([self._task])
         if self._task is not None and not self._task.done():
             if minutes != self._minutes:
-                raise CapacityError("advice on another period is being computed", RETRY_AFTER_S)
+                raise CapacityError("advice on a different period is being computed", RETRY_AFTER_S)
         else:
             self._minutes = minutes
             self._task = asyncio.create_task(self._simulate(str(folder), minutes))

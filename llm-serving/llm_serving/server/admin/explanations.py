@@ -22,7 +22,7 @@ from llm_serving.server.request_context import source_of
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
-"""One thread for all lookups, because a long one holds the GIL, which the engines need, for up to a second."""
+"""One thread for all lookups, because a long lookup holds the GIL for up to a second, which delays the engines."""
 
 
 class Explanations(Long):

@@ -44,7 +44,7 @@ class Sleeping(Struct):
     level: int
     """0: awake; 1: the KV cache is dropped; 2: the weights too."""
     state: str
-    """Why new requests wait or are refused; empty: the model serves."""
+    """Why new requests wait or are refused; empty: they are accepted."""
 
 
 class WeightsReplaced(Struct):
@@ -61,7 +61,7 @@ async def pause(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def resume(engine: AsyncEngine, http_request: Request) -> Response:
-    """Serve again after a pause. Frozen requests continue, and requests that wait are accepted."""
+    """End a pause. Frozen requests continue, and waiting requests are accepted."""
     check_operator(http_request)
     await engine.lifecycle.resume()
     return _state(engine)
@@ -77,7 +77,7 @@ async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def wake_up(engine: AsyncEngine, http_request: Request) -> Response:
-    """Serve again after sleep. Respond when all WorkAgents have loaded the weights."""
+    """Wake the model up after sleep. Respond when all WorkAgents have loaded the weights."""
     check_operator(http_request)
     await engine.lifecycle.wake_up()
     return _state(engine)
@@ -90,7 +90,7 @@ async def show_sleeping(engine: AsyncEngine, http_request: Request) -> Response:
 async def update_weights(engine: AsyncEngine, http_request: Request) -> Response:
     """Serve the weights of a folder in `model_config.weights_folder`. Respond once all WorkAgents have loaded them.
 
-    They must have the architecture, configuration and shapes of the served ones. The prefix cache is dropped.
+    The new weights must have the architecture, configuration and shapes of the old ones. The prefix cache is dropped.
     """
     check_operator(http_request)
     folder = _folder(engine, http_request.query_params.get("version", ""))

@@ -64,7 +64,7 @@ class ComputedStep(Struct, kw_only=True):
 
     number: int
     ended: float
-    """Time of its end in seconds, on the clock of the snapshot's `time`."""
+    """End of the step in seconds, on the same clock as `time` of the snapshot."""
     seconds: float
     """Seconds to its results, from its scheduling or from the end of the previous step, whichever is later."""
     prompts: int
@@ -197,7 +197,7 @@ class Watched(Protocol):
 
 
 class Viewer:
-    """A watching client. It sees the requests of its tenant; `tenant` None: of all tenants."""
+    """A watching client, which sees the requests of `tenant`; None: those of all tenants."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
@@ -259,11 +259,12 @@ class LiveFeed:
         """Add a client. Call `leave` to remove it. Raise CapacityError if there are too many clients."""
         most = self._max_viewers
         if self._closed or len(self._viewers) >= most:
-            raise CapacityError(f"{most} clients are already watching (serving_config.max_live_viewers)", RETRY_AFTER_S)
+            rule = f"{most} clients are already watching /v1/live (serving_config.max_live_viewers)"
+            raise CapacityError(rule, RETRY_AFTER_S)
         if tenant is not None and Counter(each.tenant for each in self._viewers)[tenant] >= max(1, most // 2):
             rule = "half of serving_config.max_live_viewers"
             raise CapacityError(
-                f"{max(1, most // 2)} clients with this key are already watching ({rule})", RETRY_AFTER_S
+                f"{max(1, most // 2)} clients with this key are already watching /v1/live ({rule})", RETRY_AFTER_S
             )
         viewer = Viewer(tenant)
         self._viewers.append(viewer)

@@ -22,7 +22,7 @@ from llm_serving.server.served_models import ServedModels
 class ModelChanged(Struct):
     model: str
     state: str
-    """ready: it is served; draining: it gets no new requests and stops after its last one."""
+    """ready: the model accepts requests; draining: it finishes its requests and then stops."""
 
 
 async def load_model(engine: AsyncEngine, http_request: Request) -> Response:

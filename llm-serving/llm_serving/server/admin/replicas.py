@@ -42,7 +42,7 @@ async def drain_replica(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
-    """Let a drained replica serve again. If it has left, it is loaded first."""
+    """Send requests to a drained replica again. If its WorkAgent has exited, load the replica first."""
     check_operator(http_request)
     engine.control.join(_replica(http_request))
     return _view(engine)
@@ -54,7 +54,7 @@ class ReloadView(Struct):
     begins with the model's name.
     """
     late: list[int]
-    """Replicas whose WorkAgent is restarting. They apply the changes after that."""
+    """Replicas whose WorkAgent is restarting. They apply the changes after the restart."""
 
 
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:

@@ -46,7 +46,7 @@ PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
 MAX_FIELD_BYTES: Final = 4096
 HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
-"""Maximum bytes of a form in memory. A longer file is written to disk."""
+"""Maximum bytes of an uploaded form in memory. The rest of a longer form is written to disk."""
 RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
 """Minimum lifetime of a file in seconds, as with OpenAI. The maximum is `KEPT_S`."""
@@ -112,7 +112,7 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Delete a file. A batch that has started keeps its lines."""
+    """Delete a file. A batch that has started has a copy of its lines."""
     about = await _file(http_request)
     await _batches(http_request).stored(BatchStore.delete_file, about.id)
     return json_response(DeletedFile(about.id))

@@ -42,7 +42,7 @@ async def answer_file(
     if batch is None:
         batch = await _start_file_run(batches, source, digest)
     elif (batch.metadata or {}).get("sha256") != digest:
-        raise ConfigError(f"{target}{UNFINISHED} has the answers to another input; delete it to start again")
+        raise ConfigError(f"{target}{UNFINISHED} has the answers to a different input; delete it to start again")
     while not (batch := await batches.stored(BatchStore.batch, batch.id, None)).has_ended:
         on_progress(batch.request_counts)
         if (error := failure() or batches.trouble) is not None:
@@ -52,7 +52,7 @@ async def answer_file(
     if batch.errors is not None:
         await batches.stored(BatchStore.delete_batch, batch.id)  # so that a corrected input can be run
         first = batch.errors.data[0]
-        raise ConfigError(f"{source}:{first.line or 1}: {first.message}; {len(batch.errors.data)} in all")
+        raise ConfigError(f"{source}:{first.line or 1}: {first.message}; {len(batch.errors.data)} errors in all")
     for file_id, path in ((batch.output_file_id, target), (batch.error_file_id, Path(f"{target}{ERRORS}"))):
         await batches.stored(_write, file_id, path)
     return batch.request_counts

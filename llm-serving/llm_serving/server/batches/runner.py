@@ -38,7 +38,7 @@ MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
 SPARE_DEPTH: Final = 64
-"""Extra nesting with which each line is checked, so that it can be decoded later with less free stack."""
+"""Number of lists around a line while it is checked. A line that passes can be decoded later with less stack."""
 EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Minimum and maximum seconds before a refused line is retried."""
@@ -127,7 +127,7 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of the store in its thread. If it fails, raise UnavailableError; nothing has changed then."""
+        """Run a method of the store in its thread. If it fails, change nothing and raise UnavailableError."""
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
             return await loop.run_in_executor(self._thread, call)
@@ -308,7 +308,7 @@ class Batches:
         return False
 
     def _prepared(self, body: bytes) -> tuple[bytes, float]:
-        """Return the body with the request class added, and its `timeout_s`. Other values stay as raw JSON."""
+        """Return the body with the request class added, and the value of `timeout_s`. Decode no other value."""
         content = _decode_fields(body)
         timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):

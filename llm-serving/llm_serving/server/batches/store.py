@@ -49,7 +49,7 @@ _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WH
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
     UNION ALL SELECT tenant, LENGTH(about) FROM batches
     UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
-"""Query of the bytes stored by all tenants, and by one, with answers of unfinished batches."""
+"""Query of the bytes stored by all tenants, and by one tenant. Answers of unfinished batches count."""
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
 
@@ -72,7 +72,7 @@ class BatchStore:
         self._shares = shares
         try:
             if path.exists() and not path.is_file():  # chmod must not change a device, and opening a pipe would block
-                raise ConfigError(f"serving_config.batch_path: {path} must be a file; it is of another kind")
+                raise ConfigError(f"serving_config.batch_path: {path} must be a regular file")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path)
             self._db = sqlite3.connect(path, isolation_level=None)

@@ -130,7 +130,7 @@ class ConversationRequest(ProtocolRequest):
 async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> list[int]:
-    """Render a conversation outside the event loop. Return its token ids. Raise RequestError if it breaks a rule."""
+    """Render a conversation outside the event loop. Return its token ids. Raise RequestError if it is invalid."""
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
@@ -172,7 +172,7 @@ async def encode_chat(
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Convert a message into the form that chat templates read. Raise RequestError if it breaks a rule."""
+    """Convert a message into the form that chat templates read. Raise RequestError if it is invalid."""
     if message.role not in ROLES:
         raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
     content = message.content

@@ -27,7 +27,7 @@ from llm_serving.server.receipts import ReceiptDraftProtocol
 
 SUBMITTED_AT_ONCE: Final = 16
 READ_AT_ONCE: Final = 16
-"""Number of outputs read before the event loop serves other requests."""
+"""Maximum number of outputs read before other tasks of the event loop run."""
 NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ MAX_PROMPT_VALUES: Final = 2**19
 """Maximum number of prompt logprobs in a response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each prompt token: token id -> logprob of the token itself and of the most likely ones; None for the first."""
+"""For each prompt token, None for the first one: token id -> logprob, of that token and of the most likely ones."""
 
 
 class TokenOutput(NamedTuple):
@@ -38,7 +38,7 @@ def token_outputs(output: RequestOutput) -> list[TokenOutput]:
 
 
 def check_prompt_logprobs(request: GenerationRequest, field: str, choices: Choices) -> None:
-    """Raise RequestError if a request with prompt logprobs, set by `field`, streams or uses beam search."""
+    """Raise RequestError if a request with `field`, which asks for prompt logprobs, streams or uses beam search."""
     if request.stream:
         raise RequestError("stream", f"must be false with {field}", True)
     if choices.beams is not None:

@@ -86,7 +86,7 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check everything that needs no tokenizer. The body of a repeated request already contains its seed."""
+        """Check all fields that need no tokenizer. If the request is a retry, its body already contains the seed."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
@@ -97,7 +97,7 @@ class ProtocolRequest(ABC):
 
 
 class StartedGeneration(NamedTuple):
-    """A running generation, and what its response needs of the request."""
+    """A running generation, and the data of the request that its response needs."""
 
     generation: Generation
     identity: ResponseIdentity
@@ -111,7 +111,7 @@ async def start_generation(request: ProtocolRequest) -> StartedGeneration:
     """Run all steps of the pipeline.
 
     Raises:
-        LLMServingError: The request breaks a rule, or the engine refuses it.
+        LLMServingError: The request is invalid, or the engine refuses it.
         ClientGoneError: The client disconnects while the model pauses or sleeps.
     """
     engine, http_request, body = request.engine, request.http_request, request.body

@@ -14,7 +14,7 @@ INLINE_CHARS: Final = 4096
 """Maximum number of characters tokenized on the event loop. For so few, a thread would cost more than it saves."""
 
 CALL_CHARS: Final = 64
-"""Cost of one tokenizer call, as the number of characters that are tokenized in the same time."""
+"""Cost of one tokenizer call: the number of characters that are tokenized in the same time."""
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]

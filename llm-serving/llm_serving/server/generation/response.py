@@ -107,7 +107,7 @@ class BufferedResponse:
 
 
 class ResponseBuffers:
-    """The memory of unfinished responses that are not streamed, at most `max_bytes`. Only for the event loop."""
+    """The memory of unfinished responses that are not streamed, at most `max_bytes`. Only the event loop may use it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -38,7 +38,7 @@ _NEUTRAL: Final = {
     "temperature": 0.0,
     **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
 }
-"""Field -> the only value besides null with beam search, which ranks by the model's own logprobs."""
+"""Field -> its only value, besides null, that beam search allows, because it ranks by unmodified logprobs."""
 
 
 def sampling_params(
@@ -75,7 +75,7 @@ def sampling_params(
 
 
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
-    """Return how many choices a request wants, and how they are selected. Raise RequestError if it breaks a rule."""
+    """Return how many choices a request wants, and how they are selected. Raise RequestError if it is invalid."""
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     for name, value in (("n", n), ("best_of", best_of)):

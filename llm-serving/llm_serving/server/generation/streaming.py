@@ -35,9 +35,9 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """The events of a stream that differ only in one text. What is around the text is encoded only once.
+    """Encodes events that differ only in one text. The JSON around the text is encoded only once.
 
-    `content_of`: returns the content of the event with a text.
+    `content_of`: returns the content of an event, given its text.
     """
 
     def __init__(self, content_of: Callable[[str], object]) -> None:

@@ -1,4 +1,4 @@
-"""Structured output: reads it from the fields of several protocols, and compiles it to a constraint on tokens."""
+"""Reads structured output from the fields of several protocols, and compiles it to a constraint on tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StructuredOutput:
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
     """Return the structured output that a request asks for; None: any text is allowed.
 
-    Raise RequestError if there are several, or if one breaks a rule. `names`: parameter -> the protocol's name.
+    Raise RequestError if there are several, or if one is invalid. `names`: parameter -> the protocol's name.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []

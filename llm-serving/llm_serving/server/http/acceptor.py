@@ -37,7 +37,7 @@ class ConnectionLimits:
     """The number of connections and of the bytes that they buffer, in total and by address.
 
     At a limit, an idle connection of the address with the most connections is closed. An IPv6 address counts as its /64
-    network. `on_refused`: called with the address and status if input is refused before it is a request.
+    network. `on_refused`: called with address and status if a connection or a request head is refused.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ConnectionLimits:
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the oldest connection of a group that is idle without unread bytes. Return False if there is none."""
+        """Close the group's oldest connection that is idle and has no unread bytes. Return False if there is none."""
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)

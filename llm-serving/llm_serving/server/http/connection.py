@@ -32,7 +32,7 @@ BODY_GRACE_S: Final = 5.0
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Number of unsent bytes at which the application must wait before it sends more."""
 PROGRESS_BYTES: Final = 16 * 1024
-"""Number of bytes that a client must read in `write_timeout_s`."""
+"""Minimum number of bytes that a client must read in `write_timeout_s`."""
 TLS_BYTES: Final = 128 * 1024
 """Estimated memory of TLS in addition to the bytes that a connection buffers."""
 LINGER_S: Final = 5.0
@@ -337,7 +337,7 @@ class Connection(asyncio.Protocol):
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection once everything written is sent. A client that still sends gets time to read it."""
+        """Close the connection once everything written is sent. A client that still sends gets time to read that."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
@@ -412,7 +412,7 @@ class StartPacer:
 
 
 def within_connection(app: ASGIApp) -> ASGIApp:
-    """Return an application that runs each request as the request of its connection."""
+    """Return an application that runs `app` for the current request of a connection, paced by `StartPacer`."""
     pacer = StartPacer()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,7 +24,7 @@ RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `u
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Raise ConfigError if it is in use or not of this machine."""
+    """Return a socket that listens on the address. Raise ConfigError if it is in use or not local."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,7 +76,8 @@ class OpenFiles:
         possible = most if soft == resource.RLIM_INFINITY else min(most, max(1, soft - self.reserved))
         if possible < most:
             logger.warning(
-                "at most %d connections, not serving_config.max_connections (%d): the process may open %d files; %s",
+                "the server accepts at most %d connections, not serving_config.max_connections (%d): the process may "
+                "open %d files; %s",
                 *(possible, most, soft, RAISE_FILES.format(self.needed(most))),
             )
         return possible

@@ -30,9 +30,9 @@ _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
-"""Scope key: when the head of the request had arrived, by `core.timings.monotonic`."""
+"""Scope key: time at which the head of the request was complete, by `core.timings.monotonic`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope key: sets how many body bytes count as buffered at most, for routes that write bodies to disk."""
+"""Scope key: a function that limits how many body bytes count as buffered, for routes that write bodies to disk."""
 UNSENT_KEY: Final = "llm_serving.unsent"
 """Scope key: a function that adds to the number of produced, unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"
@@ -238,7 +238,7 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Read chunks, at most up to the end of the body, which is always followed by a blank line."""
+        """Read chunks in pieces that end at a blank line, as the body does, so that no byte after the body is read."""
         num_read, chunks = 0, self._chunks
         try:
             while not chunks.is_complete:

@@ -49,7 +49,7 @@ def check_variables(limits: ServerConfig) -> None:
 
 
 class Certificate:
-    """The server's TLS context, which follows changes of its files. Raise ConfigError if the files are invalid."""
+    """The server's TLS context, which is reloaded when its files change. Raise ConfigError if the files are invalid."""
 
     def __init__(self, limits: ServerConfig) -> None:
         assert limits.ssl_certfile is not None
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn behind `Connection`, with an orderly shutdown. Raise ConfigError if the certificate is invalid.
 
     Args:
-        on_refused: Called with the address and status if input is refused before it is a request.
+        on_refused: Called with address and status if a connection or a request head is refused.
         on_reload: Reloads other files on SIGHUP.
         on_shutdown: Called on the event loop before the wait for running requests.
     """

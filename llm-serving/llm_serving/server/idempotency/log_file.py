@@ -105,7 +105,7 @@ class LogFile:
         self._is_late = False
         self._num_waiting_bytes -= size
         if self._num_waiting_bytes == 0 and self._num_lost:
-            logger.error("%s: requests are logged again; %d were lost", self._folder, self._num_lost)
+            logger.error("%s: requests are logged again; %d records were lost", self._folder, self._num_lost)
             self._num_lost = 0
 
     def close(self) -> None:

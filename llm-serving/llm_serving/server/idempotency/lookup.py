@@ -1,4 +1,4 @@
-"""Claims a request: it is new, a retry with the same key, or it resumes a stream."""
+"""Determines whether a request is new, a retry with the same key, or resumes a stream."""
 
 from __future__ import annotations
 

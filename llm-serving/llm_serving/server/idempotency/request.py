@@ -55,7 +55,7 @@ class Position(NamedTuple):
         return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
 
     def check(self, num_choices: int) -> None:
-        """Raise RequestError if the position belongs to a stream with another number of choices."""
+        """Raise RequestError if the position belongs to a stream with a different number of choices."""
         if self.num_read and len(self.num_read) != num_choices:
             raise RequestError("Last-Event-ID", f"must have one number for each of {num_choices} choices")
 
@@ -142,7 +142,7 @@ class IdempotentRequest:
     async def accept(self) -> None:
         """Store the record of a new request, with the prompts given to `sharing`.
 
-        For a known request, raise GoneError if its prompts have other tokens than when it was accepted.
+        For a known request, raise GoneError if its prompts now have different tokens.
         """
         if self.record is None:
             return

@@ -137,13 +137,13 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keep a record, and log it if there is a log. If memory is full, evict older ones of the largest tenant."""
+        """Store a record as `restore` does. If it is stored and there is a log, log it too."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
 
     def restore(self, record: AcceptedRequest) -> None:
-        """Keep a record that may come from a log."""
+        """Store a record, unless it is too old or too large. If memory is full, evict records as `StoredSizes` does."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
         if record.stream_id in self._records or age_s > self._max_age_s:
             return

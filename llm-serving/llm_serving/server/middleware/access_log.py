@@ -72,7 +72,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     status: int
     total_ms: float
     id: str | None = None
-    """Id of the request, as `/v1/requests/{id}/explain` takes it."""
+    """Id of the request, for `/v1/requests/{id}/explain`."""
     tenant: str | None = None
     request_class: str | None = msgspec.field(default=None, name="class")
     prompt_tokens: int | None = None

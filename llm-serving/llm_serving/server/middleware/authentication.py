@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 PAGE_METHODS: Final = ("GET", "HEAD")
 WRONG_KEYS_PER_MINUTE: Final = 20
 MAX_ADDRESSES: Final = 4096
-"""Maximum number of addresses with recorded failures: the latest. An IPv6 address counts as its /64 network."""
+"""Maximum number of addresses, the latest, whose failures are stored. An IPv6 address counts as its /64 network."""
 LOG_INTERVAL_S: Final = 10.0
 
 K = TypeVar("K")
@@ -45,7 +45,7 @@ class FailedKeys:
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if an address presented too many unknown keys. Keys that were valid there pass."""
+        """Raise RateLimitError if an address presented too many unknown keys. Keys that were valid from there pass."""
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:

@@ -19,7 +19,7 @@ class TokenBucket:
         self._at = now
 
     def resized(self, capacity: float, now: float) -> TokenBucket:
-        """Return a bucket with another capacity and the same level, limited to its capacity."""
+        """Return a bucket with another capacity and the level of this one, or the new capacity if that is lower."""
         other = TokenBucket(capacity, now)
         other._level = min(capacity, self.level(now))
         return other

@@ -95,7 +95,7 @@ def legacy_error_response(error: LLMServingError) -> Response:
 
 
 def kind_of(error: LLMServingError) -> str:
-    """Return what logs may contain about an error: its class and, if it looks like a field name, the wrong field."""
+    """Return what logs may contain about an error: its class and, if that looks like a field name, the wrong field."""
     field = error.field if isinstance(error, RequestError) else ""
     return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 

@@ -95,8 +95,8 @@ class FairThreads:
     """A pool of threads. A free thread next takes work of the client that has used the least thread time.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with
-    costs that are known only afterwards. An idle client gains no advantage: it starts level with the client being
-    served. So a new client waits for the running work and at most one piece of work of each other client.
+    costs that are known only afterwards. An idle client gains no advantage: it starts with the used time of the client
+    served last. So a new client waits for the running work and at most one piece of work of each other client.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,10 +107,10 @@ class FairThreads:
         self._used_s: dict[str, float] = {}
         """Client -> seconds used, if more than `_served_s`."""
         self._served_s = 0.0
-        """Seconds that the client served last had used when it was served."""
+        """Seconds that the client served last had used before its work started."""
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work of a client. If its future is cancelled before it starts, it is removed."""
+        """Queue work of a client. If the future is cancelled before the work starts, the work is removed."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))

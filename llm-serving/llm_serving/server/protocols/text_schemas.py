@@ -36,7 +36,7 @@ class TGIParameters(CallerFields):
     decoder_input_details: bool | None = None
     """Return the tokens of the prompt with their log-probabilities; not streamed."""
     best_of: int | None = None
-    """Generate so many sequences and return the one with the highest mean log-probability; needs sampling."""
+    """Number of sequences to sample. The response is the one with the highest mean log-probability."""
     top_n_tokens: int | None = None
     adapter_id: str | None = None
     """Name of the adapter that answers; null: the base model does."""

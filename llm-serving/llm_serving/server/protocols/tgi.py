@@ -221,7 +221,7 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return a token with the text that it completes. If it completes any, it is not marked as special."""
+        """Return a token with the text that it completes. A token with text is not marked as special."""
         special = token_id in self._tokenizer.special_token_ids and not text
         return {
             "id": token_id,

@@ -58,7 +58,7 @@ def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
-    """Return the `tool_choice` of chat completions for `choice`. Raise RequestError if it breaks a rule."""
+    """Return the `tool_choice` of chat completions for `choice`. Raise RequestError if it is invalid."""
     if choice is None:
         return None
     if choice.type == "tool":
@@ -77,7 +77,7 @@ def effort_of(thinking: Thinking | None) -> str | None:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return the `thinking_token_budget` of chat completions for `thinking`. Raise RequestError if it breaks a rule."""
+    """Return the `thinking_token_budget` of chat completions for `thinking`. Raise RequestError if it is invalid."""
     if thinking is None:
         return None
     if thinking.type in _WITHOUT_BUDGET:

@@ -82,7 +82,7 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    """Accepted, like `thinking`; neither changes the prompt."""
+    """Accepted but ignored, like `thinking`, because neither changes the prompt."""
     thinking: Thinking | None = None
 
 

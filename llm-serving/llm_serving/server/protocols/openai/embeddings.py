@@ -47,7 +47,7 @@ MAX_VALUES: Final = 2**22
 """Maximum number of values in a response; each takes about 20 bytes of JSON."""
 
 FieldName = Callable[[int], str]
-"""Returns the name of the request field that holds the input text of an index, for error messages."""
+"""(index of a text) -> name of the request field that holds the text, for error messages."""
 
 
 class TextVectors(NamedTuple):

@@ -60,7 +60,7 @@ from llm_serving.server.served_models import models_shown
 
 
 class Parameter(Struct, kw_only=True):
-    """A sampling parameter by its name in completions and chat."""
+    """A sampling parameter, with its field name in completions and chat."""
 
     name: str
     kind: str

@@ -43,9 +43,9 @@ def _chars_of(message: ChatMessage) -> int:
 
 
 class ResponseStore:
-    """Stores finished responses up to a number of bytes, and as many bytes of responses in progress.
+    """Stores finished responses and background responses in progress. Each kind has the whole quota.
 
-    When it is full, it evicts the oldest response of the tenant that uses most bytes. Only the event loop may use it.
+    Finished responses of the tenant that uses most bytes are evicted, oldest first. Only the event loop may use it.
     """
 
     def __init__(self, quota: TenantQuota) -> None:

@@ -310,7 +310,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._response.status, self._response.error = "failed", ResponseFailure(code, message)
 
     def _keep(self) -> None:
-        """Store the response. If it is too large, report that; a background response then fails."""
+        """Store the response. If it is too large, set `store` to false; a background response fails instead."""
         self._stored.task = None
         if not self._response.store or self._store.add(self._stored):
             return

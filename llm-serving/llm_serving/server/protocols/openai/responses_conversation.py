@@ -43,7 +43,7 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
     """Return the conversation as chat messages. The assistant's consecutive items become one message. Raise
-    RequestError if an item breaks a rule.
+    RequestError if an item is invalid.
     """
     if isinstance(items, str):
         return [ChatMessage("user", items)]

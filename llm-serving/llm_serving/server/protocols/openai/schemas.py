@@ -81,7 +81,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
-    """Texts that must not be generated. After the other tokens of a text, its last token is banned."""
+    """Texts that must not be generated. After the first tokens of a text, its last token is banned."""
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -203,7 +203,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
     add_generation_prompt: bool | None = None
-    """As in chat completions, but only with messages; so are the three fields below."""
+    """Means the same as in chat completions, and requires messages; so do the three fields below."""
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: JsonObject | None = None

@@ -48,7 +48,8 @@ class PairsRequest(VectorRequest, kw_only=True):
 class ScoreRequest(PairsRequest, kw_only=True):
     """Two lists of texts: `text_1` and `text_2`, or `queries` and `documents`.
 
-    The first list has one text, which is compared with each text of the second, or as many texts as the second.
+    A single text in the first list is compared with each text of the second list. Otherwise text i of the first list
+    is compared with text i of the second.
     """
 
     text_1: str | list[str] | None = None
