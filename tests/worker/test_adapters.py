@@ -165,6 +165,6 @@ def test_experts_are_refused_by_name(tmp_path):
     write_adapter(tmp_path, spec, targets=("q_proj", "down_proj"))
     _, linears = spec.with_adapters(2, 8, as_program=True)
     with pytest.raises(
-        ModelError, match=r"adapters of experts and routers are not served. Found: .*experts.*down_proj"
+        ModelError, match=r"adapters of experts and routers are not supported. Found: .*experts.*down_proj"
     ):
         check_adapter(read_adapter(tmp_path), linears, experts_modules(spec.network), 8)

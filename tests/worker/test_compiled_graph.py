@@ -89,7 +89,7 @@ def test_block_moves_are_rejected_with_an_exported_graph():
 
 
 def test_graphs_of_another_model_are_rejected(folders, lite):
-    with pytest.raises(ConfigError, match=r"mindir.json says num_blocks 16, the configuration 17; "):
+    with pytest.raises(ConfigError, match=r"mindir.json has num_blocks 16, but the configuration has 17; "):
         load_runner(settings_of(folders, "pa_config.num_blocks=17"), lambda text: None)
     with pytest.raises(ConfigError, match=r"must be a folder of `llm-serving export`; it lacks mindir.json"):
         load_runner(settings_of(folders, f"model_config.mindir_path={folders[0]}"), lambda text: None)

@@ -90,9 +90,9 @@ def test_a_transferred_block_arrives_in_all_layers(here: TransferMemory, there: 
         ([0, 3], [5, 8], "block 3 of the transfer pool has another owner"),
         ([4], [5], "blocks of the transfer pool must be from 0 to 3. Given: [4]"),
         ([-1], [8], "blocks of the transfer pool must be from 0 to 3. Given: [-1]"),
-        ([0, 0], [5, 5], "each block must be given once, with its epoch. Given: [0, 0]"),
-        ([0, 1], [5], "each block must be given once, with its epoch. Given: [0, 1]"),
-        ([], [], "each block must be given once, with its epoch. Given: []"),
+        ([0, 0], [5, 5], "each block of the transfer pool must be given once, with its epoch. Given: [0, 0]"),
+        ([0, 1], [5], "each block of the transfer pool must be given once, with its epoch. Given: [0, 1]"),
+        ([], [], "each block of the transfer pool must be given once, with its epoch. Given: []"),
     ],
 )
 def test_reading_a_missing_block_is_an_error(
@@ -128,7 +128,7 @@ def test_invalid_token_counts_are_rejected_without_a_change(
         ),
         ([0, 1], [4], 2 * BLOCK_BYTES, "Given: 72 bytes, 1 numbers"),
         ([0, 4], [4, 4], 2 * BLOCK_BYTES, "blocks of the transfer pool must be from 0 to 3. Given: [0, 4]"),
-        ([1, 1], [4, 4], 2 * BLOCK_BYTES, "each block must be given once"),
+        ([1, 1], [4, 4], 2 * BLOCK_BYTES, "each block of the transfer pool must be given once"),
     ],
 )
 def test_invalid_contents_are_rejected_without_a_change(

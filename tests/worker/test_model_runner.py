@@ -105,7 +105,7 @@ def test_allowed_tokens_may_follow_while_the_step_is_computed(folder):
     with library.profiling():
         assert runner.execute(step, lambda: allow(0, 1 << 5)).token_ids.tolist() == [37]
     assert computed == [True]
-    with pytest.raises(WorkerError, match="allowed_words must have a bit for each of"):
+    with pytest.raises(WorkerError, match="allowed_words must have no bits beyond"):
         runner.execute(replace(step, step=1), lambda: allow(*[0] * 1000))
 
 

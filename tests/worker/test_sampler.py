@@ -382,7 +382,7 @@ class TestAllowedTokens:
             ({"allowed_offsets": [0, 1]}, "allowed_offsets must divide 1 entries into 2 parts"),
             ({"allowed_offsets": [0, 1, 2]}, "allowed_offsets must divide 1 entries into 2 parts"),
             ({"allowed_offsets": [0, 2, 1]}, "allowed_offsets must divide 1 entries into 2 parts and never decrease"),
-            ({"allowed_offsets": [0, 0, 2], "allowed_words": [1, 1]}, "allowed_words must have a bit for each of 10"),
+            ({"allowed_offsets": [0, 0, 2], "allowed_words": [1, 1]}, "allowed_words must have no bits beyond the 10"),
         ],
     )
     def test_bitmaps_longer_than_the_vocabulary_are_rejected(self, change, text):

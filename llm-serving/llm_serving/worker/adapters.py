@@ -56,19 +56,19 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Start to read an adapter into host memory, or drop it if `folder` is empty. A slot may still hold it."""
+        """Start to read an adapter into host memory, or drop it if `folder` is empty. Its copy in a slot stays."""
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
         else:
             self._host.pop(number, None)
 
     def read(self, number: int, folder: Path) -> None:
-        """Read an adapter into host memory. Raise ModelError if it cannot be served."""
+        """Read an adapter into host memory. Raise ModelError if the model cannot use it."""
         self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
 
     def _read_same(self, number: int, folder: Path) -> list[_Stored]:
-        """Read the adapter whose files have this number, which the server gave them when it loaded the adapter."""
+        """Read an adapter. Raise ModelError if its files have changed since the server derived `number` from them."""
         adapter = read_adapter(folder)
         if number_of(adapter.fingerprint) != number:
             raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")
@@ -84,8 +84,8 @@ class AdapterMemory:
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
         """Return the slot of each token, [T]; -1: the token uses no adapter.
 
-        Adapters that are not in their slot are first copied there. Raise WorkerError if one is not in host memory, or
-        if rows name different adapters for a slot.
+        Adapters that are not in their slot are first copied there. Raise WorkerError if an adapter is not in host
+        memory, or if rows name different adapters for a slot.
 
         Args:
             adapters: [B, 2], number and slot of the adapter of each row; number 0: none. Empty: no row has an adapter.
@@ -98,7 +98,7 @@ class AdapterMemory:
             )
         wanted = {(number, slot) for number, slot in adapters.tolist() if number}
         if len({slot for _, slot in wanted}) < len(wanted):
-            raise WorkerError("adapters must give each slot to one adapter in a step")
+            raise WorkerError("adapters must not name two adapters for one slot in a step")
         for number, slot in sorted(wanted):
             if self._slots.get(slot) != number:
                 self._load(number, slot)
@@ -148,7 +148,7 @@ def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter],
 
 
 def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
-    """Write an adapter into a slot of Cells, which are rows of A and columns of B. Zeros follow beyond its rank."""
+    """Write an adapter to its slot in Cells: rows of A and columns of B. Rows and columns beyond its rank are zeros."""
     a, b = parameters
     width = a.shape[0] // slots
     (of_a,), of_b = stored.a, stored.b

@@ -89,8 +89,8 @@ class BlockTags(NamedTuple):
 
 
 class BlockGuard:
-    """Checks who has written each block. A block is tagged with its epoch (the number of its allocation, from the
-    master) and the number of tokens written.
+    """Checks that rows read only blocks written for them. A block is tagged with its epoch (the number of its
+    allocation, from the master) and the number of tokens written.
 
     A row may read only blocks with the epoch in its block table, up to the tokens written. Two rows may not write one
     block. A move names the epoch and the number of tokens that its source must have; its target gets the same tag. So a

@@ -4,7 +4,7 @@
     FOLDER/<fingerprint>/<hash>   a block: header, contents, checksum of both
 
 The fingerprint covers everything that affects the contents: weights, code, kernels, data types. The hash covers the
-tokens, the tenant and the cache salt (`kvcache.block_table`). A file is written under another name and then renamed, so
+tokens, the tenant and the cache salt (`kvcache.block_table`). A file is written with a temporary name, then renamed, so
 it appears complete. Files are not flushed to disk: after a power failure a file may be incomplete, which its checksum
 reveals. Readers take no lock, because an open file can be read to its end after it was deleted.
 """
@@ -42,7 +42,7 @@ OVERHEAD_BYTES: Final = _HEADER.size + DIGEST_BYTES
 TEMPORARY: Final = "temporary"
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
 KEPT_FRACTION: Final = 0.9
-"""Fraction of `max_bytes` that remains after an eviction. It is below 1, so that not every write reads the folder."""
+"""Fraction of `max_bytes` that remains after an eviction. Below 1, so that few writes evict."""
 
 
 class Written(NamedTuple):
@@ -75,7 +75,7 @@ class DiskStore:
         self._own = folder / fingerprint.hex()
         self._failed = False
         self._skipped: set[Path] = set()
-        """Files that are not regular, which were logged."""
+        """Files that were logged because they are not regular."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked() as lock:
@@ -87,7 +87,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Return how many blocks from the first on are stored without a gap. Mark them as used now."""
+        """Return how many blocks before the first missing one are stored. Mark them as used now."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())
@@ -102,7 +102,7 @@ class DiskStore:
     def read(self, block_hash: bytes) -> bytes | None:
         """Return the contents of a block, or None if it is not stored.
 
-        A damaged file is deleted. A link, a named pipe or another file that is not regular is left alone.
+        A damaged file is deleted. A file that is not regular, such as a link or a named pipe, is not changed.
         """
         path = self._own / block_hash.hex()
         try:
@@ -128,7 +128,7 @@ class DiskStore:
         return None
 
     def write(self, block_hash: bytes, content: bytes) -> Written:
-        """Store a block, unless it is stored. To make room, delete the least recently used blocks."""
+        """Store a block, unless it is already stored. To make room, delete the least recently used blocks."""
         path = self._own / block_hash.hex()
         num_bytes = len(content) + OVERHEAD_BYTES
         if num_bytes > self._max_bytes or os.access(path, os.F_OK):

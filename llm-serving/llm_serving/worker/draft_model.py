@@ -37,7 +37,7 @@ class DraftSlot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign other tokens to the slot. Return how many of them it already caches, at most all but one."""
+        """Assign `token_ids` to the slot. Return how many of the first ones are already cached, at most all but one."""
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):

@@ -29,7 +29,7 @@ def newest_tokens(query_lens: Int32Array) -> Int32Array:
 class HiddenStates:
     """Hidden states of the last layer, by KV block and offset.
 
-    They are kept for `num_entries` of `num_blocks` blocks. A further block replaces the least recently used one.
+    At most `num_entries` of the `num_blocks` blocks have states. A further block replaces the least recently used one.
     """
 
     def __init__(self, num_entries: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:

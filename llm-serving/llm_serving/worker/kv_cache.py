@@ -40,7 +40,7 @@ def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int3
 class TransferMemory:
     """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
-    All WorkAgents of one machine inherit the same file. A WorkAgent on another machine has its own; the master copies
+    All WorkAgents of a machine inherit one file. A WorkAgent on another machine has its own file; the master copies
     blocks between pools by `read` and `write`. All replicas have the same model and settings, so their layouts are
     equal. The first WorkAgent that maps the file sets its size. The kernel allocates pages when they are first written.
 
@@ -113,7 +113,8 @@ class TransferMemory:
     def _ids(self, block_ids: Sequence[int], epochs: Sequence[int]) -> list[int]:
         ids = list(block_ids)
         if not ids or len(set(ids)) != len(ids) or len(epochs) != len(ids):
-            raise WorkerError(f"each block must be given once, with its epoch. Given: {ids}, epochs {list(epochs)}")
+            rule = "each block of the transfer pool must be given once, with its epoch"
+            raise WorkerError(f"{rule}. Given: {ids}, epochs {list(epochs)}")
         if not 0 <= min(ids) <= max(ids) < self.num_blocks:
             raise WorkerError(f"blocks of the transfer pool must be from 0 to {self.num_blocks - 1}. Given: {ids}")
         return ids
@@ -238,8 +239,8 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return keys and values of a view. Block i of the pair is block i * (parts of a row) of the view, whose memory
-    begins at its own part of the first row.
+    """Return keys and values of a view. If a row of the pair has n parts, the view's part of row i is block n * i
+    of the view.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):

@@ -126,7 +126,7 @@ def load_runner(
             size = readable_size(spec.scheme.block_bytes)
             kept = f"the blocks of the file, {size} without a second rounding, others in "
         described = spec.scheme.description
-        logger.info("the weights are quantised by %s: they are served in %s%s", described, kept, settings.dtype)
+        logger.info("the stored weights are quantised by %s: in memory they are %s%s", described, kept, settings.dtype)
     if ranks_fd is not None and ranks is None:
         ranks = _join_ranks(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)

@@ -67,7 +67,7 @@ class ModelLimits:
     block_size: int
     groups: CacheGroups = ONE_GROUP
     group_parts: tuple[int, ...] = ()
-    """As `CacheLayout.group_parts`."""
+    """The same as `CacheLayout.group_parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Indices of the tokens whose hidden states a network returns: those with results. If there are none, it is the
-        first token, because some kernels need a row.
+        """Indices of the tokens whose hidden states a network returns: those with results. Without results, the index
+        of the first token, because some kernels need a row.
         """
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
@@ -138,7 +138,7 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references to the previous step by its tokens: the id -1 - j stands for its sample j.
+    """Replace references to the previous step by its tokens: the id -1 - j stands for sample j of that step.
 
     `previous`: tokens of its samples, -1 for a failed one. The array is copied only if there are references. Raise
     WorkerError if a reference names a sample that the previous step did not have.

@@ -223,7 +223,7 @@ class ModelRunner:
             WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that were not
                 written for it. Nothing was computed, but the step counts as done. Discard results of the next step
                 that refer to its tokens.
-            RankLostError: Another rank has exited or computes another step. No further step can be computed.
+            RankLostError: Another rank has exited or computes a different step. No further step can be computed.
         """
         if self._ranks is None:
             return self._start(step, await_allowed)
@@ -298,7 +298,7 @@ class ModelRunner:
         latest: Int32Array | StartedStep,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StartedStep:
-        """Start a step that returns only sampled tokens. The host samples after it if the device cannot."""
+        """Start a step that returns only sampled tokens. If the device cannot sample, the host does so later."""
         on_device = self._tokens is not None and self._tokens.computes(inputs)
         given_ids = None
         if isinstance(latest, StartedStep) and int(step.token_ids.min()) < 0:
@@ -371,7 +371,7 @@ class ModelRunner:
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
-        """Return one hidden state for each result. For kind MEAN, it is the mean of its row's hidden states."""
+        """Return one hidden state for each result; for kind MEAN, the mean of the hidden states of the result's row."""
         counts = num_states_per_result(result_tokens)
         if counts is None:
             return self._states_of(inputs)
@@ -413,7 +413,7 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the previous step. Return `inputs` with its tokens for references, and these tokens."""
+    """Wait for `latest`, the previous step. Return `inputs` with its tokens instead of references, and these tokens."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

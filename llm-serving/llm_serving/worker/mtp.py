@@ -72,8 +72,8 @@ def load_mtp(
 class MtpModel(DraftModel):
     """Runs the MTP layer of the model of `runner`, in its thread.
 
-    A row is a token and the hidden state of the token before it. After a draft token, this is the layer's own hidden
-    state.
+    A row is a token and the hidden state of the token before it. If that token is a draft, the hidden state is
+    the layer's own.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request without those tokens for which the hidden state before is not kept."""
+        """Return the request without the tokens that follow a token whose hidden state is not stored."""
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:
             return request._replace(token_ids=[])

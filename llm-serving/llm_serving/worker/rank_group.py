@@ -2,7 +2,7 @@
 
 Programs on a CPU add partial sums in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose
 processes find each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation).
-Rank 0 starts this process. It listens on a port that all ranks know, computes nothing and exits with rank 0.
+Rank 0 starts this process, which listens on a port that all ranks know, computes nothing and exits with rank 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankGroup(Protocol):
         """Start step number `step`, which must be the same on all ranks. Wait at most `timeout_s` for another rank."""
 
     def check(self) -> None:
-        """Raise RankLostError if another rank has exited or computes another step."""
+        """Raise RankLostError if another rank has exited or computes a different step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Send `numbers` to all ranks. Return the numbers of all ranks, by rank.

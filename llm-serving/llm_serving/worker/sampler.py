@@ -138,7 +138,7 @@ def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
     offsets, num_words = sampling.allowed_offsets, len(sampling.allowed_words)
     _check_offsets("allowed", offsets, num_words, sampling.num_samples)
     if num_words and (offsets[1:] - offsets[:-1]).max() > -(-vocab_size // 32):
-        raise WorkerError(f"allowed_words must have a bit for each of {vocab_size} tokens at most")
+        raise WorkerError(f"allowed_words must have no bits beyond the {vocab_size} tokens")
 
 
 def _check_offsets(name: str, offsets: Int32Array, num_entries: int, num_samples: int) -> None:
@@ -186,7 +186,7 @@ def sample(
 
 
 def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
-    """Return for each sample whether it takes the largest logit, if `uses_logits_unchanged`."""
+    """Return for each sample whether it takes the largest logit. Requires `uses_logits_unchanged`."""
     greedy: NDArray[np.bool_] = (sampling.temperature == 0) | (sampling.top_k == 1)
     return greedy
 

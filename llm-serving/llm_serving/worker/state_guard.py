@@ -25,7 +25,7 @@ class StateGuard:
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check the state accesses of a step, and tag the slots that it writes. Its other indices must be valid.
+        """Check a step's state accesses, and tag the slots that it writes. Other indices of the step must be valid.
 
         Return the slot that each row reads, [B], and the slot for the state after each token, [T]; `NO_SLOT`: none.
         Raise WorkerError if a row reads a wrong state, or overwrites a state that another row reads.

@@ -1,6 +1,6 @@
 """The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`.
 
-The device chooses their tokens, unless `choice_of` says that the host must sample.
+The device chooses the tokens of these steps, unless `choice_of` says that the host must sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from llm_serving.worker.sampling_reference import uniform
 logger = get_logger(__name__)
 
 _SMALLEST_SHARE = np.float32(2**-20)
-"""A smaller `top_p` keeps one token as well: its weight, 1, is more than this share of 2^18 weights."""
+"""Minimum `top_p` for the device. A smaller one has the same result: the largest weight, 1, already exceeds this share
+of the total of up to 2^18 weights."""
 _NUM_CHECKED = 64
 
 
@@ -62,7 +63,7 @@ class DeviceLogits:
     Args:
         logits: float32 [S, V]
         token_ids, largest: The two results of `Backend.largest_logits`; None: the graph does not compute them.
-        parameters: Of `TokenDrawing`, int32 [S, 15]; only valid if `choice` draws tokens.
+        parameters: Input of `TokenDrawing`, int32 [S, 15]; only valid if `choice` draws tokens.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class TokenGraph:
     def choose(self, computed: DeviceLogits) -> ms.Tensor | None:
         """Start to choose the tokens of a step that `submit` returned; None: the host must sample.
 
-        Return them for `tokens_of`, float32 [S, 2]. The next step can refer to them.
+        Return the tokens for `tokens_of`, float32 [S, 2]. The next step can refer to them.
         """
         if computed.choice is TokenChoice.GREEDY:
             return computed.largest
@@ -244,7 +245,7 @@ class TokenGraph:
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
         """Compile the graphs that draw tokens, and compare their tokens with the sampler's for random logits.
 
-        If they differ, log it, and let the host sample.
+        If they differ, log a warning, and let the host sample.
         """
         if not self._drawing:
             return
