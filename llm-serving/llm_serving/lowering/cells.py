@@ -33,7 +33,7 @@ LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""Maximum number of values at a time that later operations need."""
+"""Maximum number of values that exist at a time because later operations read them."""
 
 Registers = Any
 """A tuple of tensors. It has no type, because MindSpore compiles the functions that take it."""
@@ -70,7 +70,7 @@ class CellNetwork(nn.Cell):
         super().__init__()
         lacks = backend.unsupported(network, max_positions)
         if lacks is not None:
-            raise ModelError(f"the Cells of {backend.name} do not support {lacks}; kernels: program does")
+            raise ModelError(f"the Cells of {backend.name} do not support {lacks}; use `kernels: program`")
         operations = network.hidden_states() if of_states else network.operations
         rows = Plan(list(operations), frozenset()) if all_rows else select_rows(operations)
         plan = apply(rows, (fuse_residual_into_norm,))
@@ -111,8 +111,6 @@ class TokenNetwork(nn.Cell):
 
     Its results are logits, float32 [S, V], the two results of `Backend.largest_logits`, and the parameters of drawing,
     int32 [S, 15].
-
-    Its results are logits, float32 [S, V], and the two results of `Backend.largest_logits`.
     """
 
     inputs: Sequence[tuple[str, int]]

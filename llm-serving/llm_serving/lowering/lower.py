@@ -33,7 +33,7 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A network as a graph of hidden states and a graph of the LM head; if faster, as one graph with equal bits too."""
+    """A network as two graphs (hidden states, LM head) and, if that is faster, also as one graph with the same bits."""
 
     logits: nn.Cell | None
     """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]; None: call `states`, then `head`."""
@@ -79,7 +79,7 @@ def lower(
 
     Raises:
         KernelError: MindFormers' network is not available.
-        ModelError: A tensor is missing, unexpected or of another shape, or the backend lacks an operation.
+        ModelError: A tensor is missing, unexpected or of the wrong shape, or the backend lacks an operation.
     """
     network = spec.network
     as_program = as_program and backend.program() is not None
@@ -148,7 +148,7 @@ def lower_mtp(
 ) -> LoweredMtp:
     """Build the programs of a model's MTP layer `network`, and read its weights. For other arguments see `lower`.
 
-    Raise ModelError if a tensor is missing or of another shape.
+    Raise ModelError if a tensor is missing or of the wrong shape.
 
     Args:
         reader: Has only the tensors of the layer, or ignores the others.

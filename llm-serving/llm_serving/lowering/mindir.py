@@ -66,7 +66,7 @@ def export(
 def graph_settings(
     spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
 ) -> dict[str, Any]:
-    """Return the settings of an exported graph. To use it, the server's configuration must have equal values."""
+    """Return the settings of an exported graph. A server that uses the graph must have the same settings."""
     return {
         "architecture": spec.architecture,
         "num_parameters": spec.num_weight_elements,
@@ -91,6 +91,6 @@ def check_graph_settings(folder: Path, expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         if found.get(name) != value:
             raise ConfigError(
-                f"`model_config.mindir_path`: {path} says {name} {found.get(name)}, the configuration {value}; "
-                "`llm-serving export` writes graphs for this configuration"
+                f"`model_config.mindir_path`: {path} has {name} {found.get(name)}, but the configuration has {value}; "
+                "export the graphs again with `llm-serving export`"
             )

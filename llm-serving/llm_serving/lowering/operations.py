@@ -1,7 +1,7 @@
 """The operations of a network as Cells, each composed of operations of a backend or of MindSpore.
 
 Every Cell takes a tuple of the values that it reads and a tuple of the step inputs, and returns a tuple of the values
-that it writes. Some docstrings give them as "values read -> values written". The step inputs are
+that it writes. Some docstrings give both as "values read -> values written". The step inputs are
 `lowering.step_inputs.STEP_INPUTS`, then the attention mask (`Backend.attention_mask`).
 """
 
@@ -176,7 +176,7 @@ class AddRmsNormCell(nn.Cell):
 
 
 class RopeCell(nn.Cell):
-    """Applies the rotary embedding to x and, if given, a second x. The cosines and sines follow them."""
+    """Applies the rotary embedding to x and, if given, a second x. Cosines and sines are its last inputs."""
 
     def __init__(self, backend: Backend, widths: Sequence[int], head_dim: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class RopeCell(nn.Cell):
 
 
 class StoreKVCell(nn.Cell):
-    """Writes k and v to the cache. Returns a tensor that attention reads, so that it runs after the store."""
+    """Writes k and v to the cache. Returns a tensor that attention reads, so that attention runs later."""
 
     def __init__(self, backend: Backend, kv_cache: tuple[ms.Parameter, ms.Parameter]) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class GatedActivationCell(nn.Cell):
 
 
 class GeluTanhGate(nn.Cell):
-    """gelu of the first half by its tanh approximation (Hendrycks and Gimpel 2016), times the second half."""
+    """Computes gelu(first half) * second half, with the tanh approximation of gelu (Hendrycks and Gimpel 2016)."""
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
         half = x.shape[-1] // 2

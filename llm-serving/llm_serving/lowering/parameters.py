@@ -57,13 +57,13 @@ def parameters_of(
 ) -> Parameters:
     """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory.
 
-    Raise ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
+    Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN element.
 
     Args:
         max_positions: Longest context of a row, in tokens.
         as_cells: Whether experts have Parameters in the form of Cells.
-        quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply. Also with
-            `blocks_a16`, whose products do not quantize activations.
+        quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply. The
+            same holds for `blocks_a16`, whose products do not quantize activations.
     """
     multiplied = products(network.operations)
     quantized = quantized_weights(network, quantization)
@@ -122,7 +122,7 @@ def parameters_of(
             made[weight] = [backend.table(values, name)]
     if dequantized and quantization is not None:
         logger.warning(
-            "%d of %d weights are served in %s: no %s product takes their stored integers, and rounding them again "
+            "%d of %d weights are stored as %s: no %s product takes their stored integers, and rounding them again "
             "would lose accuracy. The first is %s",
             *(len(dequantized), len(quantized), backend.dtype, quantization.name, dequantized[0].names[0]),
         )
