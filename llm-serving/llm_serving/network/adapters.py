@@ -1,6 +1,6 @@
 """Slots for low-rank adapters (LoRA, Hu et al. 2021) in the linear operations of a network.
 
-A row with an adapter gets x * weight^T + B round(A x). A x is rounded to the model dtype, the sum once. A slot holds
+A row with an adapter gets x * weight^T + B round(A x), rounded once. A x is rounded to the model dtype. A slot holds
 the matrices A and B of one adapter for every linear operation. If an operation stacks several tensors, each tensor is
 one part: its columns read only its own rows of A. A rank of a tensor-parallel replica holds the columns of A or the
 rows of B that belong to its part of the weight, so the sum over all ranks includes the change once.
@@ -50,9 +50,9 @@ class AdaptedLinear:
 
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
-        part_of_panel: Part of each panel of 16 columns.
-        a, b: The matrices of all slots. Of a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and
-            [slots, N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16; of Cells, whose
+        part_of_panel: Index of the part that each panel of 16 columns belongs to.
+        a, b: The matrices of all slots. In a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and
+            [slots, N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16; in Cells, whose
             operations have one part: [slots * R, K] and [N, slots * R].
         ranks: float32 [slots, parts], rank of the adapter in each slot; only programs read it.
         parts: float32 [N / 16], `part_of_panel`; only programs read it.

@@ -25,7 +25,7 @@ class Network:
 
     Args:
         vocab: Rows of the token embedding and of the LM head.
-        gamma_transform: Function of stored norm weights that returns the actual ones in float32; None: they are equal.
+        gamma_transform: Converts stored norm weights to the weights to use, in float32; None: they are the same.
         causal: Whether tokens attend only to themselves and earlier ones. If not, one step must compute a whole prompt.
     """
 
@@ -135,7 +135,7 @@ class Network:
         Args:
             names: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked.
             sizes: Rows of each tensor.
-            rows, columns, transform: As in `Weight`; the bias follows the same rows.
+            rows, columns, transform: As in `Weight`. `rows` also selects the elements of the bias.
             heads: With more than one, each head of x is multiplied by its own equal share of the weight's rows.
             stored_shapes: Shape of the tensor, if it is not (sum of sizes, columns).
             width: Columns of the result, if different from the rows of the weight.
@@ -180,7 +180,7 @@ class Network:
             group: Number of columns that are normalised together; 0: whole rows.
             unpadded: Number of columns of a group that are not zero padding; 0: all.
             eps: None: the default of the network.
-            rows: As `Weight.rows`, for gamma.
+            rows: `Weight.rows` of gamma.
             as_stored: Whether the stored gamma is used without `gamma_transform`.
             of_row: Whether gamma has one element for each column of a row; otherwise one for each column of a group.
         """
@@ -218,7 +218,7 @@ class Network:
         Args:
             names: Prefixes of the tensors `<name>.weight` and, with a bias, `<name>.bias`, which are stacked.
             group: Number of columns that are normalised together, each with its own gamma and beta; 0: whole rows.
-            rows: As `Weight.rows`, for gamma and beta.
+            rows: `Weight.rows` of gamma and beta.
             stored_shape: Shape of each tensor, if it is no vector.
             eps: None: the default of the network.
         """
@@ -424,7 +424,7 @@ class Network:
         self.result(x)
 
     def result(self, x: Value) -> None:
-        """Make x, in float32, the result of a network without LM head. This is its last operation."""
+        """Make x, in float32, the result of a network without LM head. This is the last operation of a network."""
         self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:

@@ -30,7 +30,7 @@ class CacheShape:
         return self.kv_heads * (self.key_width + self.value_width)
 
     def num_parts_for(self, other: CacheShape) -> int:
-        """Return how many layers of another shape have the same memory for keys, and for values; 0: no whole number."""
+        """Return how many layers of shape `other` need as much memory; 0: not a whole number, for keys or values."""
         parts, rest = divmod(self.kv_heads * self.key_width, other.kv_heads * other.key_width)
         fits = not rest and self.kv_heads * self.value_width == parts * other.kv_heads * other.value_width
         return parts if fits else 0
@@ -58,12 +58,12 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """Part of a pair of tensors, for layers whose tokens need less memory than those of the pair."""
+    """A part of a pair of key and value tensors, for a layer whose tokens need less memory than the pair has."""
 
     tensors: int
-    """Number of the pair."""
+    """Index of the pair in `CacheLayout.shapes`."""
     part: int
-    """A row of the pair has equal parts, each for one of these layers."""
+    """Index of the part in a row of the pair, whose parts are equal."""
     shape: CacheShape
 
 
@@ -91,7 +91,7 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return the number of blocks of groups that take as much memory as `num_tables` blocks of all layers."""
+        """Return how many blocks of one group fit into the memory of `num_tables` blocks of all layers."""
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
         return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)
@@ -102,7 +102,7 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return the layout of one group. `windows`: window of each layer; a layer of all tokens keeps all blocks."""
+    """Return the layout of one group. `windows`: window of each layer. The group has the widest one."""
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
@@ -110,7 +110,7 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
 
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
-    """Return the layout with which a request of `max_model_len` tokens needs least memory, with `MAX_GROUPS` at most.
+    """Return the layout of up to `MAX_GROUPS` groups with which a request of `max_model_len` tokens needs least memory.
     Groups with fewer layers waste less memory, and larger groups need fewer tables. There is one group if several save
     nothing, or the shape of a layer does not divide the largest one.
     """

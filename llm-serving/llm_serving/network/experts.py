@@ -1,4 +1,4 @@
-"""Mixtures of experts: the rules of the router, the names of tensors, and the weights made of these tensors."""
+"""Mixtures of experts: the settings of the router, the names of tensors, and the weights made of these tensors."""
 
 from __future__ import annotations
 

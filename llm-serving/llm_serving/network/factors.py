@@ -25,7 +25,7 @@ class Constant:
 class PaddedMeanScale:
     """Scales a norm weight, because zero padding of the rows makes their mean square smaller.
 
-    `share`: unpadded fraction of the columns. `transform`: applied to the norm weight before.
+    `share`: unpadded fraction of the columns. `transform`: applied to the norm weight first.
     """
 
     share: float
@@ -38,7 +38,7 @@ class PaddedMeanScale:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Multiplies a weight by a factor, as `Weight.transform`."""
+    """A `Weight.transform` that multiplies a weight by a factor."""
 
     factor: float
 
@@ -48,7 +48,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class RowFactors:
-    """Multiplies each row of a weight by a factor, as `Weight.transform`.
+    """A `Weight.transform` that multiplies each row of a weight by a factor.
 
     `parts`: (number of consecutive rows, factor). `rows`: the rows of the whole weight that one of several ranks has;
     None: all.

@@ -133,7 +133,7 @@ Transform = Callable[[Float32Array], Float32Array]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, and how it is assembled from the tensors of a model folder. Equal weights are one parameter.
+    """A parameter, and how it is assembled from the tensors of a model folder. Equal weights share one parameter.
 
     Attributes:
         names: Tensors, stacked along their rows.

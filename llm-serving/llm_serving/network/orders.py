@@ -26,7 +26,7 @@ def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
 
 
 def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    """Return an order as `Weight.rows` takes it; None: it keeps all `size` rows or columns as they are."""
+    """Return an order in the form of `Weight.rows`; None: it keeps all `size` rows or columns unchanged."""
     order = None if numbers is None else shared_order(tuple(numbers))
     return None if order is None or _is_unchanged(order, size) else order
 

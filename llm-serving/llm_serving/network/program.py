@@ -2,8 +2,8 @@
 
 An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
 `SIGNATURES`. -1 marks an absent role; non-integer numbers are stored as the bits of a float32. An operand is a column
-range of a buffer. All buffers share one memory block, whose size is proportional to the rows of a step, so their
-offsets per row are fixed when the program is built. Row 0 of the instructions is a header.
+range of a buffer. All buffers share one memory block, whose size is proportional to the rows of a step, so the
+offsets of buffers per row are fixed when the program is built. Row 0 of the instructions is a header.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Program:
     Attributes:
         instructions: int32 [1 + n, INSTRUCTION_LENGTH]. Row 0: VERSION, number of weights, number of caches, bytes of
             memory per row, INSTRUCTION_LENGTH, index of the model dtype in DTYPES, number of states, slots of adapters.
-        operands: int32 [m, 6]: offset of the buffer in bytes per row, its columns, the first column and the columns of
-            the operand, whether it holds only the sampled rows, and its type (0 model, 1 float32, 2 int32).
+        operands: int32 [m, 6]: the buffer's offset in bytes per row and number of columns; the operand's first column,
+            number of columns, whether it has only the sampled rows, and type (0 model, 1 float32, 2 int32).
         weights: The weights in the order of their numbers; those of the head are first.
     """
 
@@ -94,7 +94,7 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 def build_head_program(network: Network, dtype: str) -> Program:
     """Build the program that computes logits or scores from hidden states.
 
-    The hidden states are its last weight, a table with one row for each token id of the step.
+    The hidden states are the program's last weight, a table with one row for each token id of the step.
     """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 

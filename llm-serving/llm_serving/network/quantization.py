@@ -55,7 +55,7 @@ class Quantization:
 
 
 def keeps_blocks(quantization: Quantization | None) -> bool:
-    """Return whether GGUF blocks stay as they are, if products can use them."""
+    """Return whether GGUF blocks that products can use stay unconverted."""
     return quantization is None or quantization.name == QuantizationName.BLOCKS_A16
 
 
@@ -78,7 +78,7 @@ def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int)
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight; None: products of the scheme `kept` cannot use them."""
+    """Return the stored quantized values of a weight; None: products of `scheme` cannot use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -147,7 +147,7 @@ def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
 
 
 def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Divide groups into groups whose size is a power of two, such as 96 inputs into three times 32."""
+    """Divide each group into groups whose size is a power of two. A group of 96 inputs becomes three groups of 32."""
     size = _power_of_two_in(tensor.form.group_size)
     return tensor if size in (0, tensor.group_size) or tensor.g_idx is not None else tensor.with_groups_of(size)
 

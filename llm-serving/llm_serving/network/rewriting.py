@@ -101,7 +101,7 @@ class Graph:
     def store_of(self, attention: Operation) -> Operation:
         """Return the operation that stores the keys which `attention` reads.
 
-        This is the last `store_kv` of its layer before it, or an attention operation that stores keys itself.
+        This is the last `store_kv` of the layer before `attention`, or an attention operation that stores keys.
         """
         return self._stores[attention]
 
@@ -217,7 +217,7 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
 
 Rule = Callable[[Graph, Operation], Changes]
 RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_norm, fuse_attention, tile_for_consumer)
-"""The rules in the order of application. Each returns the changes for an operation; empty: it does not apply."""
+"""The rules in the order of application. Each returns the changes for an operation; empty: the rule does not apply."""
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:

@@ -4,7 +4,7 @@ Checkpoints pair the elements of a head in two ways, and some rotate only part o
 element i with element i + head_dim / 2; an element that does not rotate has cosine 1 and sine 0. `Rotary.order`
 reorders the elements of a checkpoint accordingly. Attention scores do not depend on the order.
 
-Some families scale their frequencies by the sequence length. The longest served context is then used for every request,
+Some families scale their frequencies by the sequence length. All requests then use the server's maximum context length,
 because the rotation of a token must not depend on later tokens.
 """
 
@@ -54,7 +54,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies; None: `max_position_embeddings` includes it."""
+        """Return the number of positions that `factor` multiplies; None: `own`, the maximum, includes the factor."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
@@ -110,7 +110,7 @@ class Rotary:
 
     def frequencies(self, num_positions: int) -> Float64Array:
         """Return the radians per position of each rotating pair, theta^(-2i/D) (RoFormer, equation 15), after scaling
-        for a longest served context of `num_positions`.
+        for contexts of up to `num_positions`.
         """
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         plain[self.rotary_dim // 2 - self.still :] = 0

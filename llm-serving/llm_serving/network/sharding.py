@@ -6,8 +6,8 @@
     delta_rule, ssm      heads are split as well, with their states and with the columns of the convolution before
                          them. If there are more ranks than groups of heads, several ranks have the same group
     causal_conv          columns are split, if a gate is before and after it (LFM2)
-    gated_activation     columns of the gate and the matching columns of its other half are split
-    experts              the gate and its other half are split in the same way within each expert
+    gated_activation     columns of the gate and the matching columns of the other half are split
+    experts              the gate and the other half are split in the same way within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
                          holds the matching columns and computes a partial sum: an `all_reduce` follows, and only
                          rank 0 adds the bias
@@ -59,7 +59,7 @@ def sharded(network: Network, rank: int, count: int) -> Network:
 
 
 def sharding_violation(network: Network, count: int) -> str | None:
-    """Return the rule that the network breaks with `count` ranks; None: it can be split."""
+    """Return the rule that forbids splitting the network over `count` ranks; None: it can be split."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -126,7 +126,7 @@ class _Sharding:
 
     def _shard_recurrence(self, scan: Operation) -> None:
         """Split the heads of the gated delta rule or of a state space model, and the columns of the convolution before
-        it. It stays whole if a rank would have a part of a head, of a group of heads, or of the columns of a norm.
+        it. The recurrence stays whole if a rank would get part of a head, of a group of heads, or of a norm's columns.
         """
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
@@ -237,7 +237,7 @@ class _Sharding:
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
         elif kind == "multiply" and not all(map(self._is_split, operation.inputs.values())):
             raise _CannotShardError(
-                "must be 1: the model multiplies values that ranks split by values that they do not"
+                "must be 1: the model multiplies values that are split over ranks by values that are not"
             )
         elif kind in _OF_SPLIT_VALUES or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
@@ -346,7 +346,7 @@ def _is_product_of_heads(operation: Operation) -> bool:
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Split the intermediate columns of each expert. Each part is padded as a whole expert is."""
+    """Split the intermediate columns of each expert. Each part is padded like a whole expert."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:

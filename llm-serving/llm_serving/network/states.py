@@ -62,7 +62,7 @@ def delta_rule(
 
     Args:
         q, k: Heads of queries and keys. They are L2-normalised; then q is multiplied by `scale`. Consecutive heads of v
-            share one of them.
+            share one q and k.
         v: Heads of values, as many as a and b have columns.
         a: decay = exp(-exp(rates) * softplus(a + bias)).
         rates, bias: Names of tensors with an element for each head of v.

@@ -30,7 +30,7 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Scale each part of x to the root mean square of `like`, whose width a part has.
+    """Divide x into parts of the width of `like`, and scale each part to the root mean square of `like`.
 
     Return `like` followed by the parts or, with `sums`, the sum of all. The mean square of a part counts as at least
     `eps`.

@@ -52,7 +52,7 @@ class RowStack:
 
 
 def row_stack(weight: Weight, parts: Sequence[Array]) -> RowStack | Array:
-    """Return the weight as rows of its stored tensors, without a copy. If the tensors need a change, assemble it."""
+    """Return the weight as rows of its stored tensors, without a copy. Assemble the weight if tensors need a change."""
     is_direct = not (weight.transposed or weight.columns or weight.transform) and len(weight.shape) == 2
     if not is_direct or len({part.dtype for part in parts}) > 1 or not all(part.flags.c_contiguous for part in parts):
         return assemble_weight(weight, parts)
