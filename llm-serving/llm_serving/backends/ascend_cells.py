@@ -187,7 +187,7 @@ class AscendLargestLogits(nn.Cell):
 
 
 class AscendColumns(nn.Cell):
-    """Takes columns by aclnnSlice. `ops.Slice` is an operation that CANN compiles."""
+    """Takes columns by aclnnSlice, because CANN has to compile `ops.Slice`."""
 
     def __init__(self, start: int, end: int | None) -> None:
         super().__init__()

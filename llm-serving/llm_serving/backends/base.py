@@ -54,7 +54,7 @@ class Backend(Protocol):
     name: str
     attention_rows: int
     """If not 0, attention computes each token as a request of its own, in steps whose number of rows is a multiple of
-    this. If 0, it computes all rows of a request together.
+    this number. If 0, attention computes all rows of a request together.
     """
 
     dtype: str
@@ -63,7 +63,7 @@ class Backend(Protocol):
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return what the network needs and this backend's Cells lack; None: they can compute it."""
+        """Return what the network needs and this backend's Cells lack; None: they lack nothing."""
 
     def embedding(self) -> nn.Cell:
         """Return a Cell that looks up rows: (token_ids int32[T], table [V, H]) -> [T, H].
@@ -132,7 +132,7 @@ class Backend(Protocol):
         """Return a Cell that writes to the cache: (k, v, key_cache, value_cache, slot_mapping) -> a tensor.
 
         Attention takes this tensor, so that it runs after the store. Key and value of row t go to slot
-        `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the row; another slot outside the cache
+        `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the row; any other slot outside the cache
         raises an error.
         """
 
@@ -140,7 +140,7 @@ class Backend(Protocol):
         """Return a Cell that makes the argument `attention_mask` of `paged_attention`: (positions int32[T],
         block_tables int32[B, W]) -> a mask, or the positions themselves.
 
-        It hides the keys after each row's own position.
+        The mask hides the keys after each row's own position.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
@@ -162,7 +162,7 @@ class Backend(Protocol):
         """
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
-        """Return a Cell such as `token_drawing.TokenDrawing`; None: the backend draws no tokens."""
+        """Return a Cell with the interface of `TokenDrawing`; None: the backend draws no tokens."""
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
         """Return a Cell: ([N, M]) -> columns `start` to `end` - 1, or to the last one without `end`. Only backends with
@@ -206,8 +206,8 @@ class Backend(Protocol):
         """Return the weights [num_experts * N, K] of all experts as one Parameter for each or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without a copy
-        before.
+        """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without copying
+        them first.
 
         Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite or NaN.
         """
@@ -285,7 +285,7 @@ class Backend(Protocol):
 
 
 def model_dtype(name: str) -> Any:
-    """Return the MindSpore dtype of a name in `MODEL_DTYPES`. Raise ConfigError for another name."""
+    """Return the MindSpore dtype of a name in `MODEL_DTYPES`. Raise ConfigError for an unknown name."""
     if name not in MODEL_DTYPES:
         raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")
     return getattr(ms, name)

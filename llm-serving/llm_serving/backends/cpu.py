@@ -60,7 +60,7 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Raise KernelError unless MindSpore calls the library's matrix products. Its own cannot read packed weights."""
+    """Raise KernelError unless MindSpore calls the library's matrix products. MindSpore's own need unpacked weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
@@ -247,7 +247,7 @@ class CpuQuantizedLogits(nn.Cell):
 
 
 class CpuColumns(nn.Cell):
-    """As `AscendColumns`, whose primitive MindSpore lacks on a CPU."""
+    """Replaces `AscendColumns`, whose primitive MindSpore lacks on a CPU."""
 
     def __init__(self, start: int, end: int | None) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: b
         rotates: See `QuantizedTensor.rotated`.
 
     Raises:
-        ModelError: In the cases of these functions.
+        ModelError: As those functions do.
         KernelError: The operator library cannot be compiled, or memory is insufficient.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:

@@ -21,7 +21,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 from llm_serving.core.step import Float32Array, Int32Array
 
 NUM_CANDIDATES: Final = 128
-"""Number of candidates for which a row is not sorted."""
+"""Maximum number of candidates for which a row is not sorted."""
 MAX_DRAWN_VOCAB: Final = 2**18
 """Maximum vocabulary size. Sums over a larger vocabulary would need more bits."""
 PIECE_BITS: Final = 14
@@ -178,7 +178,7 @@ class _Share(nn.Cell):
     """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1]
 
     The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0
-    for 0. In units of 2^-53 it is half the distance of float64 numbers near the product.
+    for 0. In units of 2^-53, `step` is half the distance of float64 numbers near the product.
     """
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class TokenDrawing(nn.Cell):
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
         """Return the largest integer below the share `top_p` of a total.
 
-        The share is the product rounded to float64: it is `whole`, or above it and at most `whole` + 1.
+        The share is the product rounded to float64: at least `whole`, at most `whole` + 1.
         """
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
