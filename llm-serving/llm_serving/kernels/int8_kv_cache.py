@@ -37,7 +37,7 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
 def quantize_rotated_heads(
     x: Floats, num_heads: int, offset: Singles | None = None
 ) -> tuple[NDArray[np.int8], Singles]:
-    """Rotate queries or keys, then quantize them as `quantize_heads` does. Of keys, subtract `offset` [num_heads*D]
+    """Rotate queries or keys, then quantize them as `quantize_heads` does. From keys, subtract `offset` [num_heads*D]
     first.
 
     The scales of keys are those of the rotated numbers. The scales of queries are divided by the block size of the

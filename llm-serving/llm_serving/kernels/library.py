@@ -148,7 +148,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Return a context that computes with another instruction set, whose kernels are compiled first if they are
+    """Return a context that computes with instruction set `name`, whose kernels are compiled first if they are
     missing.
 
     "amx_emulated" (slow, needs AVX-512) and "avx_vnni_evex" (needs AVX-512 VNNI) exist for tests. Raise KernelError if
@@ -168,7 +168,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Return a context that computes with another number of threads."""
+    """Return a context that computes with `count` threads."""
     library = load()
     before = library.llm_num_threads()
     library.llm_set_num_threads(count)
@@ -212,7 +212,7 @@ def operator_times() -> list[OperatorTime]:
 def announce_ending(callback: Callable[[], None] | None) -> None:
     """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done.
 
-    The kernels wait until it returns. A later call replaces the callback.
+    The kernels wait until the callback returns. A later call replaces the callback.
     """
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())

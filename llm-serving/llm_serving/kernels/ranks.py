@@ -21,7 +21,7 @@ JOIN_S: Final = 3600.0
 class Ranks:
     """One of several processes (ranks) that compute the same step at the same time.
 
-    Methods raise RankLostError if another rank has ended or computes another step. After an error, do not use the
+    Methods raise RankLostError if another rank has ended or computes a different step. After an error, do not use the
     object again: the partial sums of one step could be added to those of another.
     """
 
@@ -44,7 +44,7 @@ class Ranks:
         return None if error is None else error.decode(errors="replace")
 
     def check(self) -> None:
-        """Raise RankLostError if another rank has ended or computes another step."""
+        """Raise RankLostError if another rank has ended or computes a different step."""
         if (error := self.error) is not None:
             raise RankLostError(error)
 
