@@ -172,11 +172,11 @@ def test_pooling_last_serves_embeddings_of_any_model(tmp_path):
 @pytest.mark.parametrize(
     ("listed", "pooling", "text"),
     [
-        (modules("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True}, "mode mean is not served"),
+        (modules("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True}, "mode mean is not supported"),
         (modules("Transformer", "Pooling"), LAST | {"pooling_mode_cls_token": True}, "cls_token + lasttoken"),
         (modules("Transformer", "Pooling"), {}, "mode none"),
         (modules("Transformer", "Pooling"), [], "JSON object"),
-        (modules("Transformer", "Dense"), LAST, "module Dense is not served"),
+        (modules("Transformer", "Dense"), LAST, "module Dense is not supported"),
         ([{"path": "../x", "type": "a.Pooling"}], LAST, "must name a folder beside it"),
         ([{"path": "..", "type": "a.Pooling"}], LAST, "must name a folder beside it"),
         ([{"path": "other", "type": "a.Pooling"}], LAST, "is missing"),

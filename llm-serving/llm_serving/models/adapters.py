@@ -31,7 +31,7 @@ def check_adapter(
     slots = {name: linear for linear in linears for name in linear.modules}
     for module, change in adapter.modules.items():
         if module in experts:
-            raise ModelError(f"{path}: adapters of experts and routers are not served. Found: {module}")
+            raise ModelError(f"{path}: adapters of experts and routers are not supported. Found: {module}")
         if module not in slots:
             known = sorted({name.rpartition(".")[2] for name in slots})
             raise ModelError(

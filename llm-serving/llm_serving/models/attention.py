@@ -184,7 +184,7 @@ def self_attention(
         unweighted_norms: Whether heads are normalised without weights after the rotary embedding.
         grouped: Whether the stacked tensor has, for each KV head in turn, its query heads, its key and its value.
         scale: Factor of the scores; None: head_dim^-0.5.
-        window, chunk, cap, slopes: As for `Network.attention`.
+        window, chunk, cap, slopes: See `Network.attention`.
         sinks: Whether the heads have sinks (`Network.attention`).
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
@@ -259,7 +259,7 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order`: of the elements in a value head; None: as stored."""
+    """Return the column order of the output projection. `order`: order of elements in a value head; None: as stored."""
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

@@ -46,7 +46,7 @@ def _gemma(reader: MetadataReader, config: Config) -> None:
 
 
 def _set_rows(reader: MetadataReader, config: Config) -> None:
-    """Set sizes that the file does not state: those that are a number of rows."""
+    """Set sizes that the file does not state. They are the numbers of rows of tensors."""
     rows = {"vocab_size_per_layer_input": "per_layer_token_embd", "laurel_rank": "blk.0.laurel_l"}
     for key, name in rows.items():
         if (tensor := reader.found.tensors.get(f"{name}.weight")) is not None:

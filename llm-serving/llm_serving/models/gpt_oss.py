@@ -1,5 +1,5 @@
 """gpt-oss: attention with sinks and, in every second layer, a window. Every layer has experts with biases and a special
-gate function. One tensor holds all experts of a layer, in which rows of gate and up alternate.
+gate function. One tensor holds all experts of a layer; its rows of gate and up alternate.
 """
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

@@ -21,7 +21,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention:
-    """Adds the latent attention of a layer to a network. `interleaved`: as in `Rotary`."""
+    """Adds the latent attention of a layer to a network. `interleaved`: see `Rotary`."""
 
     def __init__(self, c: ConfigReader, indexing: Indexing | None = None, *, interleaved: bool = True) -> None:
         self.heads = c.integer("num_attention_heads")

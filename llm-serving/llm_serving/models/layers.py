@@ -73,8 +73,8 @@ def decoder(
     Args:
         table, head, layers, norm: Tensor name prefixes.
         tied: Default of `tie_word_embeddings`.
-        table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.
-        scale, cap, lm_head_transform, head_bias: As `scale`, `cap`, `transform` and `bias` of `Network.lm_head`.
+        table_scale, rounded_scale: `scale` and `rounded_scale` of `Network.embedding`.
+        scale, cap, lm_head_transform, head_bias: `scale`, `cap`, `transform` and `bias` of `Network.lm_head`.
         normalize: The final norm; None: `Network.rms_norm`.
         mtp_names: Names of the layer for multi-token prediction; None: the family has none that the server uses.
     """

@@ -65,7 +65,7 @@ def llama4(c: ConfigReader) -> Network:
 
 
 def _rotated_layers(c: ConfigReader, count: int) -> list[bool]:
-    """Return for each layer whether it has a rotary embedding: `no_rope_layers` is 1."""
+    """Return for each layer whether it has a rotary embedding: its entry in `no_rope_layers` is 1."""
     every = c.integer("no_rope_layer_interval", 4)
     usual = [(index + 1) % every != 0 for index in range(count)]
     return usual if c.config.get("no_rope_layers") == [] else c.flags("no_rope_layers", count) or usual

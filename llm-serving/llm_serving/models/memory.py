@@ -33,9 +33,9 @@ LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MIN_SPARE_SLOTS: Final = 8
 SPARE_STATE_BYTES: Final = 2**30
-"""Approximate limit of the default spare state slots, in bytes. `MIN_SPARE_SLOTS` slots are allocated in any case."""
+"""Approximate maximum bytes of spare state slots by default. `MIN_SPARE_SLOTS` slots are allocated in any case."""
 KEPT_STATES: Final = 2 * MAX_DRAFT_REQUESTS * DRAFT_WINDOW
-"""Number of tokens whose hidden states are kept for an MTP layer: twice those that the layer reads at a time."""
+"""Number of tokens whose hidden states are kept for an MTP layer: twice as many as the layer reads at a time."""
 MAX_SLOTS: Final = 2**31 - 1
 """Maximum number of tokens in a KV cache, because slot numbers are int32."""
 

@@ -1,7 +1,7 @@
 """MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
 In the supported version 2.1, all inference classes are one model, `GPTModel`, with options for each family. The Qwen2
-class without biases computes a Llama, which has no other class. Classes with experts or latent keys are refused by
+class without biases computes a Llama, which has no class of its own. Classes with experts or latent keys are refused by
 name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys and values with one
 product, and both halves of a gate with another.
 """

@@ -82,8 +82,8 @@ def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = N
 def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
     """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2).
 
-    Its correction bias is a tensor of the router. Raise ModelError if the configuration names another way to score or
-    to choose experts.
+    Its correction bias is a tensor of the router. Raise ModelError if the configuration names a different way to score
+    or to choose experts.
 
     Args:
         groups: Defaults of `n_group` and `topk_group`.

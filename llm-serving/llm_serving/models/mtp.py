@@ -58,7 +58,7 @@ SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
     """Begin the network of an MTP layer. Its input rows are [embedding, hidden state].
 
-    Return the input of the decoder layer in it, and the prefix of that layer's tensor names.
+    Return the input of the MTP layer's decoder layer, and the prefix of the decoder layer's tensor names.
 
     Args:
         after: Tensor name prefix of the layer that would follow the model's last one.

@@ -59,7 +59,7 @@ class Pooling:
     normalises: bool = True
     """Whether embeddings are normalised to length 1 by default."""
     embedding_only: bool = False
-    """Whether the model serves only embeddings or scores, and generates no text."""
+    """Whether the model produces only embeddings or scores, and no text."""
     mode: PoolingMode = PoolingMode.LAST
     scores: bool = False
     """Whether the result is the score of a pair of texts instead of a vector."""
@@ -70,14 +70,14 @@ class Pooling:
 
     @property
     def refusal(self) -> str:
-        """Error for a request for text if the model is `embedding_only`. It names the routes that the model answers."""
+        """Error for a request that asks an `embedding_only` model for text. It names the routes of the model."""
         if self.scores:
             return "is a reranker, which answers only /v1/score and /rerank"
         return "is an embedding model, which answers only /v1/embeddings, /v1/score and /rerank"
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
-    """Return the pooling that `mode` (`model_config.pooling`) selects, or None. Raise as `read_pooling` does."""
+    """Return the pooling that `mode` (`model_config.pooling`) selects, or None. Raise the errors of `read_pooling`."""
     if mode == "none":
         return None
     if spec.network.num_labels:
@@ -89,7 +89,7 @@ def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
         found = Pooling(embedding_only=True, mode=_MODES[stated])
     if spec.network.causal:
         if found is not None and found.mode is not PoolingMode.LAST:
-            rule = "is not served for a decoder, only lasttoken; `model_config.pooling: last` takes the last token"
+            rule = "is not supported for a decoder, only lasttoken; `model_config.pooling: last` pools the last token"
             raise ModelError(f"{folder}: pooling mode {found.mode} {rule}")
         return found
     # sentence-transformers pools an encoder without modules.json by mean.
@@ -116,7 +116,7 @@ def read_pooling(folder: Path) -> Pooling | None:
             normalises = True
         elif name != "Transformer":
             path = folder / MODULES_NAME
-            raise ModelError(f"{path}: module {name} is not served, only Transformer, Pooling and Normalize")
+            raise ModelError(f"{path}: module {name} is not supported, only Transformer, Pooling and Normalize")
     if not is_embedding_model(folder):
         return None
     return Pooling(normalises, embedding_only=True, mode=modes[-1] if modes else PoolingMode.LAST)
@@ -187,7 +187,7 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
     kind = activation.rsplit(".", 1)[-1]
     if kind not in _ACTIVATIONS:
         raise ModelError(
-            f"{folder}: activation function {shorten(activation)} is not served, only Sigmoid and Identity"
+            f"{folder}: activation function {shorten(activation)} is not supported, only Sigmoid and Identity"
         )
     return Pooling(
         False,
@@ -221,14 +221,14 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 def _pooling_mode(path: Path) -> PoolingMode:
     if not path.exists():
-        raise ModelError(f"{path} is missing, which {MODULES_NAME} names: it says how vectors are pooled")
+        raise ModelError(f"{path}, which {MODULES_NAME} names, is missing: it specifies how vectors are pooled")
     config = _read(path)
     if not isinstance(config, Mapping):
         raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
     modes = _modes(config)
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
-            f"{path}: pooling mode {' + '.join(modes) or 'none'} is not served, only lasttoken, cls and mean; "
+            f"{path}: pooling mode {' + '.join(modes) or 'none'} is not supported, only lasttoken, cls and mean; "
             f"set `model_config.pooling: last` to use the last token instead"
         )
     return _MODES[modes[0]]

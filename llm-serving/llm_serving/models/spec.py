@@ -101,7 +101,7 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """The shapes of the KV tensors: of each layer or, with groups of layers, of as many layers as a group has."""
+        """The shapes of the KV tensors: one for each layer; with groups of layers, one for each layer of a group."""
         return self.layout.shapes
 
     @cached_property
@@ -180,7 +180,7 @@ class ModelSpec:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Number of weight elements that one token is multiplied by, without the LM head; of experts only the top-k."""
+        """Number of weight elements that one token is multiplied by, without LM head, with only top-k experts."""
         total = 0.0
         top_k = 1
         for each in self.network.operations[:-1]:

@@ -112,7 +112,7 @@ class WeightReader:
         """Read the headers. Raise ModelError if there is no weight file, a file of the index is missing, or a header is
         malformed.
 
-        `on_read`: called after each tensor with the bytes read so far and of all tensors.
+        `on_read`: called after each tensor with the bytes read so far and the bytes of all tensors.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -158,7 +158,7 @@ class WeightReader:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
         """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits, in a read-only memory map; a
-        quantized tensor as float32. Raise ModelError if there is no such tensor, or if it has another shape.
+        quantized tensor as float32. Raise ModelError if there is no such tensor, or if its shape differs.
         """
         return self._find(name, shape).read()
 
@@ -196,14 +196,14 @@ class WeightReader:
         self._unread &= set(names)
 
     def check_all_read(self) -> None:
-        """Raise ModelError if the folder has tensors that were not read. It then holds another model."""
+        """Raise ModelError if the folder has unread tensors, because it then holds a different model."""
         if self._read_ahead is not None:
             self._read_ahead.close()
         if unread := self._unread and self._unread - self.zero_biases().keys():
             names = sorted(unread)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(
-                f"{self._folder}: the model of config.json has no place for tensor {', '.join(names[:3])}{more}"
+                f"{self._folder}: the model of config.json does not have tensor {', '.join(names[:3])}{more}"
             )
 
     def _advance(self, name: str, stored: ReadableTensor) -> None:
@@ -243,7 +243,7 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
         raise ModelError(f"{rule}: {spec.architecture} has none that the server uses, by its config.json")
     missing = [name for name in layer.tensors if name not in stored]
     if missing:
-        raise ModelError(f"{rule}: {folder} lacks {len(missing)} of its {len(layer.tensors)} tensors, as {missing[0]}")
+        raise ModelError(f"{rule}: {folder} lacks {len(missing)} of its {len(layer.tensors)} tensors: {missing[0]}")
     return layer
 
 
