@@ -236,7 +236,9 @@ def test_gguf_parts_are_read_as_one_model(tmp_path):
 
 def test_gguf_inconsistent_parts_are_refused(tmp_path):
     files = write_parts(tmp_path / "m.gguf", FACTS, PARTS, 3)
-    with pytest.raises(ModelError, match=r"is a part of a file: name the first part, m-00001-of-00003\.gguf"):
+    with pytest.raises(
+        ModelError, match=r"is not the first part of a model; use the first part, m-00001-of-00003\.gguf"
+    ):
         read_gguf(files[1])
     files[2].write_bytes(files[1].read_bytes())
     with pytest.raises(ModelError, match=r"m-00003-of-00003\.gguf must be part 3 of 3"):

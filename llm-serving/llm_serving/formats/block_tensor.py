@@ -1,4 +1,4 @@
-"""Quantized matrices in blocks, as GGUF files store them. The numbers of a file are kept without rounding.
+"""Quantized matrices in blocks, as GGUF files store them. A file's numbers are read without rounding.
 
 value = scale * (qvalue - zero) - minimum
 
@@ -23,8 +23,8 @@ UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
 """Number of weight rows that a kernel packs and computes together (a panel).
 
-If tensors are stacked into one weight, the rows of each but the last must be a multiple of it. Widths of experts are
-padded to a multiple.
+If tensors are stacked into one weight, each but the last must have a multiple of this number of rows. Widths of
+experts are padded to such a multiple.
 """
 _AT_ONCE: Final = 2**22
 
@@ -37,7 +37,7 @@ class BlockTensor:
         qvalues: [out, in], uint8, below 2**bits.
         bits: 4, 5, 6 or 8.
         group_size: Columns of a group, 16 or 32; divides `in`.
-        zero: Quantized value that stands for 0. With minima it is 0.
+        zero: Quantized value that stands for 0; 0 if there are minima.
         scales: [out, groups]; float16, or int8 with units.
         minima: [out, groups]; float16, or uint8 with units; None: all 0.
         units, minimum_units: [out, in / 256], float16; None: `scales` and `minima` are float16.

@@ -1,4 +1,4 @@
-"""The weight files of a folder and their tensors. For an unsupported format, the error says how to convert it."""
+"""The weight files of a folder and their tensors. For an unsupported format, the error explains how to convert it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _IN_FOLDERS: Final = (".safetensors", ".ckpt")
 """Supported suffixes of weight files. If a folder has files of several formats, the first suffix is used."""
 
 _PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
-"""Patterns of pickle files, which are never read. The first match is named in the hint how to convert them."""
+"""Patterns of pickle files, which are never read. The hint how to convert them names the first match."""
 _META: Final = "consolidated*.pth"
 """Pattern of weight files in Meta's format, which has its own tensor names and configuration."""
 
@@ -79,7 +79,7 @@ _FROM_META: Final = (
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder. Raise ModelError if there are none.
 
-    They are those that the index lists, else the usual single file, else all files of the first supported format.
+    These are the files that the index lists, else the usual single file, else all files of the first supported format.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -97,7 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the sorted file names of an index. Raise ModelError if it is no index, or names files elsewhere."""
+    """Return the sorted file names of an index. Raise ModelError if it is no index, or names files in other folders."""
     content = read_regular(index, _MAX_INDEX_BYTES)
     try:
         names = sorted(set(json.loads(content.decode())["weight_map"].values()))
@@ -131,7 +131,7 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
 
 
 def how_to_convert(folder: Path) -> str:
-    """Return how to convert a folder without supported weights, for an error; empty: it has no weights at all."""
+    """Return how to convert a folder without supported weights, for an error; empty: no weights at all."""
     for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0], pattern)
@@ -165,7 +165,7 @@ def _converting(file: Path, pattern: str) -> str:
 
 
 def _program(folder: Path, pattern: str) -> str:
-    """Return a Python program that writes a safetensors file next to each pickle file, without executing its code."""
+    """Return a Python program that writes a safetensors file next to each pickle file, without running pickled code."""
     files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
     tensors = 'torch.load(f, "cpu", weights_only=True).items()'
     copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors refuses tensors that share memory

@@ -87,7 +87,7 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """Return the values of the 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. If all exponent and
+    """Return the values of all 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. If all exponent and
     fraction bits are set, the value is NaN.
     """
     bits = np.arange(128)

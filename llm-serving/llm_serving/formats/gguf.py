@@ -70,7 +70,7 @@ class GgufFile:
         tensors: Tensors by their names in the file.
         types: Types of the tensors with two or more dimensions, such as Q4_K.
         block_elements, block_bytes: Total number of elements of the tensors in blocks, and the bytes that these take in
-            memory when they are served.
+            memory.
     """
 
     file: Path
@@ -104,7 +104,7 @@ def read_gguf(file: Path, texts: bool = False) -> GgufFile:
     if count == 1:
         return first
     if _part_number(first, "split.no", 0, count) != 0:
-        raise ModelError(f"{file} is a part of a file: name the first part, {files[0].name}")
+        raise ModelError(f"{file} is not the first part of a model; use the first part, {files[0].name}")
     if missing := [each.name for each in files if not each.exists()]:
         raise ModelError(f"{file}: part {missing[0]} is missing")
     parts = [first, *(_read_file(each, texts=False) for each in files[1:])]
@@ -302,7 +302,7 @@ class Gguf:
     Attributes:
         architecture: Value of `general.architecture`, which determines the names and layouts of tensors.
         heads: Numbers of heads, on which the layouts of some tensors depend; 0: unknown.
-        block_elements, block_bytes: As the attributes of `GgufFile`.
+        block_elements, block_bytes: See `GgufFile`.
     """
 
     description: str

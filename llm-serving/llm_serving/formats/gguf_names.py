@@ -38,7 +38,7 @@ class Naming:
             value is a tuple, it has a name and a layout for each tensor that is made of the file's tensor.
         whole: The same for tensors outside layers.
         layers: Hugging Face's prefix of the names of layers.
-        pairs, plus_one: Whether the file has the layout that the docstring of `formats.gguf_weights` calls so.
+        pairs, plus_one: Whether the file has the layout of this name in the docstring of `formats.gguf_weights`.
     """
 
     more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)
@@ -199,7 +199,7 @@ _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_a": (NamedLayout("linear_attn.A_log", untiled_rates),),
     "ssm_out": (NamedLayout("linear_attn.out_proj", untiled_columns),),
 }
-"""Tensors of Qwen3.5: like `_DELTA`, but with the value heads in another order."""
+"""Tensors of Qwen3.5: like `_DELTA`, but with the value heads in a different order."""
 _SHARED_MLP: Final[Mapping[str, str]] = {
     f"ffn_{part}{ending}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for ending in ("", "_shexp")
 }

@@ -60,7 +60,7 @@ ORDERS: Final = ("grouped", "stacked")
 
 
 def are_of_mindformers(names: Iterable[str]) -> bool:
-    """Return whether tensor names are MindFormers', by names that no other family has."""
+    """Return whether one of these tensor names occurs only in MindFormers."""
     own = ("tok_embeddings.embedding_weight", ".attention.wq.", ".attention.w_qkv.", ".feed_forward.w_gate_hidden.")
     return any(_CORE_NAME.match(name) or any(part in name for part in own) for name in names)
 
@@ -83,7 +83,7 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return the projections of a fused tensor by their Hugging Face names; for any other tensor, only the tensor.
+    """Return the projections of a fused tensor by Hugging Face name. Return any other tensor unchanged.
 
     `name`: MindFormers' name. `array`: [rows, columns], or [rows] for a bias.
     """

@@ -3,8 +3,8 @@
     <name>_blocks   U8 [experts, out, in / 32, 16]: two e2m1 values in a byte, the first in the lower four bits
     <name>_scales   U8 [experts, out, in / 32]: exponent of two, plus 127, of 32 inputs
 
-Twice an e2m1 value is an integer. So these weights are served as 8-bit values in groups of 32, without rounding, by
-kernels that support such groups. For other kernels they are dequantized to float32, in the order of the unquantized
+Twice an e2m1 value is an integer. So kernels that support groups of 32 use these weights as 8-bit values without
+rounding. For other kernels they are dequantized to float32, in the order of the unquantized
 tensor <name> [experts, in, out].
 """
 
@@ -26,7 +26,7 @@ _GROUP: Final = 32
 _BYTES: Final = _GROUP // 2
 _EXPONENT_BIAS: Final = 127
 _MAX_EXPONENT: Final = 120
-"""Maximum exponent of a scale. With it all values are finite. The stored byte 255 means NaN."""
+"""Maximum exponent of a scale, with which all values are finite. The stored byte 255 means NaN."""
 TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)], np.int8)
 """Twice the value of each of the sixteen bit patterns of e2m1."""
 

@@ -115,7 +115,7 @@ def assemble_weights(
 ) -> dict[str, ReadableTensor]:
     """Combine tensors whose names differ only in their ending, one of `endings`, into `<name>.weight`.
 
-    `pack` creates it from the name and the parts. Other tensors are returned unchanged. Raise ModelError if `pack`
+    `pack` creates it from its name and parts. Other tensors are returned unchanged. Raise ModelError if `pack`
     raises it, or if another tensor has an unsupported type.
     """
     weights: dict[str, ReadableTensor] = {}
@@ -143,7 +143,7 @@ def check_plain(weights: dict[str, ReadableTensor]) -> dict[str, ReadableTensor]
 
 
 def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dimensions: int = 2) -> StoredTensor:
-    """Return one part of a weight. Raise ModelError if it is missing, or has another type or number of dimensions."""
+    """Return one part of a weight. Raise ModelError if it is missing, or has the wrong type or number of dimensions."""
     found = parts.get(ending)
     if found is None:
         file = next(iter(parts.values())).file

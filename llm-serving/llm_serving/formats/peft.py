@@ -41,7 +41,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "megatron_config": "must be null: Megatron's layers are not served",
     "alora_invocation_tokens": "must be null: an adapter applies to all tokens",
 }
-"""Field of adapter_config.json whose feature is not served -> rule that the error states."""
+"""Field of adapter_config.json whose feature is not supported -> rule that the error states."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class PeftAdapter:
 def read_adapter(folder: Path) -> PeftAdapter:
     """Read an adapter from its folder. Each file is read once, so the fingerprint matches the returned matrices.
 
-    Raise ModelError, which names file, field, rule and value, if it is damaged or needs something that is not served.
+    Raise ModelError, which names file, field, rule and value, if it is damaged or needs an unsupported feature.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
@@ -147,10 +147,10 @@ def _array(path: Path, data: NDArray[np.uint8], tensor: StoredTensor) -> Array:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read adapter_config.json. Raise ModelError for fields that are wrong or not served."""
+    """Read adapter_config.json. Raise ModelError for fields that are wrong or not supported."""
     path = folder / CONFIG_NAME
     if not path.exists():
-        raise ModelError(f"{folder}: an adapter is a folder in PEFT's form, with {CONFIG_NAME}")
+        raise ModelError(f"{folder}: must be a folder in PEFT's format, with {CONFIG_NAME}")
     try:
         fields = json.loads(read_regular(path, MAX_CONFIG_BYTES).decode())
     except (ValueError, RecursionError) as error:

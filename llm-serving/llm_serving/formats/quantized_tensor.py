@@ -111,7 +111,7 @@ class QuantizedTensor:
         return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
 
     def with_columns(self, columns: NDArray[np.int64]) -> QuantizedTensor | None:
-        """Return these columns as a tensor without `g_idx`; None if they split a group."""
+        """Return these columns as a tensor without `g_idx`; None if the columns split a group."""
         size = self.group_size
         if self.num_groups == 1:
             return replace(self, qvalues=self.qvalues[:, columns], group_size=max(1, len(columns)))
@@ -131,7 +131,7 @@ class QuantizedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as served: two 4-bit values in a byte, plus scales and zero points."""
+        """Bytes in memory: two 4-bit values in a byte, plus scales and zero points."""
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.qvalues.size * self.bits // 8 + self.scales.nbytes + zeros
 
@@ -215,7 +215,7 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 
 
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
-    """Quantize each group of `group_size` columns to 4 bits. The weight is as for `quantize_w8`.
+    """Quantize each group of `group_size` columns to 4 bits. `weight`: see `quantize_w8`.
 
     Symmetric values are -8 to 7 times a scale, which may be negative: the largest element divided by the one of `STEPS`
     that gives the smallest squared error of the group. Asymmetric values divide the range from the smallest to the
@@ -245,7 +245,7 @@ def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> Quant
 
 
 def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the scales [rows, groups] of values [rows, groups, columns], and the values from 0 to 15."""
+    """Return the scales [rows, groups] of values [rows, groups, columns], and the quantized values, 0 to 15."""
     smallest, largest = values.min(axis=2, initial=0), values.max(axis=2, initial=0)
     largest = np.where(largest >= -smallest, largest, smallest)
     scale, found, error = _symmetric(values, largest / np.float32(STEPS[0]))
@@ -260,7 +260,7 @@ def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], N
 def _symmetric(
     values: NDArray[np.float32], scale: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the scales without subnormal ones, the values from -8 to 7, and the squared error of each group."""
+    """Return the scales without subnormal ones, quantized values from -8 to 7, and the squared error of each group."""
     scale = _usable(scale)
     found = np.clip(np.rint(values * (np.float32(1) / scale)[..., None]), -8, 7)
     with np.errstate(over="ignore"):

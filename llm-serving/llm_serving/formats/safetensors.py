@@ -52,7 +52,7 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Raise ValueError for duplicate names, of which different readers take different values."""
+    """Build a JSON object. Raise ValueError for duplicate names, because readers differ in which value they use."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")

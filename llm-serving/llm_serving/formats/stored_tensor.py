@@ -41,7 +41,7 @@ _AT_ONCE: Final = 2**18
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's elements are.
+    """The location of a tensor's elements in a file.
 
     Attributes:
         dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
