@@ -87,7 +87,7 @@ def confine(max_memory_bytes: int) -> None:
 
 @contextlib.contextmanager
 def within(cpu_seconds: float) -> Iterator[None]:
-    """Return a context that terminates this process if it takes more CPU time, even inside a C call."""
+    """Return a context that terminates this process if it uses more than `cpu_seconds`, even inside a C call."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of its signal ends the process
     try:
         yield

@@ -76,7 +76,7 @@ class TestNamedTemplates:
         assert Conversations({"default": "{{ tools }}"}, {}).render(USER, tools=[1]) == "[1]"
 
     def test_error_without_default_template_lists_the_names(self):
-        with pytest.raises(RequestError, match=r"of the model's chat templates \(rag, tool_use\) none is the default"):
+        with pytest.raises(RequestError, match=r"none of the model's chat templates \(rag, tool_use\) is named"):
             Conversations({name: NAMED[name] for name in ("rag", "tool_use")}, {}).render(USER)
 
     def test_unused_template_is_not_compiled(self):

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
-"""Number of processes that render chat templates. With two, one slow conversation does not block the others."""
+"""Number of processes that render chat templates. With two, one slow conversation does not block all others."""
 MAX_CPU_S: Final = 2.0
 """Maximum CPU seconds for rendering one conversation. The longest conversations take a tenth of this time."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
@@ -182,7 +182,7 @@ class Conversations:
         Args:
             messages: At least one message.
             add_generation_prompt: Whether the text ends with the start of an assistant's answer.
-            continue_final_message: Whether the text ends with that of the last message; not together with
+            continue_final_message: Whether the text ends with the text of the last message; not together with
                 `add_generation_prompt`.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
@@ -210,9 +210,10 @@ class Conversations:
             if name in self._templates:
                 return self._templates[name]
         if not self._names:
-            raise RequestError("messages", "cannot be used: the model has no chat template; use /v1/completions")
+            raise RequestError("messages", "cannot be rendered: the model has no chat template; use /v1/completions")
         known = ", ".join(self._names)
-        raise RequestError("messages", f"cannot be used: of the model's chat templates ({known}) none is the default")
+        rule = f"cannot be rendered: none of the model's chat templates ({known}) is named `default`"
+        raise RequestError("messages", rule)
 
 
 def _with_sentinel(message: Mapping[str, Any], sentinel: str) -> tuple[str, dict[str, Any]]:

@@ -99,7 +99,7 @@ def _pointer(path: Path) -> str:
 
 
 def narrow_formats(schema: dict[str, Any]) -> None:
-    """Add the additional pattern to each part of a schema with a format in `_RULES`. A repetition changes nothing."""
+    """Add the additional pattern to each part of a schema with a format in `_RULES`. A second call changes nothing."""
     parts = [schema]
     while parts:
         part = parts.pop()

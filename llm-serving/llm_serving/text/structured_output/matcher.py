@@ -42,7 +42,7 @@ class TokenMatcher:
     Args:
         start: A matcher at the start of the grammar. It is copied and never advanced.
         token_bytes: Text of each token that can be sampled.
-        create_start: Creates another matcher at the start. Copies of one matcher share their count of lexer states, so
+        create_start: Creates a new matcher at the start. Copies of one matcher share their count of lexer states, so
             other outputs may have used up its limit.
     """
 

@@ -110,7 +110,7 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the ids of the file's end tokens, and those of `_TURN_ENDS` if it names no end-of-turn token."""
+        """Return the ids of the file's end tokens, and those of `_TURN_ENDS` if the file names no such token."""
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()
         if _HARMONY_ENDS[0] in tokens:

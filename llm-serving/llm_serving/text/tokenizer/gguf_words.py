@@ -10,7 +10,7 @@ from llm_serving.text.tokenizer.tiktoken import LLAMA3
 
 
 class Pre(NamedTuple):
-    """A named rule. `begins`: whether a text starts with `bos_token` if the file lacks `add_bos_token`."""
+    """A named splitting rule. `begins`: whether a text starts with `bos_token` if the file lacks `add_bos_token`."""
 
     words: Words
     begins: bool = False

@@ -20,7 +20,7 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 UNKNOWN_TEXT: Final = " ⁇ "
 _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
-"""Encoded `normalizer_spec { add_dummy_prefix: false }`. At the end of a model, it overrides the earlier value."""
+"""Encoded `normalizer_spec { add_dummy_prefix: false }`. Appended to a model, it overrides the earlier value."""
 
 
 class SentencePieceVocabulary:

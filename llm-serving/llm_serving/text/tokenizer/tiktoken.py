@@ -20,7 +20,7 @@ _WORDS: Final = (
 )
 _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
-"""Maximum characters of a run of white space before it is split. The expression keeps a state for each."""
+"""Maximum characters of a run of white space before it is split. The regex engine keeps a state for each."""
 _SPACES: Final = re.compile(r"\s+")
 """Matches runs of any length. A pattern with a minimum length would scan a shorter run again from each position."""
 MAX_SPECIAL_TOKENS: Final = 2**16
@@ -168,7 +168,7 @@ def is_tiktoken_file(data: bytes) -> bool:
 
 
 def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
-    """Read a tiktoken file: lines of a base64 token and its rank. Raise ModelError for another file."""
+    """Read a tiktoken file: lines of a base64 token and its rank. Raise ModelError if the file is invalid."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_limited(path).splitlines(), 1):
         if not line:
@@ -190,7 +190,7 @@ _TEKKEN_SPECIAL: Final = (
 
 
 def read_tekken(path: Path) -> RankedPairs:
-    """Read a `tekken.json`, in which special tokens have the first ids. Raise ModelError for another file."""
+    """Read a `tekken.json`, in which special tokens have the first ids. Raise ModelError if the file is invalid."""
     try:
         content: Any = parse_json(read_limited(path))
         config = content["config"]

@@ -295,7 +295,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise ModelError as it does."""
+    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise the same errors."""
     first = folder / CONFIG_FILE
     return [first] if _lists_tokens(read_json(first)) else [first, folder / SPECIAL_FILE, folder / ADDED_FILE]
 

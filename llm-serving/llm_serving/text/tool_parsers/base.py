@@ -85,7 +85,7 @@ class DelimitedCalls:
 
     Args:
         readers: Opening delimiter -> function that creates a reader of the text after it.
-        begins_open: Whether the answer starts as if the first opening preceded it.
+        begins_open: Whether an answer may start with a call that has no opening.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
@@ -93,13 +93,13 @@ class DelimitedCalls:
         self._openings = re.compile("|".join(map(re.escape, readers)))
         self._reader = next(iter(readers.values()))() if begins_open else None
         self._opened_by = ""
-        """Opening before `_text` while a reader is active; empty: the answer began open."""
+        """Opening before `_text` while a reader is active; empty: the answer began without one."""
         self._text = ""
         self._num_calls = self._num_chars = 0
         """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
-        """White space after the returned text, as the pieces in which it arrived. It is dropped if a call follows."""
+        """White space after the returned text, in the pieces that arrived. It is dropped if a call follows."""
         self._has_called = False
 
     def add(self, text: str) -> list[Part]:

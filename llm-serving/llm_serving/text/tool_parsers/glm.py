@@ -66,7 +66,7 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """Return a parser. It needs the schemas to tell numbers from texts that look like numbers."""
+    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     return DelimitedCalls({OPENING: partial(_Reader, schemas)})
 
 

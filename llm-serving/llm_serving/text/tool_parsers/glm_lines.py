@@ -25,7 +25,7 @@ OPENING: Final = "<|assistant|>"
 
 
 class _Reader:
-    """Reads one call. Only a tool name at the start tells a call from text."""
+    """Reads one call. Only a tool name at the start distinguishes a call from text."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

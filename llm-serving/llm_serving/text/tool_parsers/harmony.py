@@ -46,7 +46,7 @@ _BETWEEN: Final = "\n\n"
 class HarmonyParser:
     """Parses one answer incrementally. The result does not depend on how the answer is divided into pieces.
 
-    Calls of the tools in `names` are streamed. A call of another tool is returned when it is complete.
+    Calls of the tools in `names` are streamed. A call of any other tool is returned when it is complete.
 
     Args:
         names: Names of the offered tools; None: calls are text.
@@ -122,7 +122,7 @@ class HarmonyParser:
         return False
 
     def _call(self, parts: list[Part], ended: bool) -> bool:
-        """Read the arguments of a call. If they are not a JSON object, they are text."""
+        """Read the arguments of a call. If they are not a JSON object, return them as text."""
         start = len(self._text) - len(self._text.lstrip())
         if start == len(self._text) and not ended and start <= _MAX_HEADER_CHARS:
             return False

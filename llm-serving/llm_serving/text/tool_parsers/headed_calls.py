@@ -55,7 +55,7 @@ class HeadedLayout:
 class HeadedReader:
     """Reads one or several calls. White space between their parts is ignored.
 
-    Calls of the tools in `names` are streamed. A call of another tool is returned when it is complete.
+    Calls of the tools in `names` are streamed. A call of any other tool is returned when it is complete.
     """
 
     layout: HeadedLayout

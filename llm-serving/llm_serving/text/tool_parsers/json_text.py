@@ -65,7 +65,7 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call returned while its arguments are generated, valid or not: the object from index `start`."""
+    """A call returned while its arguments are generated. They begin at index `start` and may be invalid."""
 
     def __init__(self, name: str, start: int, call_id: str = "") -> None:
         self._name = name

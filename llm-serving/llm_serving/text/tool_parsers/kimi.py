@@ -26,7 +26,7 @@ _LAYOUT: Final = HeadedLayout(
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser. Calls keep the model's ids, because its chat template writes them into later prompts."""
+    """Return a parser. Calls have the model's ids, because the chat template writes them into later prompts."""
     return headed_calls.create(_LAYOUT, names)
 
 

@@ -27,7 +27,7 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class _Reader:
-    """Reads calls. Only a tool name tells a call from other JSON."""
+    """Reads calls. Only a tool name distinguishes a call from other JSON."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

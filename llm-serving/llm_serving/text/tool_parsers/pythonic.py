@@ -223,7 +223,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Return calls, each a name and arguments, as the model writes them, with values as JSON."""
+    """Return calls (name, arguments) in the model's syntax, with values as JSON."""
     texts = (
         f"{name}({', '.join(f'{key}={json.dumps(each, ensure_ascii=False)}' for key, each in arguments.items())})"
         for name, arguments in calls

@@ -176,7 +176,7 @@ def _end_of_spaces(text: str, start: int) -> int:
 
 
 def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """Return a parser. It needs the schemas to tell numbers from texts that look like numbers."""
+    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     readers = {
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
         layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening of the section

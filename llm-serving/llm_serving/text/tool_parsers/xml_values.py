@@ -1,4 +1,4 @@
-"""Arguments that models write between tags: strings unquoted, other values as JSON. The schema tells them apart."""
+"""Arguments that models write between tags: strings unquoted, other values as JSON. The schema distinguishes them."""
 
 from __future__ import annotations
 
