@@ -20,7 +20,7 @@ READY_EVERY_S: Final = 0.5
 
 
 class InternalClient:
-    """A client within the process. API keys and rate limits apply to it as to other clients.
+    """A client within the process. API keys and rate limits apply to it in the same way as to other clients.
 
     Args:
         app: The application, with authentication.

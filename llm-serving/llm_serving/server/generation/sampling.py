@@ -30,7 +30,7 @@ from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, Choices
 from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio, which spreads the seeds of choices. It is odd, so that they all differ."""
+"""2^64 divided by the golden ratio, which spreads the seeds of choices. It is odd, so that all seeds differ."""
 SAME_NAMES: Final = {name: name for name in RULES}
 """Parameter -> field, for protocols that use the names of `SamplingParams`."""
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)

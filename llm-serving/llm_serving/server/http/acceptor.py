@@ -119,8 +119,8 @@ class ConnectionLimits:
 class Acceptor:
     """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
-    Few TLS handshakes begin at a time, from each address in turn, so that hundreds of one client do not delay other
-    clients. If no file descriptor is free, connections wait in the kernel.
+    Few TLS handshakes begin at a time, from each address in turn, so that many handshakes of one client do not
+    delay other clients. If no file descriptor is free, connections wait in the kernel.
 
     Args:
         listener: The caller closes it.

@@ -203,7 +203,7 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Apply new limits: those on all connections together at once, those on each connection to new connections."""
+        """Apply new limits: totals over all connections at once, limits of each connection to new connections."""
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)

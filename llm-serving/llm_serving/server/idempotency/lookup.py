@@ -65,7 +65,7 @@ async def claim_request(
     exits, other requests with the same key wait.
 
     A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
-    same even if its record has been evicted. `route`: path of the request. `prefix`: of the response id.
+    same even if its record has been evicted. `route`: path of the request. `prefix`: starts the response id.
     `num_streams`: number of choices of all prompts.
 
     Raises:

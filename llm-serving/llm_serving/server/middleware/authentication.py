@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 PAGE_METHODS: Final = ("GET", "HEAD")
 WRONG_KEYS_PER_MINUTE: Final = 20
 MAX_ADDRESSES: Final = 4096
-"""Maximum number of addresses, the latest, whose failures are stored. An IPv6 address counts as its /64 network."""
+"""Maximum number of addresses whose failures are stored (the latest). An IPv6 address counts as its /64 network."""
 LOG_INTERVAL_S: Final = 10.0
 
 K = TypeVar("K")

@@ -39,7 +39,7 @@ MAX_INPUTS: Final = 2048
 """Maximum number of texts in one request (OpenAI's limit)."""
 COUNTED_CHARS: Final = 2**18
 """Maximum characters of a text that is always tokenized, even if it seems too long for the model. The request may
-truncate it, or an encoder may replace a long unknown word by one token. Tokenizing so many takes about a second.
+truncate it, or an encoder may replace a long unknown word by one token. Tokenizing this maximum takes a second.
 """
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
@@ -191,7 +191,7 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens after the tokens of a text. Truncation keeps them: many models pool the last one."""
+    """Return the special tokens after a text. Truncation keeps these tokens: many models pool the last one."""
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around

@@ -171,6 +171,6 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def page_of(http_request: Request) -> tuple[int, str | None]:
-    """Return the maximum number of rows on a page, and the id of the row before it; None: it is the first page."""
+    """Return the maximum number of rows on a page, and the id of the row before the page; None: the first page."""
     limit = query_integer(http_request, "limit", DEFAULT_ROWS, MAX_ROWS)
     return limit, http_request.query_params.get("after") or None

@@ -45,7 +45,7 @@ def _chars_of(message: ChatMessage) -> int:
 class ResponseStore:
     """Stores finished responses and background responses in progress. Each kind has the whole quota.
 
-    Finished responses of the tenant that uses most bytes are evicted, oldest first. Only the event loop may use it.
+    If it is full, the oldest finished response of the largest tenant is evicted. Only the event loop may use it.
     """
 
     def __init__(self, quota: TenantQuota) -> None:

@@ -81,7 +81,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
-    """Texts that must not be generated. After the first tokens of a text, its last token is banned."""
+    """Texts that must not be generated. The last token of a text is banned after the others."""
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

@@ -130,7 +130,7 @@ def _scores_of_pairs(engine: AsyncEngine, body: PairsRequest, computed: TextVect
 
 
 async def _scores(computed: TextVectors, num_first: int) -> list[float]:
-    """Return the cosine similarities of second texts and the first text with the same index, or the only first text."""
+    """Return the cosine similarity of each second text to the first text with its index, or to the only first text."""
 
     def compute() -> list[float]:
         first, second = computed.vectors[:num_first], computed.vectors[num_first:]
