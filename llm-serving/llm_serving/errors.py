@@ -10,10 +10,10 @@ LLMServingError
 │   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
 │   ├── PermissionDeniedError 403  the API key does not permit the request
 │   ├── RequestNotFoundError 404  the id is unknown, or belongs to another tenant
-│   ├── ModelNotFoundError 404  the request names another model than the served one
+│   ├── ModelNotFoundError 404  the request names a model that is not served
 │   ├── RequestTooLargeError 413
 │   ├── RequestTimeoutError  408  the body did not arrive in time
-│   └── IdempotencyError    422  the Idempotency-Key or the event id belongs to another request
+│   └── IdempotencyError    422  the Idempotency-Key or the event id belongs to a different request
 ├── GoneError             410   the stream or response to continue no longer exists
 ├── RequestCancelledError 409   the request was cancelled, in a protocol without a finish reason for that
 ├── TimedOutError         504   the request's deadline has passed or cannot be met
@@ -25,13 +25,13 @@ LLMServingError
 ├── NoWorkAgentsError           every WorkAgent has exhausted its restarts, and the server must exit
 ├── WorkerError           500   a WorkAgent failed on a step
 │   ├── WorkerDiedError         the WorkAgent's process exited, or its channel broke
-│   ├── RankLostError           another rank of the replica ended or runs another step
+│   ├── RankLostError           another rank of the replica ended or runs a different step
 │   └── StepMismatchError       a reply does not match the step in flight
 ├── ReceiptError                a receipt cannot be read
 ├── RecordingError              a recording of the scheduler is damaged or cannot be replayed
 ├── KernelError                 the operator library cannot be built or loaded, or has no memory
 └── TransportError              a channel between master and WorkAgent
-    ├── ProtocolError           a frame is malformed, too long or of another version
+    ├── ProtocolError           a frame is malformed, too long or of a different version
     ├── ChannelClosedError      the peer has closed the channel
     └── DeadlineExceededError   the peer did not reply in time
 ```
@@ -82,7 +82,7 @@ class AuthenticationError(LLMServingError):
 
 
 class RequestError(LLMServingError):
-    """A request breaks a rule.
+    """A request is invalid: a field breaks a rule.
 
     Args:
         field: Name of the field as the client wrote it.
@@ -101,7 +101,7 @@ class RequestError(LLMServingError):
         self._given = value
 
     def renamed(self, field: str, value: object = ...) -> Self:
-        """Return the same error for another field name and, if given, another `value`."""
+        """Return the same error with a new field name and, if given, a new value."""
         return type(self)(field, self.rule, self._given if value is ... else value)
 
     def renamed_by(self, names: Mapping[str, str]) -> Self:
@@ -110,7 +110,7 @@ class RequestError(LLMServingError):
 
 
 class IdempotencyError(RequestError):
-    """The Idempotency-Key or the event id belongs to another request."""
+    """The Idempotency-Key or the event id belongs to a different request."""
 
     http_status: ClassVar[int] = 422
 
@@ -132,7 +132,7 @@ class PermissionDeniedError(RequestError):
 
 
 class ModelNotFoundError(RequestError):
-    """The request names a model other than the served one."""
+    """The request names a model that is not served."""
 
     http_status: ClassVar[int] = 404
 
@@ -231,7 +231,7 @@ class WorkerDiedError(WorkerError):
 
 
 class RankLostError(WorkerError):
-    """Another rank of the replica exited or computes another step, so no rank can continue."""
+    """Another rank of the replica exited or computes a different step, so no rank can continue."""
 
 
 class StepMismatchError(WorkerError):
@@ -239,7 +239,7 @@ class StepMismatchError(WorkerError):
 
 
 class ReceiptError(LLMServingError):
-    """A receipt is malformed or of another version."""
+    """A receipt is malformed or of a different version."""
 
 
 class RecordingError(LLMServingError):
@@ -255,7 +255,7 @@ class TransportError(LLMServingError):
 
 
 class ProtocolError(TransportError):
-    """A frame is malformed, too long, or of another protocol version."""
+    """A frame is malformed, too long, or of a different protocol version."""
 
 
 class ChannelClosedError(TransportError):

@@ -21,7 +21,7 @@ READ_BYTES: Final = 2**16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Copy standard input to its end. The log of an earlier server is renamed to `FILE.1`."""
+    """Copy standard input until it ends. The log of an earlier server is renamed to `FILE.1`."""
     path, max_bytes, num_files = Path(argv[0]), int(argv[1]), int(argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # keep reading while the server shuts down

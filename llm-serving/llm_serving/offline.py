@@ -140,7 +140,7 @@ class LLM:
         return [vectors[index] for index in range(len(prompts))]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter beside those of `lora_modules`. Raise ModelError if it cannot be served."""
+        """Load an adapter beside those of `lora_modules`. Raise ModelError if the model cannot use it."""
         adapter = self.adapters.read(name, folder)
         self.adapters.add(adapter)
         self.engine.set_adapter(adapter.number, str(folder))

@@ -72,7 +72,7 @@ from llm_serving.worker.started_step import StartedStep
 logger = get_logger(__name__)
 
 MINDSPORE_FRAMES: Final = "\n\n----"
-"""Begins MindSpore's own stack frames in an error text."""
+"""Text before MindSpore's own stack frames in an error."""
 CONNECT_TIMEOUT_S: Final = 30.0
 """Seconds for a connection to a master on another machine."""
 POLL_S: Final = 0.0005
@@ -130,7 +130,7 @@ def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[Ma
         secured = identity.client_context().wrap_socket(connection)
         enable_keepalive(secured)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"the master at {address} has another secret than {secret_file}: {error}") from error
+        raise ConfigError(f"the master at {address} has a secret that differs from {secret_file}: {error}") from error
     except OSError as error:
         raise ChannelClosedError(f"cannot connect to the master at {address}: {error}") from error
     channel = _channel(secured)
@@ -156,12 +156,12 @@ def serve(
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
         ranks_fd, transfer_fd, group_port: See `worker.loading.load_runner`.
-        blocks: Connection that transfers KV blocks or uses the disk cache; None: neither.
+        blocks: Connection for KV transfers and the disk cache; None: the configuration has neither.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
 
     Raises:
         TransportError: The connection failed, or the master has exited.
-        RankLostError: Another rank has exited, or computes another step.
+        RankLostError: Another rank has exited, or computes a different step.
     """
     hello = channel.receive()
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
@@ -232,7 +232,7 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Serve requests for KV blocks. When they end, close `steps`, so that the master restarts this WorkAgent."""
+    """Answer requests for KV blocks. When `blocks` ends, close `steps`, so that the master restarts this WorkAgent."""
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
@@ -352,7 +352,7 @@ def _requests(
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:
-    """Return draft tokens or, if the draft model fails, the error. The WorkAgent continues without it."""
+    """Return draft tokens or, if the draft model fails, the error. The WorkAgent continues without drafts."""
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
@@ -365,7 +365,7 @@ def _propose(runner: ModelRunner, message: Propose) -> Proposed:
 def _await_allowed_tokens(
     channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep
 ) -> AllowedTokens:
-    """Wait for the allowed tokens of a step. Raise TransportError if the master has exited or sends another message."""
+    """Wait for the allowed tokens of a step. Raise TransportError if the master exits or sends a different message."""
     message = channel.receive()
     while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
         message = channel.receive()
