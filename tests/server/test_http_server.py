@@ -251,9 +251,9 @@ def test_connections_wait_for_file_descriptors():
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay so
         with connect(url) as client:
             client.sendall(get("/health", "Connection: close"))
-            read_until(process, "connections cannot be accepted: Too many open files")
+            read_until(process, "cannot accept new connections: Too many open files")
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
-            read_until(process, "new connections are accepted again")
+            read_until(process, "accepts new connections again")
             assert read_all(client).startswith(b"HTTP/1.1 200 ")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

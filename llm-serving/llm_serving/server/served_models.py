@@ -376,7 +376,7 @@ async def _carry_adapters(before: AsyncEngine, after: AsyncEngine) -> None:
                 adapter = await asyncio.to_thread(after.adapters.read, each.name, each.folder)
                 after.control.add_adapter(after.adapters, adapter)
             except ModelError as error:
-                logger.error("adapter %s cannot be served with the new model: %s", each.name, error)
+                logger.error("adapter %s cannot be loaded into the new model: %s", each.name, error)
     for name in carried - {*before.adapters.by_name}:  # unloaded meanwhile
         if (removed := after.adapters.remove(name)) is not None:
             after.control.drop_adapter(after.adapters, removed)

@@ -86,8 +86,8 @@ def test_connections_wait_until_there_are_file_descriptors(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "llm_serving"):
         run(main)
     assert [record.getMessage() for record in caplog.records] == [
-        "new connections cannot be accepted: Too many open files; they wait in the system's queue",
-        "new connections are accepted again",
+        "the server cannot accept new connections: Too many open files; they wait in the kernel",
+        "the server accepts new connections again",
     ]
 
 

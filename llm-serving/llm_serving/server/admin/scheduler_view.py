@@ -27,7 +27,7 @@ class Tenant(Struct, kw_only=True):
     waiting: int
     blocks: int
     served: dict[str, int]
-    """Request class -> tokens that the tenant has got; a generated token counts twice. The tenant with the fewest is
+    """Request class -> tokens computed for the tenant; a generated token counts twice. The tenant with the fewest is
     scheduled next.
     """
 

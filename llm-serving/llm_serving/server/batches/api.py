@@ -49,7 +49,7 @@ HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
 """Maximum bytes of an uploaded form in memory. The rest of a longer form is written to disk."""
 RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
-"""Minimum lifetime of a file in seconds, as with OpenAI. The maximum is `KEPT_S`."""
+"""Minimum lifetime of a file in seconds (OpenAI's limit). The maximum is `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 

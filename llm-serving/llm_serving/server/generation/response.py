@@ -137,7 +137,7 @@ class ResponseBuffers:
             raise response.failure
 
     def grow(self, response: BufferedResponse, num_bytes: int) -> None:
-        """Count bytes of a response. Beyond the limit, evict the largest response of the client that uses most."""
+        """Count bytes of a response. Beyond the limit, evict the largest response of the largest client."""
         if response not in self._responses:
             return
         response.num_bytes += num_bytes

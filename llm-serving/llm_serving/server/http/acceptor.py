@@ -176,7 +176,7 @@ class Acceptor:
             except OSError as error:  # retrying at once would keep a core busy
                 if not self._is_exhausted:
                     logger.error(
-                        "new connections cannot be accepted: %s; they wait in the system's queue", error.strerror
+                        "the server cannot accept new connections: %s; they wait in the kernel", error.strerror
                     )
                 self._is_exhausted = True
                 self._loop.remove_reader(self._listener)
@@ -186,7 +186,7 @@ class Acceptor:
                 return
             if self._is_exhausted:
                 self._is_exhausted = False
-                logger.warning("new connections are accepted again")
+                logger.warning("the server accepts new connections again")
             client.setblocking(False)
             self._admit(client, network_of(str(peer[0]) if peer else ""))
 

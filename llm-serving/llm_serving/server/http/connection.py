@@ -337,7 +337,7 @@ class Connection(asyncio.Protocol):
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection once everything written is sent. A client that still sends gets time to read that."""
+        """Close the connection once everything written is sent. A client that still sends gets time to read."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True

@@ -228,7 +228,7 @@ class HttpRequest:
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Return how many bytes of `data` belong to the body, and what to pass to uvicorn. Raise RefusedError."""
+        """Return how many bytes of `data` belong to the body, and the bytes for uvicorn. May raise RefusedError."""
         if self._left is None:
             return self._read_chunks(data[:SLICE_BYTES])
         piece = data[: self._left]

@@ -37,7 +37,7 @@ RELOAD_SIGNAL: Final = signal.SIGHUP
 CERTIFICATE_PERIOD_S: Final = 5.0
 """Seconds between two checks of the certificate files for changes."""
 NO_TIMEOUT: Final = 10**6
-"""Seconds that switch uvicorn's keep-alive timeout off, because `Connection` has its own."""
+"""Seconds that disable uvicorn's keep-alive timeout, because `Connection` has its own timeout."""
 
 
 def check_variables(limits: ServerConfig) -> None:
@@ -72,7 +72,7 @@ class Certificate:
         try:
             self._current = tls_context(*self._files)
         except ConfigError as error:
-            logger.error("the previous certificate stays in use: %s", error)
+            logger.error("the certificate was not reloaded; the previous one stays in use: %s", error)
             return False
         logger.info("reloaded the certificate %s", self._files[0])
         return True

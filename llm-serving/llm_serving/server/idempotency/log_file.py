@@ -82,7 +82,7 @@ class LogFile:
             self._end(error)
 
     async def append(self, record: AcceptedRequest) -> None:
-        """Write a record. Return when it is written, or after `WAIT_S`."""
+        """Write a record. Return when the record is written, or after `WAIT_S`."""
         if self._broken:
             return
         content = _encode(record)

@@ -19,7 +19,7 @@ class TokenBucket:
         self._at = now
 
     def resized(self, capacity: float, now: float) -> TokenBucket:
-        """Return a bucket with another capacity and the level of this one, or the new capacity if that is lower."""
+        """Return a bucket with a new capacity and the level of this one, limited to the new capacity."""
         other = TokenBucket(capacity, now)
         other._level = min(capacity, self.level(now))
         return other

@@ -54,7 +54,7 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return a request's trace context, a new one without a valid `traceparent`; None: the request is not sampled."""
+    """Return a request's trace context; without a valid `traceparent`, a new one; None: the request is not sampled."""
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):

@@ -13,7 +13,7 @@ class RefusedField:
 
     why: str = "is not supported"
     neutral: tuple[Any, ...] = ("", 0, False)
-    """Values without effect, in addition to null and empty ones."""
+    """Values that have no effect, in addition to null and empty values."""
     empty_asks: bool = False
 
 

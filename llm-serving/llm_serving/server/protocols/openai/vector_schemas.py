@@ -119,7 +119,7 @@ class Ranking(Long, kw_only=True):
     id: str
     model: str
     results: list[RankedDocument]
-    """Best first; of equal scores, the earlier document first."""
+    """In descending order of score; among equal scores, in the order of the request."""
     usage: TokensUsage
 
 
