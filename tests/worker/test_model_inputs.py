@@ -172,9 +172,9 @@ def test_out_of_range_indices_are_rejected(rows, message):
         ),
         (
             {"result_tokens": np.array([[0, 1, 0], [1, 0, 1]], np.int32)},
-            r"must describe \[1, 1\] results. Given: \[2, 0\]",
+            r"must describe 1 and 1 results. Given: \[2, 0\]",
         ),
-        ({"sampling": sampling_input(1)}, r"must describe \[2, 0\] results. Given: \[1, 0\]"),
+        ({"sampling": sampling_input(1)}, r"must describe 2 and 0 results. Given: \[1, 0\]"),
         ({"query_lens": np.array([], np.int32)}, "at least one row"),
     ],
 )

@@ -42,7 +42,7 @@ OVERHEAD_BYTES: Final = _HEADER.size + DIGEST_BYTES
 TEMPORARY: Final = "temporary"
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
 KEPT_FRACTION: Final = 0.9
-"""Fraction of `max_bytes` that remains after an eviction. Below 1, so that few writes evict."""
+"""Fraction of `max_bytes` that remains after an eviction. A value below 1 makes evictions rare."""
 
 
 class Written(NamedTuple):

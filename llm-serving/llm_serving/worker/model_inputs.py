@@ -285,4 +285,4 @@ def _check_result_tokens(step: StepInput) -> None:
     counts = np.bincount(kinds, minlength=len(ResultKind)).tolist()
     given = [step.sampling.num_samples, step.scoring.num_results]
     if counts[:2] != given:
-        raise WorkerError(f"sampling and scoring must describe {counts[:2]} results. Given: {given}")
+        raise WorkerError(f"sampling and scoring must describe {counts[0]} and {counts[1]} results. Given: {given}")

@@ -269,7 +269,7 @@ class TokenGraph:
             if np.any(differ):
                 self._drawing = {}
                 logger.warning(
-                    "the device drew other tokens than the sampler for %d of %d rows of random logits: the host draws "
+                    "device and sampler drew different tokens for %d of %d rows of random logits: the host draws "
                     "the tokens of steps that are not greedy",
                     np.count_nonzero(differ),
                     _NUM_CHECKED,
