@@ -163,7 +163,9 @@ class MindFormersNetwork(nn.Cell):
         if lacks is not None:
             raise ModelError(lacks)
         if backend.name == "plain":
-            raise KernelError("MindFormers' network needs kernels: primitives: MindSpore itself has no PagedAttention")
+            raise KernelError(
+                "MindFormers' network needs `kernels: primitives`, because MindSpore has no PagedAttention"
+            )
         self.model = _build(spec, backend, max_positions)
         _set_weights(self.model, spec.network, parameters)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
@@ -281,7 +283,9 @@ class MindFormersLlamaNetwork(nn.Cell):
         if lacks is not None:
             raise ModelError(lacks)
         if backend.name == "plain":
-            raise KernelError("MindFormers' network needs kernels: primitives: MindSpore itself has no PagedAttention")
+            raise KernelError(
+                "MindFormers' network needs `kernels: primitives`, because MindSpore has no PagedAttention"
+            )
         self.model = _build_legacy(spec, backend, max_positions, kv_caches[0][0].shape[1])
         _set_legacy_weights(self.model, network, parameters, kv_caches)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])

@@ -122,8 +122,8 @@ def parameters_of(
             made[weight] = [backend.table(values, name)]
     if dequantized and quantization is not None:
         logger.warning(
-            "%d of %d weights are stored as %s: no %s product takes their stored integers, and rounding them again "
-            "would lose accuracy. The first is %s",
+            "%d of %d weights are dequantized to %s, because no %s product takes their stored integers, and rounding "
+            "them again would lose accuracy. The first is %s",
             *(len(dequantized), len(quantized), backend.dtype, quantization.name, dequantized[0].names[0]),
         )
     for name in network.optional:
