@@ -101,7 +101,7 @@ class Network:
             scale: Factor of the rows.
             rounded_scale: Whether `scale` is first rounded to the model dtype.
             width: Columns of the table; 0: the hidden size.
-            stored_rows: Rows of the table in the checkpoint; 0: the vocabulary size. Tokens beyond them get row 0.
+            stored_rows: Rows of the table in the checkpoint; 0: the vocabulary size. Tokens without a row get row 0.
         """
         attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
         width = width or self.hidden

@@ -30,7 +30,7 @@ class CacheShape:
         return self.kv_heads * (self.key_width + self.value_width)
 
     def num_parts_for(self, other: CacheShape) -> int:
-        """Return how many layers of shape `other` need as much memory; 0: not a whole number, for keys or values."""
+        """Return how many layers of shape `other` fit into this memory; 0: keys or values do not fit exactly."""
         parts, rest = divmod(self.kv_heads * self.key_width, other.kv_heads * other.key_width)
         fits = not rest and self.kv_heads * self.value_width == parts * other.kv_heads * other.value_width
         return parts if fits else 0
@@ -63,7 +63,7 @@ class CacheView:
     tensors: int
     """Index of the pair in `CacheLayout.shapes`."""
     part: int
-    """Index of the part in a row of the pair, whose parts are equal."""
+    """Index of the part. All parts of a row of the pair have the same size."""
     shape: CacheShape
 
 

@@ -153,8 +153,8 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return some columns of tensors of the same form, with the largest group size that splits no group; empty: even
-    `MIN_GROUP_SIZE` would split one.
+    """Return these columns of tensors of the same form, with the largest group size that splits no group; empty: even
+    groups of `MIN_GROUP_SIZE` would be split.
     """
     while True:
         picked = [each.with_columns(columns) for each in tensors]
