@@ -29,7 +29,7 @@ from llm_serving.errors import KernelError, ModelError
 PACKAGE = "ms_custom_ops"
 PRODUCT = "matmul_batch_invariant"
 CANN_PACKAGE: Final = "custom_batchinvariant"
-"""Folder of the CANN package `ops-batchinvariant`. Without its kernels, each call of the product fails."""
+"""Folder of the CANN package `ops-batchinvariant`. Without its kernels, calls of `InvariantProduct` fail."""
 
 
 class AscendInvariantBackend(AscendBackend):

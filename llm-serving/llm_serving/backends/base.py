@@ -203,7 +203,7 @@ class Backend(Protocol):
         """Do the same as `linear_weight`, for a weight that both `embedding` and `logits` use."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the weights [num_experts * N, K] of all experts as one Parameter for each or one for all."""
+        """Return the weights [num_experts * N, K] of all experts as one Parameter for each expert, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
         """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without copying

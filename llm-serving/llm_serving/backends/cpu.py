@@ -60,7 +60,7 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Raise KernelError unless MindSpore calls the library's matrix products. MindSpore's own need unpacked weights."""
+    """Raise KernelError if MindSpore calls its own matrix products, which cannot read packed weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
