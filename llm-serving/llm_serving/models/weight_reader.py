@@ -243,7 +243,7 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
         raise ModelError(f"{rule}: {spec.architecture} has none that the server uses, by its config.json")
     missing = [name for name in layer.tensors if name not in stored]
     if missing:
-        raise ModelError(f"{rule}: {folder} lacks {len(missing)} of its {len(layer.tensors)} tensors: {missing[0]}")
+        raise ModelError(f"{rule}: {folder} lacks {len(missing)} of {len(layer.tensors)} tensors, such as {missing[0]}")
     return layer
 
 
