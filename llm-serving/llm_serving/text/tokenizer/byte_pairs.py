@@ -30,7 +30,7 @@ class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
-        patterns: Regular expressions, applied in order. Each splits the parts that are left. Empty: the expression of
+        patterns: Regular expressions. Each splits the parts that the previous one made. Empty: the expression of
             GPT-2.
         digits: Whether each digit is a word.
         composes: Whether texts are first normalized to NFC.

@@ -3,7 +3,7 @@
 `<|channel|>analysis<|message|>`reasoning`<|end|><|start|>assistant<|channel|>final<|message|>`text
 `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`
 
-The recipient may also stand before the channel. Text in `commentary` without a recipient is content like `final`.
+The recipient may also precede the channel. Text in `commentary` without a recipient is content, as in `final`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def schema_of(schemas: Mapping[str, Mapping[str, Any]], tool: str, argument: str
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """Return an argument's value: JSON, or the text itself. If the text is also valid JSON, the schema decides."""
+    """Return an argument's value: parsed JSON, or the text itself. If the text is valid JSON, the schema decides."""
     kinds = _kinds_of_any(schema)
     try:
         value = parsed(text)
