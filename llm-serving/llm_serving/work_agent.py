@@ -329,7 +329,7 @@ class _Replies:
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding`, if requested, shortly before the step ends, or at once if the backend cannot tell."""
+    """Send `StepEnding`, if requested, shortly before the step ends, or at once if the backend does not announce it."""
 
     def announce() -> None:
         with contextlib.suppress(ChannelClosedError):  # the master has exited
