@@ -12,7 +12,7 @@ def spec_of(name, **changes):
 
 
 def test_heads_of_full_layers_may_be_given_for_each_layer():
-    heads = {"head_dim": 40, "num_key_value_heads": 1}
+    heads = {"head_dim": 28, "num_key_value_heads": 1}
     changes = {"global_head_dim": ..., "num_global_key_value_heads": ..., "per_layer_config": {"1": heads, "3": heads}}
     assert spec_of("gemma4-moe", **changes).caches == spec_of("gemma4-moe").caches
 

@@ -4,6 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+from llm_serving.backends import ascend_cells
+from llm_serving.backends.cpu import CpuColumns
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.core.step import BlockMove, BlockMoveKind
@@ -62,7 +64,8 @@ def steps():
     yield step_input([([44], 40, [3, 9, 1]), ([10, 11], 3, [5])], step=1)
 
 
-def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite):
+def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite, monkeypatch):
+    monkeypatch.setattr(ascend_cells, "AscendColumns", CpuColumns)
     runner, notice = load_runner(settings_of(folders, "serving_config.start_device_id=3"), lambda text: None)
     assert (notice, runner.compute_fingerprint.kernels) == ("", "ge")
     options = {"ascend_context": {"plugin_custom_ops": "All"}}
