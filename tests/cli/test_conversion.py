@@ -179,7 +179,7 @@ def test_convert_checks_tensors_before_writing(source, tmp_path, capsys, changes
 def test_convert_to_mindformers_refuses_other_families(tmp_path, capsys):
     write_small_model(tmp_path / "source", architectures=["Qwen3ForCausalLM"], head_dim=16)
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "mindformers"]) == 2
-    assert "must be given a model of LlamaForCausalLM, Qwen2ForCausalLM" in capsys.readouterr().err
+    assert "requires a model of LlamaForCausalLM, Qwen2ForCausalLM" in capsys.readouterr().err
 
 
 def test_convert_refuses_quantized_models(tmp_path, capsys):

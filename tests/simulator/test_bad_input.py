@@ -174,7 +174,7 @@ RECORDINGS = [
     (b"", "a.rec: is not a recording of the scheduler"),
     (b"PK\x03\x04" + bytes(999), "a.rec: is not a recording of the scheduler"),
     (lambda good: good[:80], "a.rec: ends within its header"),
-    (flipped, "is damaged: its hash, or that of an earlier record, does not match"),
+    (flipped, "is damaged: its hash or the hash of an earlier record does not match"),
     (lambda good: good[: len(MAGIC) + 30] + b"\xff" + good[len(MAGIC) + 31 :], "a.rec: record 0 at byte 32 is damaged"),
     (header_only, "a.rec"),
 ]

@@ -256,7 +256,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Return a context, for the main thread, that raises KeyboardInterrupt on SIGTERM and SIGHUP unless ignored."""
+    """Return a context for the main thread in which SIGTERM and SIGHUP raise KeyboardInterrupt unless ignored."""
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:

@@ -76,7 +76,7 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message and yield the answer as it arrives. `messages` gets both, unless the answer is empty.
+        """Send a message and yield the answer as it arrives. Append both to `messages`, unless the answer is empty.
 
         Raise ServerRefusal if the server answers with an error, UnavailableError if the connection fails.
         """

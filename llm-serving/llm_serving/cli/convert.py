@@ -64,7 +64,7 @@ def convert(
     tensors = list(_tensors(stored, order, config))
     if form == "mindformers" and spec.architecture not in CONVERTED:
         known = ", ".join(CONVERTED)
-        raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")
+        raise ConfigError(f"--to mindformers requires a model of {known}. Given: {spec.architecture}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     check_tensors(str(source), spec.tensors, shapes, optional_tensors(spec, shapes))
     if form == "mindformers":

@@ -44,7 +44,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
     pid: int
     create_time: float
-    """Start time of the process in seconds since the epoch. It tells the process from a later one with the same pid."""
+    """Start time of the process in seconds since the epoch. Other processes with the same pid have another time."""
     host: str
     port: int
     log: str
@@ -236,7 +236,7 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents not abandoned are ready, and a description; empty: the server does not respond."""
+    """Return whether all WorkAgents that are not abandoned are ready, and a text, empty if the server is silent."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # Not verified: the certificate has the server's public name, but this request goes to the server's address.

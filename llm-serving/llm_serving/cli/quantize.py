@@ -123,7 +123,7 @@ def _tensors(
 
 
 class _Parts:
-    """The tensors of one quantized weight. It is quantized when the first is read, and freed after the last."""
+    """The tensors of one quantized weight. The first read of a tensor quantizes the weight, and the last frees it."""
 
     def __init__(
         self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None

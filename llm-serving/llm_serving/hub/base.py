@@ -130,7 +130,7 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why a path, which does not exist in `folders`, is no name of a model on a hub; None: it can be one."""
+    """Return why a path that does not exist in `folders` cannot be the name of a model on a hub; None: it can."""
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:

@@ -111,7 +111,7 @@ class HuggingFace:
         if not _has_hash(part, blob.name):
             part.truncate(0)
             raise ModelError(
-                f"{url}: the downloaded file does not have the hash that {self.endpoint} announced; start again"
+                f"{url}: the downloaded file does not have the hash that {self.endpoint} announced; download it again"
             )
         Path(part.name).replace(blob)
 

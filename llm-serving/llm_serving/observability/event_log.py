@@ -26,7 +26,7 @@ ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
 class Step(NamedTuple):
-    """One step, with times on the engine's clock. It began at `formed` or when the previous one ended, if later."""
+    """One step, with times on the engine's clock. It began at `formed`, or at the end of the previous step if later."""
 
     number: int
     formed: float

@@ -42,7 +42,7 @@ class Totals(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one replica, or of all: then requests are summed and cache usage is averaged."""
+    """The load of one replica, or of all replicas: the sum of their requests and the mean of their cache usage."""
 
     num_running: int
     num_waiting: int

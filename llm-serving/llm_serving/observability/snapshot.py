@@ -241,7 +241,7 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot with the events after `since` (`now` of the previous one), in the engine's thread."""
+    """Return a snapshot with the events after `since`: `now` of the previous snapshot. Only for the engine's thread."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)

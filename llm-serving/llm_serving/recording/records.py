@@ -268,7 +268,7 @@ class Reader:
             payload = body[:length]
             self._chain.add(payload)
             if body[length:] != self._chain.seal:
-                raise _damaged(number, offset, "its hash, or that of an earlier record, does not match")
+                raise _damaged(number, offset, "its hash or the hash of an earlier record does not match")
             try:
                 record = _decode(payload)
             except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8

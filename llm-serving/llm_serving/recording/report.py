@@ -21,7 +21,7 @@ MAX_SHOWN: Final = 20
 
 _HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
 MAX_STEPS: Final = 2000
-"""Maximum number of steps on a page, which has the latest ones. A browser opens a larger page slowly."""
+"""Maximum number of steps on a page. Only the latest are shown, because a browser opens a larger page slowly."""
 MAX_WAITING: Final = 64
 """Maximum number of waiting requests of a step that a page lists. All are counted."""
 
@@ -247,7 +247,7 @@ class ReplayPageBuilder:
         )
 
     def page_data(self, name: str, version: str) -> ReplayPageData:
-        """Return the collected steps with their requests. `name`: of the recording. `version`: from its header."""
+        """Return the collected steps with their requests. `name`: the recording's name. `version`: from its header."""
         pool = self._scheduler.blocks.pool
         indices: dict[int, int] = {}
         steps = [_renumbered(step, indices) for step in self._steps]

@@ -56,7 +56,7 @@ class _Writer:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
         self._indices: dict[object, int] = {}
-        """Identity of an object -> index of its node; of a frozen set its value, because Python may copy it."""
+        """Identity of an object, or value of a frozen set (Python may copy it) -> index of the node."""
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
@@ -77,7 +77,7 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars. It is written sorted, as its order depends on its history."""
+        """Return whether a value is a set of scalars. Such a set is written sorted, because its order can vary."""
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:
@@ -155,7 +155,7 @@ def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
     attributes = dict(zip(layouts[name], values, strict=True)) | dict.fromkeys(_LEFT_OUT.get(kind, ()))
     attributes = _constants(kind) | attributes  # a version without a field decided as with its default
     if (declared := _declared(kind)) and attributes.keys() != set(declared):
-        raise ValueError(f"{name} has other attributes now")
+        raise ValueError(f"the attributes of {name} have changed")
     for attribute, value in attributes.items():
         object.__setattr__(instance, attribute, value)  # works for frozen dataclasses, too
     return instance

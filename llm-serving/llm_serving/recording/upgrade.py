@@ -143,7 +143,7 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _upgrade_blocks(blocks: dict[str, Any]) -> None:
-    """Give all layers of a block manager one group, and its pools blocks that are freed early."""
+    """Convert a block manager: all layers form one group, and no block of its pools was freed early."""
     groups = blocks["groups"] = CacheGroups((blocks.pop("window"),))
     blocks |= {"num_groups": 1, "has_sliding_window": groups.is_sliding, "max_blocks": [blocks.pop("most_blocks")]}
     blocks["_kept_ends"] = {}
