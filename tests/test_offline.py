@@ -121,7 +121,7 @@ def test_static_batching_and_fcfs_keep_the_answers(reference: list[Answer]) -> N
     static = ("model_config.batching_strategy=static", "model_config.decode_batch_size=5")
     model = llm("scheduler_config.policy=fcfs", *static)
     assert together(model) == reference
-    with pytest.raises(RequestError, match="is not served with model_config"):
+    with pytest.raises(RequestError, match="is not supported with model_config"):
         model.beam_search(PROMPTS[:1], BeamSearchParams(width=2), GREEDY)
     assert not model.engine.has_unfinished_requests
 

@@ -140,7 +140,7 @@ class AdmissionQueue:
             self._drain_rate_of_tenant.setdefault(name, DrainRate())
 
     def share_tenants(self, other: AdmissionQueue) -> None:
-        """Count a tenant's waiting requests together with those in `other`, another model's queue."""
+        """Limit the sum of a tenant's waiting requests here and in `other`, the queue of a second model."""
         self._waiting_of_tenant = other._waiting_of_tenant
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class AdmissionQueue:
             self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
-        """Count a request in another class. Do nothing if it has finished."""
+        """Count a request in its new class. Do nothing if the request has finished."""
         for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
                 after = entries[request_id] = before._replace(class_name=request_class.name)
@@ -259,9 +259,7 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits on a group of requests with `num_tokens` prompt tokens, the one of the
-        whole queue first.
-        """
+        """Return all limits on a group with `num_tokens` prompt tokens. The limit of the whole queue is first."""
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

@@ -103,7 +103,7 @@ class TtftPredictor:
     """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
 
     Steps with prompts and decode-only steps are averaged separately. A line through both averages separates the time of
-    a step from that of a token.
+    a step from the time of a token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:

@@ -64,7 +64,7 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
     if sampling.max_tokens == 0:
         raise RequestError("max_tokens", "must be at least 1 with use_beam_search", 0)
     if limits.batching_strategy == "static":
-        raise RequestError("use_beam_search", "is not served with model_config.batching_strategy: static", True)
+        raise RequestError("use_beam_search", "is not supported with model_config.batching_strategy: static", True)
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:

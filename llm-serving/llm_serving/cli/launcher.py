@@ -44,7 +44,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
     pid: int
     create_time: float
-    """Start time of the process in seconds since the epoch. Other processes with the same pid have another time."""
+    """Start time of the process in seconds since the epoch. It differs for a later process with the same pid."""
     host: str
     port: int
     log: str

@@ -30,7 +30,7 @@ class Converted(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A key of MindIE without a counterpart, and why. If `reason` is empty, another key covers it, without a note."""
+    """A key of MindIE without a counterpart, and why. Empty `reason`: a different key covers it; no note is needed."""
 
     reason: str
     usual: tuple[Any, ...] = ()

@@ -147,6 +147,6 @@ def names_of(config: ServingConfig) -> Iterator[str]:
 
 
 def all_names_of(config: ServingConfig) -> Iterator[str]:
-    """Yield the names of a model, and those of the adapters that it loads at its start."""
+    """Yield the names of a model, and the names of the adapters that it loads at its start."""
     yield from names_of(config)
     yield from config.lora.lora_modules or ()

@@ -122,9 +122,9 @@ class ScheduledRequest(ClientRequest):
     needs_known_output: bool = False
     """Whether each step needs the ids of all earlier tokens. Such a step is formed only after the latest reply."""
     is_beam: bool = False
-    """Whether the request is a beam. A beam pauses after each token until the other beams have theirs."""
+    """Whether the request is a beam. A beam pauses after each token until all beams have a token."""
     paused: bool = False
-    """Whether the request waits for its beam search. It is not scheduled meanwhile, and is preempted first."""
+    """Whether the request waits for its beam search. A paused request is not scheduled, and is preempted first."""
 
     # Order
     priority: int = 0

@@ -242,9 +242,8 @@ class StepInput:
     states: Int32Array = field(default_factory=no_state_accesses)
     """[N, 4], each row a `StateAccess`; empty for a model without recurrent states."""
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0: none) and adapter slot of each row; empty: no row has an adapter. If the slot holds
-    another adapter, the WorkAgent first copies this one into it.
-    """
+    """[B, 2], adapter number (0: none) and adapter slot of each row; empty: no row has an adapter. If the slot holds a
+    different adapter, the WorkAgent first copies this adapter into the slot."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 

@@ -163,7 +163,7 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no further requests to a replica, then stop it. Raise RequestError if no other replica serves."""
+        """Route no further requests to a replica, then stop it. Raise RequestError for the last open replica."""
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)

@@ -268,7 +268,7 @@ class EngineRequests:
         return self._auditor.watches(request.request_id)
 
     def reload(self, rules: SchedulingRules, number: int) -> None:
-        """Use other scheduling rules from now on. `number`: counts the reloads of the server, from 1."""
+        """Apply new scheduling rules from now on. `number`: number of this reload of the server, from 1."""
         self.scheduler.reload(rules)
         self._fairness.record_reload(number)
         self.ttft_predictor.limits = rules.limits

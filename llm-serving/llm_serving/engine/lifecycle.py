@@ -154,9 +154,9 @@ class Lifecycle:
                 await self._open("awake")
 
     async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
-        """Serve the weights of another folder, once accepted requests have finished or are aborted. Return their hash.
+        """Load the weights of a new folder, once accepted requests have finished or are aborted. Return their hash.
 
-        A sleeping model loads them when it wakes up. If they cannot be loaded, load the former weights again and raise
+        A sleeping model loads them when it wakes up. If the load fails, load the former weights again and raise
         UnavailableError.
         """
         before, set_weights = self.weights, self._set_weights
@@ -206,7 +206,10 @@ class Lifecycle:
     def exclusive(self) -> Iterator[None]:
         """Return a context that excludes other changes of the model. Raise RequestError if one is in progress."""
         if self._is_changing:
-            raise RequestError("model", "is being changed by another request; send this one again when that has ended")
+            raise RequestError(
+                "model",
+                "is being changed by another request: wait until that request has ended, then send this one again",
+            )
         self._is_changing = True
         try:
             yield

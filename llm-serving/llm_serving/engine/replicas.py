@@ -187,7 +187,7 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no further requests to the replica. Call `leave` next. Raise RequestError if no other is open."""
+        """Route no further requests to the replica. Call `leave` next. Raise RequestError for the last open replica."""
         self._check(index)
         if index in self.drained:
             return
@@ -231,7 +231,7 @@ class Replicas(EngineListener):
         return list(self._failures.values())
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Give all replicas another configuration. Return index -> future that completes once the replica uses it."""
+        """Pass a new configuration to all replicas. Return index -> future that completes once the replica uses it."""
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
         for index, engine in self.living().items():
@@ -301,7 +301,7 @@ class Replicas(EngineListener):
             raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
 
     def index_of(self, engine: Engine) -> int | None:
-        """Return the index of an engine's replica; None: the replica has another engine now."""
+        """Return the index of an engine's replica; None: the replica has a newer engine now."""
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:

@@ -55,7 +55,7 @@ class RequestDispatcher:
         self.coalesced = CoalescedResponses(serving.coalesced_response_bytes, serving.request_log_age_s, clock)
 
     def reload(self, config: ServingConfig) -> None:
-        """Apply another configuration to admission control and routing."""
+        """Apply a new configuration to admission control and routing."""
         for each in (self.queue, self.admission, self.router):
             each.reload(config)
 

@@ -67,7 +67,7 @@ class SequenceSink:
         return self._context.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Finish with this reason, even if the latest token has finished the request for another reason."""
+        """Finish with this reason, even if the latest token has finished the request for a different reason."""
         self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 

@@ -167,7 +167,7 @@ class SameFiles:
     Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
-    its files, which must be equal to that of the master's files.
+    its files, which must equal the fingerprint of the master's files.
     """
 
     def __init__(self, model: ModelConfig) -> None:

@@ -31,8 +31,8 @@ def start_processes(
     """Start the processes of one replica, one for each rank. If one cannot start, kill the others and raise OSError.
 
     Several ranks inherit shared memory for all-reduce, and the number of a free port of this machine, which compiled
-    graphs use for their collectives. If another process takes the port first, the ranks exit, and restart with another
-    port.
+    graphs use for their collectives. If a different process takes the port first, the ranks exit, and restart with a
+    new port.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)

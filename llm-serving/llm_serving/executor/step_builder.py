@@ -193,7 +193,7 @@ def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Arra
 
 
 class _SamplingParams:
-    """Sampling parameters of a step's samples as arrays. They are kept while the samples stay the same."""
+    """Sampling parameters of a step's samples as arrays. The arrays are reused while the samples stay the same."""
 
     def __init__(self, samples: list[_Sample], known: Mapping[Request, Int32Array]) -> None:
         self.samples = samples
@@ -257,7 +257,7 @@ class _PackedTables:
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._sizes: list[tuple[int, int]] = []
-        """(number of entries, number of entries without a block) of each table. A changed table has another pair."""
+        """(number of entries, number of entries without a block) of each table. A changed table has other numbers."""
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:

@@ -112,7 +112,7 @@ def start_work_agent(
 
     Args:
         on_progress: Called with progress texts. If it raises an exception, the WorkAgent is stopped.
-        previous: What the replaced WorkAgent had loaded. The new one allocates as many blocks.
+        previous: What the replaced WorkAgent had loaded. The new one allocates the same number of blocks.
         timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time between two messages.
         cancellation: Kills the WorkAgent if it is cancelled before the WorkAgent is ready.
 
@@ -164,7 +164,7 @@ def _load(
 ) -> Loaded:
     """Make the WorkAgent load the model, after a check that it runs the master's code.
 
-    Its code differs if the package was upgraded while the master runs, or if the other machine has another version.
+    Its code differs if the package was upgraded while the master runs, or if the other machine has a different version.
     """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 

@@ -243,7 +243,7 @@ class BlockManager(RequestBlocks):
         """Export the blocks of the first `num_tokens` tokens into the transfer pool, if later tokens attend to them.
 
         Return the moves for the step that computes the last of these tokens; None: the transfer pool is full. With
-        recurrent states, the moves of the request's state follow those of the blocks.
+        recurrent states, the moves of the request's state follow the block moves.
         """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces

@@ -177,12 +177,12 @@ class EventSnapshot:
 class EventLog(StepObserver):
     """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
 
-    It keeps the latest `num_requests` requests that have ended (0: the log is off), and `num_steps` steps.
+    It holds the latest `num_requests` requests that have ended (0: the log is off), and `num_steps` steps.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
-        """Whether the log keeps anything. If not, the engine reports no steps to it."""
+        """Whether the log records anything. If not, the engine reports no steps to it."""
         self._num_requests = num_requests
         self._num_submitted = 0
         self._records: dict[str, RequestRecord] = {}

@@ -46,7 +46,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 
 class ReplayDiffersError(RecordingError):
-    """The scheduler makes another decision than the recorded one, or fails. The message says where and how."""
+    """The scheduler fails, or its decision differs from the recorded one. The message says where and how."""
 
 
 class Replay:

@@ -64,7 +64,7 @@ class SchedulerComponents:
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """Return components for other rules, and move all requests to them. `step`: number of the next step."""
+        """Return new components for `rules`, and move all requests to them. `step`: number of the next step."""
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):
             rules = rules._replace(order=self.rules.order)

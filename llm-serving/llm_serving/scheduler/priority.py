@@ -1,4 +1,4 @@
-"""Changes of a waiting or running request's priority, which may move it to another class."""
+"""Changes of a request's priority. Such a change may move a waiting or running request to a different class."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Schedule:
     prompt_results: list[PromptResults] = field(default_factory=list)
     has_draft_tokens: bool = False
     migrating: list[ScheduledRow] = field(default_factory=list)
-    """Rows whose requests migrate to another replica after the reply, unless they finish with it."""
+    """Rows whose requests migrate to another replica after the reply, unless the reply finishes the request."""
     exports: list[BlockMove] = field(default_factory=list)
     """Moves that export the blocks of `migrating`. The WorkAgent executes them after it has computed the rows."""
     states: list[StateAccess] = field(default_factory=list)

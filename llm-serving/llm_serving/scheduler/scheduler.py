@@ -36,7 +36,7 @@ from llm_serving.scheduler.tenant_limits import SlotDemand
 class Scheduler:
     """Continuous batching over one KV cache.
 
-    One rule covers prompts, chunks, decoding and preempted requests: bring `num_computed_tokens` up to `num_tokens`.
+    Prompts, chunks, decoding and preempted requests are scheduled alike: raise `num_computed_tokens` to `num_tokens`.
     The policy selects the stage that a step begins with; request classes decide which requests go first. `schedule` may
     form a step before the results of the previous one arrive (`Request.num_tokens_in_flight`). A freed block can be
     reused at once even while steps are in flight: a WorkAgent runs steps strictly in order, so every earlier step has
@@ -78,7 +78,7 @@ class Scheduler:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def reload(self, rules: SchedulingRules) -> None:
-        """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change.
+        """Apply new rules from the next step on. `max_preemptions` and the sliding window must not change.
 
         Running requests keep their slots. If they exceed the new limit, no request is admitted until enough have
         finished. Waiting requests are queued again in order of arrival, with new bounds. Charges restart at 0. An order

@@ -50,7 +50,7 @@ class DecodeStage:
                 plan.add_decode(request)
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
-        """Return the stage that the step begins with: the policy's choice, unless a bound on gaps requires the other.
+        """Return the stage that the step begins with: the policy's choice, unless a bound on gaps forbids it.
 
         `has_prompts`: whether a prompt, or a part of one, remains to be computed.
         """
@@ -198,7 +198,7 @@ class PrefillStage:
 
         Args:
             capped: The method appends the requests whose prefill `max_long_prefill_tokens` shortens.
-            before: Admit only classes whose prompts come before those of this class; None: all classes.
+            before: Admit only classes whose prompts come before the prompts of this class; None: all classes.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None

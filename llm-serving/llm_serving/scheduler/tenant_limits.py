@@ -63,7 +63,7 @@ class _Tenant:
 
 
 class TenantLimiter:
-    """Keeps at most as many requests of a tenant in the waiting queue of each class as the tenant has free slots.
+    """Limits a tenant's requests in the waiting queue of each class to the number of the tenant's free slots.
 
     A tenant at its limit therefore blocks no other request. When one of its requests finishes, the first held request
     of each class enters the queue. An admitted request counts until it finishes, also while it is preempted. The
@@ -195,7 +195,7 @@ class TenantLimiter:
                 yield from (request for _, request in heap)
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
-        """Release or hold requests, so that each class queues as many as the tenant has free slots."""
+        """Release or hold requests, so that each class has one queued request for each free slot of the tenant."""
         due = self._class_due(tenant) if any(tenant.held.values()) else None
         changes = LimiterChanges([], [])
         for name in {**tenant.released, **tenant.held}:

@@ -83,7 +83,7 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a migrated request, which waited `num_waited` steps elsewhere and keeps its tenant's slot."""
+        """Queue a migrated request. It waited `num_waited` steps on its former replica, and keeps its tenant's slot."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 

@@ -2,8 +2,8 @@
 
 Saxena, "Prompt Lookup Decoding" (2023), searches prompt and output; Hu et al., "SAM Decoding" (2024), also searches
 other texts for the longest match. This proposer searches in this order: n-grams of twice the length in finished
-answers, n-grams in the request's own text, n-grams in finished answers. It keeps a match as long as the match predicts
-the output.
+answers, n-grams in the request's own text, n-grams in finished answers. A match is used as long as it predicts the
+output.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class NgramProposer:
                 self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return the unmatched requests whose lookup is expected to gain more than it costs, and remove the others.
+        """Return unmatched requests whose lookup should gain more than it costs. Remove all others from `unmatched`.
 
         The gain is the number of saved tokens. The cost is the number of tokens that all rows could compute meanwhile.
         """

@@ -32,7 +32,7 @@ class Channel(Generic[Incoming]):
     """One end of a connection. It sends messages of any type, and receives messages of the union `incoming`.
 
     A frame is a little-endian uint32 length and that many bytes of msgpack. If a deadline passes in the middle of a
-    frame, the bytes already read are kept for the next call. The channel owns the socket.
+    frame, the next call continues with the bytes already read. The channel owns the socket.
     """
 
     def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:

@@ -51,8 +51,8 @@ _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
 
-    A draft token's sampling history is that of its row plus the draft tokens before it. If the history of a sample
-    starts with the whole history of the previous sample, this prefix is sent only once.
+    A draft token's sampling history is the history of its row plus the draft tokens before it. If the history of a
+    sample starts with the whole history of the previous sample, this prefix is sent only once.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
     if len(sampling.history_token_ids):
@@ -69,7 +69,7 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
     """Return the step that `step_arrays` converted. Only shared prefixes are copied.
 
-    Raise ProtocolError if the arrays belong to another step.
+    Raise ProtocolError if the arrays belong to a different step.
     """
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
@@ -129,7 +129,7 @@ def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> lis
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
     if number.tolist() != [step]:
-        raise ProtocolError(f"expected the arrays of step {step}, got those of step {number.tolist()}")
+        raise ProtocolError(f"expected the arrays of step {step}, got the arrays of step {number.tolist()}")
     return others
 
 

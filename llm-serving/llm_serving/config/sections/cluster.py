@@ -63,7 +63,7 @@ class ClusterConfig:
     weights_cache_path: str | None = option(
         None, TEXT, expert=True, only_with=("cluster_config.weights", WeightsName.OBJECT_STORE.value)
     )
-    """Folder on every machine that keeps the weights received, named by their content. null:
+    """Folder on every machine for the received weights, which are named by their content. null:
     `~/.cache/llm_serving/weights`."""
     num_transfer_blocks: int | None = option(None, integer(1), expert=True)
     """Number of KV blocks in the transfer buffer of each `prefill` replica. While the buffer is full, a request

@@ -47,7 +47,7 @@ class LoraConfig:
     max_lora_rank: int = option(16, one_of(_RANKS))
     """Highest rank of an adapter. Each of the `max_loras` slots takes memory for this rank."""
     max_cpu_loras: int | None = option(None, integer(1, 4096))
-    """Maximum number of adapters that a WorkAgent keeps in host memory, those in slots included. null: 16 times
+    """Maximum number of adapters that a WorkAgent keeps in host memory, including adapters in slots. null: 16 times
     `max_loras`, or the number of `lora_modules` if that is larger."""
 
     @property

@@ -107,7 +107,7 @@ class ModelConfig:
     """Accepted from older files. The KV cache is always paged; False is reported in the log."""
     backend: str = option("kbk", choice(("kbk", "ge")), expert=True)
     """`kbk`: MindSpore's graph mode, kernel by kernel. `ge`: exported graphs in `mindir_path`, run by mindspore_lite's
-    graph engine on Ascend. Without `mindir_path`, `ge` is served as `kbk` and reported in the log."""
+    graph engine on Ascend. Without `mindir_path`, `ge` means `kbk`, and the log reports this."""
     mindir_path: Path | None = option(None, path(Kind.FOLDER), expert=True)
     """Folder that `llm-serving export` wrote for this configuration, for `backend: ge`. It contains the weights and a
     KV cache of `pa_config.num_blocks` blocks."""

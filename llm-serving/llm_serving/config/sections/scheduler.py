@@ -97,7 +97,7 @@ class SchedulerConfig:
     """Scheduling quantum of weighted fair queueing, in steps: how long a request of a lower class keeps its running
     slot beyond the share of its class before a waiting request of a higher class preempts it."""
     max_preemptions_per_request: int = option(8, integer(0, 10**6), expert=True)
-    """Maximum number of preemptions of one request. After that it keeps its KV blocks until it finishes."""
+    """Maximum number of preemptions of one request. After that, the request keeps its KV blocks until it finishes."""
     preemption_mode: str = option("recompute", choice(("recompute", "swap", "auto")), expert=True, reloadable=True)
     """What happens to the KV blocks of a preempted request. `recompute`: they are freed and computed again. `swap`:
     they are copied to host memory (`pa_config.num_swap_blocks`) and back. `auto`: the cheaper of the two."""
@@ -115,7 +115,7 @@ class SchedulerConfig:
     record_file_bytes: int = option(16 * 2**20, MEMORY, expert=True)
     """Size in bytes at which a recording continues in a new file, or text such as "16MB"."""
     record_files: int = option(4, integer(1, 10**6), expert=True)
-    """Number of recording files that are kept for each scheduler. The oldest is deleted."""
+    """Maximum number of recording files of each scheduler. Above it, the oldest file is deleted."""
 
 
 # --- token budget of a step -----------------------------------------------------------------------------------------

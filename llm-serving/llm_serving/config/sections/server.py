@@ -92,10 +92,10 @@ class ServerConfig:
     """How a request is assigned to one of several replicas; responses do not depend on it. `predicted_ttft`: lowest
     predicted time to first token, from queue, measured steps and cached prefix. `prefix_affinity`: longest cached
     prefix, while no replica has many more requests than another. `block_cost`: fewest blocks to compute and hold.
-    `least_loaded`: fewest requests. `round_robin`: in turn."""
+    `least_loaded`: fewest requests. `round_robin`: all replicas in turn."""
     exit_without_work_agents: bool = option(False, BOOLEAN)
     """True: the server exits with code 3 when all its WorkAgents have exhausted `max_worker_restarts`, so that a
-    process supervisor can restart it. False: it keeps restarting them."""
+    process supervisor can restart the server. False: the server keeps restarting its WorkAgents."""
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
     """Format in which the model writes tool calls. `auto`: the format of its chat template. `none`: requests with
     `tools` are refused with 400. The other formats are described in docs/guides/tools.md."""
@@ -232,7 +232,7 @@ class ServerConfig:
     """Size in bytes at which the access log, or the log of `llm-serving start`, continues in a new file, or text such
     as "32MB"."""
     log_files: int = option(4, integer(2, 1000), expert=True)
-    """Number of files that are kept of the access log, and of the log of `llm-serving start`. The oldest is deleted."""
+    """Maximum number of files of the access log and of the log of `llm-serving start`. The oldest is deleted."""
 
     @property
     def url(self) -> str:

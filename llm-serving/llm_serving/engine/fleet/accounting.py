@@ -231,6 +231,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that this replica continues a migrated request, which keeps its slot of the tenant limit."""
+        """Record that this replica continues a migrated request. The request keeps its slot of the tenant limit."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

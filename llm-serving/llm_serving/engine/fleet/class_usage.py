@@ -152,7 +152,7 @@ class ClassLeadMonitor:
 
 
 class ExtremesSince:
-    """Minimum and maximum of a series since a given index. It keeps only values below or above all later ones."""
+    """Minimum and maximum of a series since a given index. It stores only values below or above all later values."""
 
     def __init__(self) -> None:
         self._min_indices: list[int] = []

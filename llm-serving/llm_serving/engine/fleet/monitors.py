@@ -69,7 +69,7 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return the number of pairs (A, B) that violate the rule above.
+        """Add a step. Return the number of pairs (A, B) for which it violates the rule of this class.
 
         Args:
             leads: Leads of the classes across replicas; empty: unknown.
@@ -163,7 +163,7 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses the rules of reload `number`. `kept`: ids of requests that hold unused slots."""
+        """Record that a replica uses the rules of reload `number`. `kept`: ids of requests that wait with a slot."""
         with self._lock:
             self._reloads[replica] = number
             self._kept[replica] = {*kept}

@@ -1,4 +1,4 @@
-"""Routing: the event loop chooses the replica that serves each request."""
+"""Routing: the event loop chooses the replica that computes each request."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PromptBlocks:
 
 
 class Route(NamedTuple):
-    """The replica that serves a request."""
+    """The replica that is chosen for a request."""
 
     replica: int
     engine: Engine
@@ -153,7 +153,7 @@ class Router:
         self._clock = clock
         self.prompts = PromptBlocks()
         self._open = self._prefilling = OpenReplicas({})
-        """`_open`: replicas that accept requests. `_prefilling`: those of them that compute prompts."""
+        """`_open`: replicas that accept requests. `_prefilling`: the subset that computes prompts."""
 
     def reload(self, config: ServingConfig) -> None:
         self._config = config

@@ -40,7 +40,7 @@ COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 class RayStarter:
     """Starts WorkAgents through a separate Ray process (see `ray_process`).
 
-    If that process has exited, the next start creates another one, which may connect to a new cluster at the address.
+    If that process has exited, the next start creates a new one, which may find a new cluster at the address.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
@@ -92,7 +92,7 @@ class RayConnection:
         self._connected: RayConnected | None = None
         self._gone_reason: str | None = None
         self.is_retryable = False
-        """Whether another Ray process may succeed after this one has exited."""
+        """Whether a new Ray process may succeed after this process has exited."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()

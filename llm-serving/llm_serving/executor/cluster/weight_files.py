@@ -1,6 +1,6 @@
 """Copies of a model folder, which Ray's object store sends to machines that do not have it.
 
-A folder is identified by a digest of its contents. It is sent in pieces and kept in a cache folder on each machine.
+A folder is identified by a digest of its contents. It is sent in pieces and stored in a cache folder on each machine.
 """
 
 from __future__ import annotations
