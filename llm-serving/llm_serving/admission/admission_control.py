@@ -191,7 +191,7 @@ class AdmissionControl:
         )
 
     def _is_current(self, replica: ReplicaLoad) -> bool:
-        """Return whether the measured speed of the replica is recent. It may change while the replica is idle."""
+        """Return whether the measured speed of the replica is recent. An idle replica's speed may change."""
         load = self._queue.load(replica.index)
         is_idle = load.num_waiting == load.num_running == 0
         return not is_idle or self._clock() - replica.in_flight.since < IDLE_S

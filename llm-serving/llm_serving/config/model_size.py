@@ -82,7 +82,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
 
 
 def _room(num_tokens: int, block_size: int, num_groups: int) -> str:
-    """Return a text for the size of a cache. With several groups, each token takes a slot in each of them."""
+    """Return a text for the size of a cache. With several groups, each token takes a slot in each group."""
     if num_groups == 1:
         return f"{num_tokens:,} tokens"
     return f"{num_tokens // block_size:,} blocks of a group"

@@ -1,4 +1,4 @@
-"""One request in the master: what the client requested, and the state that scheduler and engine keep of it.
+"""One request in the master: what the client requested, and the state of the request in scheduler and engine.
 
 Three slotted dataclasses extend one another:
 

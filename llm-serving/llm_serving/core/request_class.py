@@ -28,8 +28,8 @@ class RequestClass:
     """Share of running slots and tokens, relative to the weights of the other classes. It applies while requests of the
     class have waited for longer than `ageing_steps`; before that, classes of smaller rank are scheduled first."""
     ageing_steps: int = 256
-    """Number of steps after which the class shares with higher classes by weight; before that, they go first. Counted
-    while the oldest request of the class waits for a running slot, or for its prefill while it has a slot."""
+    """Number of steps after which the class shares with higher classes by weight; before that, higher classes go first.
+    Counted while the oldest request of the class waits for a running slot, or for its prefill while it has a slot."""
     ttft_slo_s: float | None = None
     """SLO in seconds for the time to first token. null: no SLO."""
     tpot_slo_s: float | None = None

@@ -1,4 +1,4 @@
-"""The engine as the server uses it: it accepts requests and returns a stream of outputs for each."""
+"""The server's interface to the engines: it accepts requests and returns a stream of outputs for each."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ class AsyncEngine:
             request_id: The client's id of the request. Several requests may have the same id.
             fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
-            has_siblings: Whether other requests fork from this one. If so, it must not migrate.
+            has_siblings: Whether other requests fork from this one. If so, this request must not migrate.
             admission: Result of `check_capacity` for a group that contains this request. None: check the request here.
-            sharing: How identical requests share the answer; None: they do not.
+            sharing: How identical requests share the answer; None: the answer is not shared.
 
         Raises:
             RequestError: The request can never be served: for example, it is too long, or its adapter was unloaded.

@@ -75,7 +75,7 @@ class Deadlines:
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
         """End the waiting requests that would miss their deadline even if they were next in their class.
 
-        If no request runs, end none: the next one then starts at once, and its step updates the predictor.
+        If no request runs, end none: the next request then starts at once, and its step updates the predictor.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:

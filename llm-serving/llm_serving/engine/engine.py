@@ -1,4 +1,4 @@
-"""The step loop of one replica. Its thread alone owns the replica's scheduler, blocks and requests."""
+"""The step loop of one replica. Only its thread may use the replica's scheduler, blocks and requests."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class EngineRequests:
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread. Return a future of its result. Raise WorkerDiedError if it ended."""
+        """Call a function in the engine's thread. Return the future result. Raise WorkerDiedError after its end."""
         answer: Future[T] = Future()
 
         def reply() -> None:

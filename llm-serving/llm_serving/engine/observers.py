@@ -42,7 +42,7 @@ class EngineListener:
         """Called with requests that other replicas must continue. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        """Called with blocks that other replicas exported, after this engine has copied them. They can be reused."""
+        """Called with other replicas' exported blocks, which can be reused because this engine has copied them."""
 
 
 class StepTimes:

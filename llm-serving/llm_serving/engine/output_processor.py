@@ -37,7 +37,7 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each unfinished request until it is sent.
+    """Collects the output of each unfinished request until the output is sent.
 
     `metrics`: None: neither metrics nor events are recorded.
     """

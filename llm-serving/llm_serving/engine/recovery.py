@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
 """A request is tested as the cause after the WorkAgent has exited in this many consecutive steps with the request."""
 MAX_LOST_STEPS: Final = 4
-"""Number of consecutive lost steps after which a request ends even if no test shows that it is the cause."""
+"""Number of consecutive lost steps after which a request ends even if no test shows that the request is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:

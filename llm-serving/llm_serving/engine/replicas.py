@@ -93,7 +93,7 @@ class Events:
     on_failure: Callable[[LLMServingError], None]
     """Called if the server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
-    """Called after an engine has ended. It sends no further events."""
+    """Called after an engine has ended. The engine sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
     """Called when a replica that was drained while it loaded is ready. It must stop as soon as it has no requests."""
 

@@ -70,7 +70,7 @@ class Executor(ABC):
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection that transfers the WorkAgent's KV blocks; None: it shares memory with the other WorkAgents."""
+        """Connection that transfers the WorkAgent's KV blocks; None: the WorkAgents share memory."""
         return None
 
     @abstractmethod

@@ -92,7 +92,7 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 async def hash_in_thread(files: ModelFiles) -> ContentHashes:
-    """Call `content_hashes` in a thread for which the end of the process does not wait. It may take minutes."""
+    """Call `content_hashes` in a thread for which the end of the process does not wait. The call may take minutes."""
     hashes: Future[ContentHashes] = Future()
     hashes.set_running_or_notify_cancel()
 

@@ -114,7 +114,7 @@ def start_work_agent(
         on_progress: Called with progress texts. If it raises an exception, the WorkAgent is stopped.
         previous: What the replaced WorkAgent had loaded. The new one allocates the same number of blocks.
         timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time between two messages.
-        cancellation: Kills the WorkAgent if it is cancelled before the WorkAgent is ready.
+        cancellation: When cancelled before the WorkAgent is ready, kills the WorkAgent.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -162,7 +162,7 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Make the WorkAgent load the model, after a check that it runs the master's code.
+    """Make the WorkAgent load the model, after a check that the WorkAgent runs the master's code.
 
     Its code differs if the package was upgraded while the master runs, or if the other machine has a different version.
     """

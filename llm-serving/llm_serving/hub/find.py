@@ -56,7 +56,7 @@ class HubModel:
 def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubModel:
     """Find a model in the local caches, or download its configuration and tokenizer, but not its weights.
 
-    Raise ModelError if it does not exist, cannot be reached, or is of an unsupported family.
+    Raise ModelError if the model does not exist, cannot be reached, or is of an unsupported family.
 
     Args:
         hub: Key of `HUBS`; `auto`: the first cache that has the model, else Hugging Face to download it.

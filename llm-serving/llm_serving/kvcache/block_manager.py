@@ -23,7 +23,7 @@ class BlockManager(RequestBlocks):
     In a group of layers with a sliding window, a request frees the blocks that the window has passed, so it holds at
     most the blocks of the window and of a step. Only full blocks are shared: with earlier requests of the same
     namespace and prefix (found by hash), and with the parent of a fork. A shared block is never written; a fork that
-    starts inside a block gets a copy of it. Before a step computes, it executes its block moves in order.
+    starts inside a block gets a copy of it. A step executes its block moves in order before it computes.
 
     If the model has recurrent states, a request with blocks also has a slot of `states`. A shared prefix then ends at a
     checkpoint, and a fork recomputes the tokens after it.

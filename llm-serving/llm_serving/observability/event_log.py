@@ -78,7 +78,7 @@ class RequestSummary(NamedTuple):
 
 
 class RequestRecord:
-    """The history of one request. After the request has ended, it holds no texts or tokens."""
+    """The history of one request. After the request has ended, the record holds no texts or tokens."""
 
     __slots__ = (
         "_request",

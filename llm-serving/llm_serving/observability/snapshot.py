@@ -21,9 +21,9 @@ MAX_WAITING: Final = 10_000
 MAX_SNAPSHOT_WAITING: Final = 1024
 """Maximum number of waiting requests that an engine snapshot lists. All are counted."""
 MAX_STEPS: Final = 64
-"""Maximum number of steps in an engine snapshot. It has the latest ones."""
+"""Maximum number of steps in an engine snapshot, which has the latest steps."""
 MAX_ENDED: Final = 64
-"""Maximum number of finished requests in an engine snapshot. It has the latest ones."""
+"""Maximum number of finished requests in an engine snapshot, which has the latest ones."""
 
 
 class RunningRequest(Struct, kw_only=True):

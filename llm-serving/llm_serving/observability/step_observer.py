@@ -1,4 +1,4 @@
-"""Observers of an engine's steps. The engine's thread calls them. They must not change its state."""
+"""Observers of an engine's steps. The engine's thread calls them. Observers must not change the engine's state."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file, without an incomplete last one. Raise RecordingError if it is not a recording."""
+    """Reads the records of one file, without an incomplete last one. Raise RecordingError for another file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

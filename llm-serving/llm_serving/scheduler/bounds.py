@@ -17,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
 
 MIN_HEAP: Final = 64
-"""Outdated entries of a heap are removed only if it has this many more than twice the number of current entries."""
+"""Outdated entries are removed from a heap once it has more than `MIN_HEAP` + 2 n entries for n waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)

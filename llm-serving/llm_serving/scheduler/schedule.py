@@ -239,7 +239,7 @@ def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[list[ScheduledRow], list[BlockMove]]:
     """Return the rows whose requests migrate after this step, and the moves that export their blocks.
 
-    A request migrates after its first token. It stays if that is also its last token, or if the transfer pool is full.
+    A request migrates after its first token. It stays if this token is also its last, or if the transfer pool is full.
     """
     migrating: list[ScheduledRow] = []
     exports: list[BlockMove] = []

@@ -119,7 +119,7 @@ class Channel(Generic[Incoming]):
         return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
 
     def shutdown(self) -> None:
-        """Shut the connection down, which wakes a thread that is receiving. Raise OSError if it is closed."""
+        """Shut the connection down, which wakes a thread that is receiving. Raise OSError if it is already closed."""
         socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the keys under a reader
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ PROTOCOL_VERSION = 25
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Type and shape of one array in a buffer. It follows the array before it."""
+    """Type and shape of one array in a buffer. Each array follows the previous one."""
 
     dtype: str
     shape: tuple[int, ...]

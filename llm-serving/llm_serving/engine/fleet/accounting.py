@@ -39,7 +39,7 @@ class TenantUsage:
         self._snapshots: dict[int, list[int]] = {}
         """Replica -> totals at its snapshot, plus the replica's own service since then."""
         self._known: dict[int, list[int]] = {}
-        """Replica -> the part of the totals that it knows: its own service, and what `pop_remote` returned."""
+        """Replica -> the part of the totals that the replica knows: its service, and what `pop_remote` returned."""
 
     @property
     def replicas(self) -> set[int]:

@@ -93,7 +93,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share. None: they are the same as at the replica's last call."""
+        """Return the classes that exceed their share. None: unchanged since the replica's last call."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:

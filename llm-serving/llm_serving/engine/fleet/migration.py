@@ -178,7 +178,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """After the reply to a step, reclaim the blocks that it imported, and remove the requests that it exported."""
+        """After the reply to a step, reclaim the blocks that the step imported, and remove its exported requests."""
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:

@@ -23,7 +23,7 @@ from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
 
 @contextmanager
 def open_placement(config: ServingConfig) -> Iterator[Placement]:
-    """Yield the placement. Its WorkAgents must exit before the context ends. Raise ConfigError if it cannot be used."""
+    """Yield the placement. Its WorkAgents must exit before the context ends. Raise ConfigError if it is unusable."""
     if config.cluster.engine == EngineName.LOCAL:
         with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
             yield LocalPlacement(transfer_fd)

@@ -35,7 +35,7 @@ class AgentStarter(Protocol):
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
         """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, all on one machine.
-        Raise WorkerDiedError if it cannot be started.
+        Raise WorkerDiedError if the WorkAgent cannot be started.
         """
 
     def close(self) -> None: ...

@@ -19,7 +19,7 @@ class RayRequirements(msgspec.Struct, frozen=True):
     address: str | None
     num_replicas: int
     cpus: int
-    """Number of cores of a replica with all its ranks. They run on one machine."""
+    """Number of cores of a replica with all its ranks. All ranks run on one machine."""
     strategy: str
     num_devices: int
     weights: RayWeights | None = None

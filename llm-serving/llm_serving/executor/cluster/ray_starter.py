@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors. Their own connections, not Ray, show whether they are alive."""
+"""Starts WorkAgents as Ray actors. The WorkAgents' own connections, not Ray, show whether they are alive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 KILL_TIMEOUT_S: Final = 2.0
 """Seconds to wait until a killed actor has exited. Ray may report the exit of a lost machine only later."""
 SHUTDOWN_S: Final = 10.0
-"""Seconds to wait until the Ray process has exited. It hangs if the head node is lost."""
+"""Seconds to wait until the Ray process has exited. This process hangs if the head node is lost."""
 ATTEMPTS: Final = 3
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 

@@ -74,7 +74,7 @@ def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
 
 
 def find_cached(cache: str, files: WeightFiles) -> Path | None:
-    """Return this machine's cached folder with these files; None: it is missing or has other contents."""
+    """Return this machine's cached folder with these files; None: it is missing or has wrong contents."""
     folder = _folder(cache, files)
     try:
         return folder if folder.is_dir() and describe_folder(folder) == files else None
