@@ -217,7 +217,7 @@ def test_control_updates_the_admission_queue_when_a_priority_change_is_late(monk
             moved = asyncio.Event()
             move = engine._queue.change_class
             engine._queue.change_class = lambda *change: (move(*change), moved.set())  # type: ignore[method-assign]
-            with pytest.raises(UnavailableError, match=r"did not confirm the change within 0\.01 s"):
+            with pytest.raises(UnavailableError, match=r"did not confirm the new priority within 0\.01 s"):
                 await engine.control.set_priority("b", 1)
             setup.runners[0].gate.set()
             async with asyncio.timeout(30):

@@ -384,7 +384,9 @@ class TestAwaitEnding:
     @pytest.mark.parametrize("number", [0, 2])
     def test_await_ending_rejects_an_unrequested_announcement(self, agent, number):
         agent.channel.send(StepEnding(number))
-        with pytest.raises(StepMismatchError, match=f"announced the end of step {number} without a request"):
+        with pytest.raises(
+            StepMismatchError, match=f"announced the end of step {number}, which the master did not request"
+        ):
             agent.executor.await_ending()
 
     def test_await_ending_detects_a_dead_work_agent(self, agent):

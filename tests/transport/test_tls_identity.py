@@ -68,7 +68,7 @@ def test_master_rejects_a_client_without_a_certificate() -> None:
 
 
 def test_a_short_secret_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"must have at least 32 characters.*Given: 31"):
+    with pytest.raises(ConfigError, match=r"must have at least 32 characters.*Given: 31 characters"):
         ClusterIdentity("a" * 31)
 
 

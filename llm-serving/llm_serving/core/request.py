@@ -113,8 +113,7 @@ class ScheduledRequest(ClientRequest):
     """Number of prompt tokens found in the prefix cache at the first admission."""
     num_new_tokens: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the latest token. The next step verifies some of them. The request is in no other step until
-    then."""
+    """Draft tokens after the latest token. The next step verifies some. The request is in no other step until then."""
     num_prompt_logprobs_wanted: int = 0
     """Number of prompt tokens, from the first, after which log-probabilities are requested."""
     num_prompt_logprobs_received: int = 0

@@ -81,7 +81,7 @@ class AdapterRegistry:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
         if self._files.setdefault(adapter.number, adapter.fingerprint) != adapter.fingerprint:
             rule = f"must not have the number {adapter.number} of an adapter that was loaded before with other files"
-            raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
+            raise ModelError(f"the adapter {adapter.name} {rule}. Save the adapter again with different metadata")
         self._offer({**self.by_name, adapter.name: adapter})
         logger.info(
             "offering adapter %s: folder=%s fingerprint=%s", adapter.name, adapter.folder, adapter.fingerprint[:12]

@@ -146,7 +146,9 @@ class Control:
             await asyncio.wait(asked.values(), timeout=request_lookup.STATE_TIMEOUT_S)
         if not all(answer.done() for answer in asked.values()):
             limit = f"{request_lookup.STATE_TIMEOUT_S:g} s"
-            raise UnavailableError(f"the engine did not confirm the change within {limit}; it may still apply it")
+            raise UnavailableError(
+                f"the engine did not confirm the new priority within {limit}; the engine may still apply it"
+            )
         done = {engine_id: answer.result() for engine_id, answer in asked.items()}
         return done | {_id_of(each): True for each in in_transfer}
 

@@ -114,10 +114,10 @@ class Engine(EngineRequests):
         except LLMServingError as error:
             if not self._stopping:
                 reason = f"the WorkAgent has exited: {error}"
-                logger.error("the engine stops: %s", reason)
+                logger.error("the engine of replica %d stops: %s", self.index, reason)
         except BaseException as error:  # also a panic of a library written in Rust, which is no Exception
             reason, kind = f"internal error: {error}", FinishReason.ERROR
-            logger.exception("the engine stops")
+            logger.exception("the engine of replica %d stops", self.index)
         self._shut(reason, kind)
         self.close()
 

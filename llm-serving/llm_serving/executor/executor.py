@@ -359,7 +359,9 @@ class RemoteExecutor(Executor):
                 if each.step == message.step and each.announce_ending:
                     break
             else:
-                raise StepMismatchError(f"the WorkAgent announced the end of step {message.step} without a request")
+                raise StepMismatchError(
+                    f"the WorkAgent announced the end of step {message.step}, which the master did not request"
+                )
             self._ending = message.step
             self._waited_s += self._clock() - began
             return

@@ -184,7 +184,7 @@ def _load(
         raise ProtocolError(f"WorkAgent {index} does not support version {PROTOCOL_VERSION} of the protocol")
     if welcome.code_fingerprint != code_fingerprint():
         raise ProtocolError(
-            f"WorkAgent {index} runs other code (fingerprint {welcome.code_fingerprint[:12]}) than the master "
+            f"WorkAgent {index} runs different code (fingerprint {welcome.code_fingerprint[:12]}) than the master "
             f"(fingerprint {code_fingerprint()[:12]}): install the same version on every machine, or restart the server"
         )
     channel.send(settings)

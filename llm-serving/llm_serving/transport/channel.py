@@ -93,7 +93,7 @@ class Channel(Generic[Incoming]):
         self._fill(_LENGTH.size, deadline)
         (length,) = _LENGTH.unpack_from(self._received)
         if length > self.max_frame_bytes:
-            raise ProtocolError(f"a frame announces {length} bytes; the limit is {self.max_frame_bytes}")
+            raise ProtocolError(f"a frame announces {length} bytes; the limit is {self.max_frame_bytes} bytes")
         self._fill(_LENGTH.size + length, deadline)
         try:
             with memoryview(self._received) as received, received[_LENGTH.size : _LENGTH.size + length] as payload:

@@ -126,7 +126,7 @@ class SharedBuffers:
 
     def _start(self, buffer: int) -> int:
         if not 0 <= buffer < self.num_buffers:
-            raise ProtocolError(f"buffer {buffer} does not exist; there are {self.num_buffers}")
+            raise ProtocolError(f"buffer {buffer} does not exist; there are {self.num_buffers} buffers")
         return buffer * self.buffer_bytes
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class ClusterIdentity:
         if len(secret) < MIN_SECRET_CHARS:
             raise ConfigError(
                 f"the cluster secret must have at least {MIN_SECRET_CHARS} characters, such as those of "
-                f"`openssl rand -hex 32`. Given: {len(secret)}"
+                f"`openssl rand -hex 32`. Given: {len(secret)} characters"
             )
         try:
             from cryptography.hazmat.primitives import hashes, serialization

@@ -286,7 +286,7 @@ def test_a_work_agent_with_other_code_is_rejected(placement: ClusterPlacement, m
     monkeypatch.setattr(supervisor, "code_fingerprint", lambda: "0123456789abcdef")
     with pytest.raises(
         ProtocolError,
-        match=r"runs other code \(fingerprint [0-9a-f]{12}\) than the master \(fingerprint 0123456789ab\)",
+        match=r"runs different code \(fingerprint [0-9a-f]{12}\) than the master \(fingerprint 0123456789ab\)",
     ):
         start(placement)
 

@@ -72,7 +72,7 @@ def test_damaged_weight_files_are_replaced(folder: Path, cache: str) -> None:
 @pytest.mark.parametrize("pieces", [[], [b"{}"], [b"{}", bytes(35), bytes(range(35))]])
 def test_incomplete_weight_files_are_not_stored(folder: Path, cache: str, pieces: list[bytes]) -> None:
     files = describe_folder(folder)
-    with pytest.raises(ConfigError, match="differ from those that were sent"):
+    with pytest.raises(ConfigError, match="differ from the weights that were sent"):
         store_in_cache(cache, files, pieces)
     assert find_cached(cache, files) is None
     assert not [each for each in Path(cache).iterdir() if each.is_dir()]

@@ -73,8 +73,7 @@ class ServerConfig:
     `null`: pages of local files. `*`: all. []: only the server's own page."""
     anonymous_highest_class: str | None = option(None, ROW_NAME, reloadable=True)
     """Without API keys: the highest request class that clients may use. Requests of a higher class, or with a priority
-    before this class's rank, are refused with 403. null: no limit on a loopback address; the class of priority 0 on any
-    other."""
+    before this class, get 403. null: no limit on a loopback address; the class of priority 0 on any other."""
     ui: bool = option(True, BOOLEAN)
     """True: the server has a web page at `/ui` to try the model, watch the scheduler and explain waiting times. The
     page is public; the data that it shows requires an API key where there are keys."""

@@ -292,9 +292,7 @@ class BlockTransferrer:
         return True
 
     def close(self) -> None:
-        """Wait for the transfers in progress. The caller must have stopped the WorkAgents, so that these transfers
-        fail.
-        """
+        """Wait for the transfers in progress. Stop the WorkAgents first, so that these transfers fail."""
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -337,9 +335,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield `pieces`. Raise WorkerError after the deadline, because timeouts of single frames do not limit the total
-    time.
-    """
+    """Yield `pieces`. Raise WorkerError after the deadline, because the timeouts of frames do not limit the total."""
     for piece in pieces:
         throttle()
         if clock() > deadline:

@@ -58,7 +58,7 @@ class BlockLink:
     def locked(self, timeout_s: float) -> Iterator[None]:
         """Return a context that reserves the link for this thread. Raise WorkerError after `timeout_s` seconds."""
         if not self._lock.acquire(timeout=timeout_s):
-            raise WorkerError("the connection for KV blocks is in use by other transfers")
+            raise WorkerError("the WorkAgent's connection for KV blocks is in use by other transfers")
         try:
             yield
         finally:

@@ -120,7 +120,7 @@ def _write(folder: Path, files: WeightFiles, pieces: Iterable[bytes | memoryview
                 digest.add(each.name, piece)
                 num_left -= len(piece) or num_left
     if digest.finish(files.files) != files.digest:
-        raise ConfigError("the weights received through Ray's object store differ from those that were sent")
+        raise ConfigError("the weights received through Ray's object store differ from the weights that were sent")
 
 
 class _Digest:
