@@ -205,7 +205,7 @@ def test_a_rank_table_is_passed_on_to_the_ranks(tmp_path: Path) -> None:
         ([4, 5], ["device_config.device_target=CPU"], "must be null without `device_config.device_target: Ascend`"),
         ([4], ["cluster_config.tensor_parallel=1"], "must be null with `cluster_config.tensor_parallel: 1`"),
         ([4, 5], ["cluster_config.replicas=2"], "must be null with several replicas"),
-        ([4, 5, 6], [], "must have 2 ranks, as `cluster_config.tensor_parallel`. Given: 3 ranks"),
+        ([4, 5, 6], [], "must have 2 ranks, the value of `cluster_config.tensor_parallel`. Given: 3 ranks"),
         ([5, 4], [], "must have the devices 4 to 5, from `serving_config.start_device_id` on. Given: 5, 4"),
     ],
 )

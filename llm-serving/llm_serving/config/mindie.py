@@ -62,7 +62,7 @@ def import_mindie(path: Path) -> Imported:
     except ModelError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(content, dict) or not {"ServerConfig", "BackendConfig"} & content.keys():
-        raise ConfigError(f"{path}: must be a JSON object with ServerConfig and BackendConfig, as MindIE has it")
+        raise ConfigError(f"{path}: must be a JSON object with ServerConfig and BackendConfig, as in MindIE")
     imported = Imported({"device_config.device_target": "Ascend"})
     given = dict(_flatten(content, ""))
     for name, value in given.items():

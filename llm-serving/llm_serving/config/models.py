@@ -55,7 +55,7 @@ OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_c
 
 @dataclass
 class ModelRow:
-    """A row of the section `models`, as the YAML has it."""
+    """A row of the section `models`, with the values of the YAML."""
 
     name: str
     where: str

@@ -27,9 +27,8 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which an NPU adds in a fixed order. Two of them turn shuffling off; then each core starts
-the sums of a product at their first element.
-"""
+"""Environment variables with which an NPU adds in a fixed order. Two of them turn shuffling off, so that each core
+starts the sums of a matrix product at the first element."""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:

@@ -155,7 +155,7 @@ class ScheduledRequest(ClientRequest):
     """(step number, time in seconds on the engine's clock) of the latest admission."""
     first_scheduled_time: float | None = None
     last_scheduled_step: int = -1
-    """Number of the latest step that computed a token of the request; at first, of the step before its admission."""
+    """Number of the latest step that computed a token of the request; after an admission, of the step before that."""
     num_preemptions: int = 0
 
     # Migration

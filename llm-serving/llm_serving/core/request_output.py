@@ -70,7 +70,7 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
     token_ids: tuple[int, ...]
     """New token ids, including the one that ended the output, and those whose text is held back."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One for each of `token_ids`, if the client requested them; else empty."""
+    """Log-probabilities of each of `token_ids`; empty: the client did not request them."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

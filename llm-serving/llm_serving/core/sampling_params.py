@@ -228,7 +228,7 @@ class SamplingParams:
     max_tokens: int = _parameter(16, Whole(0))
     """Maximum number of tokens to generate. 0: only the prompt is computed."""
     min_tokens: int = _parameter(0, Whole(0))
-    """End-of-sequence and stop token ids cannot be sampled before this number of tokens; at most `max_tokens`."""
+    """Number of tokens, at most `max_tokens`, before an end-of-sequence or stop token id may be sampled."""
     temperature: float = _parameter(1.0, Real(0.0, 100.0))
     """Divisor of the logits; 0 means greedy sampling."""
     top_k: int = _parameter(0, Whole(0))

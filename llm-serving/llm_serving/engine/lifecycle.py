@@ -275,7 +275,7 @@ class Lifecycle:
         logger.info("the model serves again")
 
     async def _settle(self, running: Running) -> None:
-        """Wait until accepted requests have finished, are aborted or are frozen, as `running` demands."""
+        """Wait until accepted requests have finished, are aborted or are frozen, according to `running`."""
         requests = self._dispatcher.requests.by_id
         if running == "freeze":
             await self._freeze(True)

@@ -61,7 +61,7 @@ class StepTimes:
         """Moving average of `step_s`; None: no step yet."""
         self.period_s = 0.0
         self.computed_s = 0.0
-        """Seconds from the previous reply to the latest one; from the submission if no step was in flight before."""
+        """Seconds from the previous reply, or from the submission if no step was in flight, to the latest reply."""
         self.host_s = 0.0
         """Seconds of the master's work for a step: to process a reply and to form the next step."""
         self._reply_s = self._updated = 0.0

@@ -1,4 +1,4 @@
-"""The unfinished requests of a server, as the event loop sees them."""
+"""The unfinished requests of a server. The event loop tracks them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class AgentLink(Protocol):
 
 
 class AgentProcess(Protocol):
-    """The process of a WorkAgent, as its supervisor sees it."""
+    """The supervisor's interface to the process of a WorkAgent."""
 
     @property
     def pids(self) -> list[int]:

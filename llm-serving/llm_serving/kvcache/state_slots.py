@@ -94,7 +94,7 @@ class StateSlots:
         return [BlockMove(kind, block_id, slot, each, epoch, num_tokens) for block_id, each in pieces]
 
     def export(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Return the moves that export a request's state after the planned step, when `num_tokens` are computed."""
+        """Return the moves of a request's state, after `num_tokens` tokens, to the transfer pool blocks `pieces`."""
         slot = self._sources.get(request_id, self._own[request_id])
         kind, epoch = int(BlockMoveKind.EXPORT_STATE), self.pool.epoch(slot)
         return [BlockMove(kind, slot, block_id, epoch, each, num_tokens) for block_id, each in pieces]

@@ -32,7 +32,7 @@ class SchedulerLimits:
     max_preemptions: int = 8
     """Maximum number of preemptions of a request. After the last one, admission allocates all blocks up to its end."""
     max_overtakes: int = 0
-    """Maximum number of consecutive admissions of a class that pass over its oldest waiting request."""
+    """Maximum number of consecutive admissions of a class that bypass its oldest waiting request."""
     max_head_start_steps: int = 256
     """Maximum number of steps by which a priority moves a request forward or back in the queue of its class."""
     quantum_steps: int = 64

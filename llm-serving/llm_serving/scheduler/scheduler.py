@@ -120,7 +120,7 @@ class Scheduler:
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; None if no request can be computed. `now`: seconds, as `Request.arrival_time`."""
+        """Form the next step; None if no request can be computed. `now`: see `StepPlan.now`."""
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)

@@ -23,7 +23,7 @@ FIRST_FORCED_TOKENS: Final = 1.0
 FORCED_MEMORY: Final = 8
 """Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Output tokens in which the average of forced tokens returns to `FIRST_FORCED_TOKENS` while none is verified."""
+"""Time constant, in output tokens, of the average's return to `FIRST_FORCED_TOKENS` while none is verified."""
 MAX_OUTLIER: Final = 4
 """Maximum ratio of a measurement to the average. Larger measurements, for example of a paused thread, are clipped."""
 STEP_DECAY: Final = 1 - 1 / 256
@@ -134,7 +134,7 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record how many of the tokens that the constraint forced were accepted. 0 draft tokens: it forced none."""
+        """Record how many tokens that the constraint forced were accepted. `num_draft_tokens` 0: it forced none."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
@@ -233,7 +233,7 @@ class MeasuredGain:
 
         Args:
             num_tokens: Number of tokens of the step without draft tokens.
-            factor: Output tokens of the step divided by those that it would have had without drafts.
+            factor: Output tokens of the step divided by the output tokens that the step would have had without drafts.
             seconds: Seconds since the previous reply.
             has_prompts: Whether the step computed prompts.
             pays: Whether drafts are in use, so that no step is formed ahead.

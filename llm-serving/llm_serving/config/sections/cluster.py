@@ -112,7 +112,7 @@ def _check_rank_table(values: Values) -> None:
         raise values.error(name, "must be null with several replicas: the table has the ranks of one")
     ranks = read_rank_table(values[name])
     if len(ranks) != num_ranks:
-        raise values.error(name, f"must have {num_ranks} ranks, as `{ranks_key}`", f"{len(ranks)} ranks")
+        raise values.error(name, f"must have {num_ranks} ranks, the value of `{ranks_key}`", f"{len(ranks)} ranks")
     devices = [each.device for each in ranks]
     if devices != list(range(first, first + num_ranks)):
         rule = f"must have the devices {first} to {first + num_ranks - 1}, from `serving_config.start_device_id` on"

@@ -322,7 +322,7 @@ def _check_states(values: Values, spec: ModelSpec | None) -> None:
     if not spec.states:
         values.notice(name, f"{values[name]} has no effect: {spec.architecture} has no fixed-size states")
     elif values[name] < running:
-        raise values.error(name, f"must be at least {running}, as `model_config.decode_batch_size`")
+        raise values.error(name, f"must be at least {running}, the value of `model_config.decode_batch_size`")
 
 
 def _where(values: Values) -> str:

@@ -195,7 +195,7 @@ class ServerConfig:
     """Reasoning budget in tokens of requests with `reasoning_effort: high`."""
     coalesce_identical_requests: bool = option(False, BOOLEAN, expert=True)
     """Request coalescing. True: a request with a seed or greedy sampling gets the response of an identical request of
-    the same tenant, class and `cache_salt` that is being computed. False: each is computed, as benchmarks expect."""
+    the same tenant, class and `cache_salt` that is being computed. False: every request is computed."""
     coalesced_response_bytes: int = option(2**26, MEMORY, expert=True)
     """Memory for responses that several requests may get (in flight, or kept for an Idempotency-Key): bytes, or text
     such as "64MB". Beyond it, a repeated request is computed again."""
