@@ -27,7 +27,7 @@ class InFlightSteps(NamedTuple):
     num_tokens: int = 0
     """Number of tokens of these steps, not counting one token of each row."""
     num_tokens_left: int = 0
-    """Number of prompt tokens that remain after these steps, of prompts that they compute in part."""
+    """Number of remaining prompt tokens of the prompts that these steps compute in part."""
     since: float = math.inf
     """Time on the engine's clock at which the oldest step began or, if none is in flight, the latest one ended;
     infinite before the first step.

@@ -36,7 +36,7 @@ class ApiKey:
     """Maximum number of running requests of the tenant on all replicas together; further ones wait. null:
     `scheduler_config.max_running_per_tenant`."""
     admin: bool = False
-    """True: the key sees and controls the requests of all tenants, not only its own."""
+    """True: clients with this key see and control the requests of all tenants."""
     max_requests_per_minute: int | None = None
     """Maximum number of requests per minute and in a burst. Further ones are refused with 429. null: no limit."""
     max_tokens_per_minute: int | None = None

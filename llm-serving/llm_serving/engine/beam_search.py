@@ -42,7 +42,7 @@ class Hypothesis:
         return Hypothesis(self, token_id, logprob, likely, self.length + 1, self.cumulative_logprob + logprob)
 
     def tokens(self) -> list[Hypothesis]:
-        """Return the hypothesis that ends with each token of the sequence, in token order."""
+        """Return, for each token of the sequence in order, the hypothesis that ends with this token."""
         newest_first = []
         each = self
         while each.before is not None:

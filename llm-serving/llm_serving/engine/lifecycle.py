@@ -42,7 +42,7 @@ class Gate:
         self._is_open = False
 
     async def enter(self) -> None:
-        """Wait until the gate opens. Raise UnavailableError for a refusal, CapacityError if too many wait."""
+        """Wait until the gate opens. Raise UnavailableError if refused, CapacityError if too many wait."""
         if self._num_waiting >= self._max_waiting:
             rule = f"{self._num_waiting} requests wait already (scheduler_config.max_waiting_queue)"
             raise CapacityError(f"{self.reason}, and {rule}")

@@ -71,7 +71,7 @@ class Hub(Protocol):
         """Return the number of bytes of these files that interrupted downloads have left on disk."""
 
     def settle(self, listing: Listing) -> None:
-        """Record in the cache which commit a branch or tag has. Call this when the download is complete."""
+        """Record the commit of a branch or tag in the cache. Call this when the download is complete."""
 
 
 def is_offline() -> bool:

@@ -54,7 +54,7 @@ class RunningRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a running request. Clients must not see its `group`, a block id: replace it."""
+        """Return the row of a running request. The caller must replace `group`: clients must not see this block id."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(

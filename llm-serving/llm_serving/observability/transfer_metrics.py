@@ -21,7 +21,7 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count; a scrape reads the load."""
+    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count; scrapes read the load."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels

@@ -15,7 +15,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service that a class is charged for a step that it uses alone."""
+"""Service that is charged to a class for the use of a whole step."""
 SCALE: Final = 2**23
 """Factor of all charges. It is large enough that charges divided by different large weights differ, and small enough
 that all charges fit into 63 bits.

@@ -145,7 +145,7 @@ class RequestStatistics:
         return num_output_tokens >= self._model_resumes_at
 
     def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record accepted tokens of the draft model. Below `MIN_ACCEPTANCE_RATE`, pause it for the request."""
+        """Record accepted tokens of the draft model. Below `MIN_ACCEPTANCE_RATE`, pause the model for the request."""
         self.model_rate = updated_rate(self.model_rate, num_accepted, num_accepted < num_draft_tokens)
         if self.model_rate < MIN_ACCEPTANCE_RATE:
             self.model_rate = MIN_ACCEPTANCE_RATE

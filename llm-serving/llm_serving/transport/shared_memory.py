@@ -98,7 +98,7 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of a buffer's arrays, valid until the next write. Raise ProtocolError for too large a layout."""
+        """Return views of the arrays after `behind`, valid until a write. Raise ProtocolError if they do not fit."""
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)

@@ -109,7 +109,7 @@ def _check_rank_table(values: Values) -> None:
     if num_ranks == 1:
         raise values.error(name, f"must be null with `{ranks_key}: 1`")
     if _num_replicas(values) > 1:
-        raise values.error(name, "must be null with several replicas: the table has the ranks of one")
+        raise values.error(name, "must be null with several replicas: the table has the ranks of one replica")
     ranks = read_rank_table(values[name])
     if len(ranks) != num_ranks:
         raise values.error(name, f"must have {num_ranks} ranks, the value of `{ranks_key}`", f"{len(ranks)} ranks")

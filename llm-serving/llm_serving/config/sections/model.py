@@ -175,8 +175,8 @@ def _check_same_model(
         if ours != theirs:
             raise ConfigError(
                 f"{values.source('model_config.model_cfg_path')}: the MindFormers YAML describes a model with {name} "
-                f"{ours}, but {config} says {theirs}; leave out model_config.model_cfg_path or name the model it "
-                "describes"
+                f"{ours}, but {config} says {theirs}; leave out model_config.model_cfg_path or serve the model that "
+                "the YAML describes"
             )
 
 

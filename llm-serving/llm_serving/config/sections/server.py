@@ -212,7 +212,7 @@ class ServerConfig:
     request_log_age_s: float = option(86400.0, positive("seconds"), expert=True)
     """Seconds for which a recorded request and its response are kept."""
     resume_streams: bool = option(False, BOOLEAN, expert=True)
-    """True: the events of streamed completions and chat completions have ids, from which a client resumes after a lost
+    """True: the events of streamed completions and chat completions have ids, with which a client resumes after a lost
     connection (`Last-Event-ID`)."""
     resume_grace_s: float = option(0.0, SECONDS, expert=True)
     """Seconds for which a resumable stream is still computed after its client has disconnected. 0: the request is
