@@ -47,7 +47,7 @@ def test_default_spare_state_slots_follow_the_running_requests(folder: Path) -> 
 
 
 def test_too_few_state_slots_are_refused(folder: Path) -> None:
-    rule = r"`pa_config\.num_state_slots` must be at least 6, as `model_config\.decode_batch_size`\. Given: 5"
+    rule = r"`pa_config\.num_state_slots` must be at least 6, the value of `model_config\.decode_batch_size`\. Given: 5"
     with pytest.raises(ConfigError, match=rule):
         load(folder, "pa_config.num_state_slots=5")
 
