@@ -267,6 +267,6 @@ def test_all_ranks_of_a_replica_run_in_one_actor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_cluster_without_room_is_reported_with_the_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = "has room for: it has 1 machines, 4 cores, and each replica takes {'CPU': 8} of one machine. Given: 2"
+    rule = "the cluster has 1 machines, 4 cores, and each replica needs {'CPU': 8} of one machine. Given: 2 replicas"
     with pytest.raises(ConfigError, match=re.escape(rule)):
         agents_of(FakeRay(has_room=False), RayRequirements(None, 2, 8, "spread", 0), [], monkeypatch)
