@@ -97,9 +97,7 @@ def test_model_size_reports_how_many_tokens_fit_on_an_npu(tmp_path):
         config.model, model_path=tmp_path, model_dtype="float16", decode_batch_size=128, max_generate_length=4096
     )
     fits = lines_of(dataclasses.replace(config, model=model))["fits"]
-    assert fits.startswith(
-        f"{1590 * 16:,} tokens on an NPU of 32 GB, {5278 * 16:,} tokens on an NPU of 64 GB, with 90%"
-    )
+    assert fits.startswith(f"{788 * 32:,} tokens on an NPU of 32 GB, {2631 * 32:,} tokens on an NPU of 64 GB, with 90%")
 
 
 def test_model_size_checks_whether_the_configured_blocks_fit():
