@@ -38,7 +38,7 @@ def test_check_folder_accepts_layers_of_multi_token_prediction(tmp_path):
     reader = WeightReader(tmp_path)
     for name, shape in spec.tensors.items():
         reader.read(name, shape)
-    with pytest.raises(ModelError, match=rf"does not have tensor model\.layers\.{layer}\.enorm\.weight"):
+    with pytest.raises(ModelError, match=rf"does not have these stored tensors: model\.layers\.{layer}\.enorm\.weight"):
         reader.check_all_read()
     for name in spec.network.optional:
         reader.ignore(name)

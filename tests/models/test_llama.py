@@ -226,7 +226,8 @@ def test_missing_tensor_is_refused(tmp_path, name):
 
 def test_folder_with_undeclared_biases_is_refused(tmp_path):
     spec = tiny_spec(num_hidden_layers=1)
-    with pytest.raises(ModelError, match=r"does not have tensor model\.layers\.0\.mlp\.down_proj\.bias, .* and 4 more"):
+    unread = r"does not have these stored tensors: model\.layers\.0\.mlp\.down_proj\.bias, .* and 4 more"
+    with pytest.raises(ModelError, match=unread):
         load(tmp_path, spec, random_weights(tiny_spec(num_hidden_layers=1, attention_bias=True, mlp_bias=True)))
 
 

@@ -101,7 +101,7 @@ def test_weight_reader_names_found_and_expected_shape(folder):
 def test_check_all_read_refuses_an_unused_tensor(folder):
     reader = WeightReader(folder)
     reader.read("a", (2, 3))
-    with pytest.raises(ModelError, match=r"does not have tensor b$"):
+    with pytest.raises(ModelError, match=r"does not have these stored tensors: b$"):
         reader.check_all_read()
 
 

@@ -344,7 +344,9 @@ class TokenDrawing(nn.Cell):
         return self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
 
     def block_at(self, before: ms.Tensor, target: ms.Tensor) -> Any:
-        """Return the last block before which the sum is at most `target`, and what then remains of `target`."""
+        """Return the index of the last block with `before` at most `target`, and `target` minus this number. `before`:
+        first result of `sums_of_blocks`.
+        """
         index = self.sub(self.number_of(self.within(before, target)), self.one)
         index = self.minimum(self.maximum(index, self.zero), self.last_block)
         return index, self.sub(target, self.at(before, index))

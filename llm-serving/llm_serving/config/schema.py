@@ -85,8 +85,8 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """KV blocks of the longest request; 0: there is no disk cache. The transfer buffer of each replica has that
-        many blocks for reads from the disk cache, and as many for writes to it.
+        """Number of KV blocks in each of a replica's two transfer buffers, for reads from the disk cache and for writes
+        to it. A buffer holds the longest request; 0: there is no disk cache.
         """
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 

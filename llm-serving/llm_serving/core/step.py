@@ -201,7 +201,9 @@ SAMPLE_FIELDS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """Tokens whose log-probabilities P results of kind LOGPROBS return: G given tokens, and the most likely ones."""
+    """Tokens to score in a step. Each of the P results of kind LOGPROBS returns the log-probabilities of its given
+    tokens, G for all results, and those of the most likely tokens.
+    """
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids

@@ -70,7 +70,7 @@ def named_weights(
             if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
                 raise ModelError(f"{tensor.file}: tensor {name} must have a name of llama.cpp (blk.0.attn_q.weight)")
             if known in weights:
-                raise ModelError(f"{tensor.file}: tensor {name} occurs twice, as {known}")
+                raise ModelError(f"{tensor.file}: tensor {name} holds {known}, which an earlier tensor holds as well")
             weights[known] = weight
     return weights
 

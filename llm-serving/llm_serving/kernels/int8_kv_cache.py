@@ -21,7 +21,8 @@ Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
 MAX_WEIGHT = np.float32(65535)
-"""Maximum of the integers to which softmax weights, times scales of values, are rounded."""
+"""Largest quantized softmax weight. A softmax weight is multiplied by the scale of its value vector, and the product is
+rounded to an integer from 0 to this one."""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:

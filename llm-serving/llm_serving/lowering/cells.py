@@ -33,7 +33,7 @@ LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""Maximum number of values that exist at a time because later operations read them."""
+"""Maximum number of live values, which are results that a later operation still reads."""
 
 Registers = Any
 """A tuple of tensors. It has no type, because MindSpore compiles the functions that take it."""

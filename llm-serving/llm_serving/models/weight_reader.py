@@ -202,9 +202,8 @@ class WeightReader:
         if unread := self._unread and self._unread - self.zero_biases().keys():
             names = sorted(unread)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(
-                f"{self._folder}: the model of config.json does not have tensor {', '.join(names[:3])}{more}"
-            )
+            listed = f"{', '.join(names[:3])}{more}"
+            raise ModelError(f"{self._folder}: the model of config.json does not have these stored tensors: {listed}")
 
     def _advance(self, name: str, stored: ReadableTensor) -> None:
         """Start or advance reading ahead, in roughly the order in which models read tensors."""

@@ -413,7 +413,9 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the previous step. Return `inputs` with its tokens instead of references, and these tokens."""
+    """Wait for `latest`, the previous step. Return `inputs` with the sampled tokens of that step in place of references
+    to them, and the sampled tokens.
+    """
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

@@ -51,8 +51,8 @@ class ModelConfig:
     """Name of the model in the HTTP routes and in responses. null: the name of the model's folder."""
     model_aliases: tuple[str, ...] = option(CLIENT_MODEL_NAMES, MODEL_NAMES)
     """Other names by which clients may request the model; responses contain `model_name`. `*`: any name. The default
-    has the names of the older servers' routes and names that common clients send. A request for another name is refused
-    with 404."""
+    contains the names in the routes of the older servers, and names that common clients send. A request for another
+    name is refused with 404."""
     model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Folder of the model in Hugging Face form (config.json, *.safetensors, tokenizer), or a GGUF file. The word `demo`
     means the shipped model. Where no such folder exists: the name of a model on a hub, such as Qwen/Qwen3-0.6B."""

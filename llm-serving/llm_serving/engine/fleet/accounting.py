@@ -101,8 +101,9 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    A replica gets the service of the others before each step. So the service of two tenants with waiting requests
-    differs at most by what one scheduler allows, plus what the other replicas compute in two steps.
+    Before each step, a replica reads how many tokens the other replicas have computed for each tenant. So the numbers
+    of two tenants with waiting requests differ at most by the difference that one scheduler allows, plus the tokens
+    that the other replicas compute in two steps.
     """
 
     def __init__(self) -> None:

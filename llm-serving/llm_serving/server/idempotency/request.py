@@ -80,10 +80,10 @@ class IdempotentRequest:
 
     Args:
         seeded: Whether the client gave a seed.
-        record: What is stored of the request; None: it can be neither retried nor resumed.
-        known: Whether it was accepted before.
-        position: How far the client has read its stream.
-        add: Stores the record.
+        record: Stored state of the request; None: the client can neither retry nor resume it.
+        known: Whether the server accepted a request with the same key earlier.
+        position: Position in the stream up to which the client has received events.
+        add: Function that stores `record`.
     """
 
     def __init__(
