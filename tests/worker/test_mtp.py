@@ -143,6 +143,6 @@ def test_a_request_is_read_from_its_latest_missing_state_on(loaded) -> None:
 def test_a_folder_without_the_layer_is_refused(loaded, tmp_path) -> None:
     name, _, runner = loaded[:3]
     models.write(name, tmp_path, dtype="float32")
-    rule = "scheduler_config.speculative_method: mtp needs a layer for multi-token prediction: .* lacks .* of its"
+    rule = "scheduler_config.speculative_method: mtp needs a layer for multi-token prediction: .* lacks .* tensors"
     with pytest.raises(ModelError, match=rule):
         load_mtp(runner, tmp_path, backend("cpu", "float32"), None)
