@@ -102,6 +102,7 @@ class LLM:
         Args:
             sampling: One for all prompts, or one for each.
             priorities: One for each prompt; smaller runs first.
+            adapter: Name of the adapter that answers; empty: the base model does.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities, adapter=adapter):

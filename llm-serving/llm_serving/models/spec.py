@@ -48,7 +48,7 @@ _UNLIMITED: Final = 2**20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is known of a model before its weights are read.
+    """Describes a model before its weights are read.
 
     Attributes:
         architecture: Name as in `models.registry.FAMILIES`.

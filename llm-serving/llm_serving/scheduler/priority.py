@@ -27,6 +27,7 @@ class PriorityChanger:
         self._waiting_requests = waiting_requests
 
     def set_priority(self, request: Request, priority: int, step: int) -> bool:
+        """See `Scheduler.set_priority`. `step`: number of the next step."""
         new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
         was_held = limiter.is_held(request)
         if was_held:

@@ -1,4 +1,4 @@
-"""What is attached to the scope of an HTTP request: its log record, its API key and the quota of that key."""
+"""Attaches data to the scope of an HTTP request: its log record, its API key and the quota of that key."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""Minimum length of the secret. Any peer sees the certificate, so a peer can test guesses of a short secret offline."""
+"""Minimum length of the secret. Any peer sees the certificate, so a peer can try out short secrets offline."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
 """OpenSSL's flag `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"

@@ -1,4 +1,4 @@
-"""What is guaranteed about the bits of an answer, by `device_config.exactness` and backend. The log states it."""
+"""States which guarantee about the bits of an answer `device_config.exactness` and the backend give, for the log."""
 
 from __future__ import annotations
 
