@@ -67,8 +67,8 @@ make_venv() {
         die "cannot make a virtual environment in $venv; install Python's venv (on Debian: python3.11-venv) and try again"
 }
 
-# compile_kernels [--all]: compiles the operator library in the background if it is missing, with the kernels of this CPU
-# or of all instruction sets. Processes that need them wait for them, and report errors.
+# compile_kernels [--tests]: compiles the operator library in the background if it is missing, with the kernels for this
+# CPU, or for every instruction set that it runs. Processes that need them wait for them, and report errors.
 compile_kernels() {
     PYTHONPATH="$root/llm-serving" "$venv/bin/python" -S -m llm_serving.kernels.compiler "$@" >"$venv/compile.log" 2>&1 9>&- &
 }

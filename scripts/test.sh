@@ -9,7 +9,8 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE
 
 install "[dev]"
-compile_kernels --all
+compile_kernels --tests
+kernels=$!
 cd "$root"
 config=llm-serving/pyproject.toml
 python_folders=(llm-serving tests performance scripts)
@@ -26,6 +27,8 @@ if [ $# -eq 0 ]; then
     processes=$(($(nproc) + 2))
     set -- tests --processes $((processes < 4 ? processes : 4))
 fi
+# Otherwise tests that need another instruction set wait for the compiler longer than a test may last.
+wait "$kernels" || echo "the kernels were not compiled: $(tail -n 1 "$venv/compile.log")" >&2
 status=0
 "$venv/bin/python" -m pytest -c "$config" --rootdir "$root" "$@" || status=$?
 wait "$types" || status=1

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from llm_serving.errors import KernelError
 from llm_serving.kernels import compiler as build
-from llm_serving.kernels.instruction_sets import compilable_isas, preferred_isas, supported_isas
+from llm_serving.kernels.instruction_sets import (
+    INSTRUCTION_SETS,
+    compilable_isas,
+    is_supported,
+    preferred_isas,
+    runnable_isas,
+    supported_isas,
+)
 
 # A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself.
 FAKE_COMPILER = """#!/bin/sh
@@ -101,6 +108,24 @@ def test_all_instruction_sets_are_compiled_by_the_command(compiler: Path) -> Non
     subprocess.run(command, cwd=Path(build.__file__).parents[2], capture_output=True, timeout=60, check=True)
     assert sorted(isas_of(calls(compiler))) == sorted(compilable_isas())
     assert len(list((compiler.parent / "cache").glob("kernels_*.so"))) == len(compilable_isas())
+
+
+def test_instruction_sets_of_this_cpu_are_compiled_by_the_command(compiler: Path) -> None:
+    command = [sys.executable, "-S", "-m", "llm_serving.kernels.compiler", "--tests"]
+    subprocess.run(command, cwd=Path(build.__file__).parents[2], capture_output=True, timeout=60, check=True)
+    assert sorted(isas_of(calls(compiler))) == sorted(runnable_isas())
+
+
+@pytest.mark.parametrize("isa", [each for each in compilable_isas() if not is_supported(each)])
+def test_kernels_that_this_cpu_cannot_run_have_no_errors_and_warnings(isa: str, tmp_path: Path) -> None:
+    try:
+        path = build.find_compiler().path
+    except KernelError as error:
+        pytest.skip(str(error))
+    for source in build._SOURCES.glob(build._ISA_SOURCES):
+        flags = [*build._FLAGS, *INSTRUCTION_SETS[isa].compiler_flags, f"-DLLM_ISA={isa}", "-Werror"]
+        checked = subprocess.run([path, *flags, "-fsyntax-only", str(source)], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_library_is_compiled_anew_for_another_compiler_version(compiler: Path) -> None:

@@ -4,7 +4,8 @@ The library and each set of kernels are files in a cache folder, built once for 
 its flags. Only the kernels that this CPU needs are built, so several machines may share the folder.
 
     python -m llm_serving.kernels.compiler          # compiles what is missing; needs only Python's standard library
-    python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines and for tests
+    python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines
+    python -m llm_serving.kernels.compiler --tests  # for those that this CPU runs, which the tests compare
 
 Environment:
     CXX: The compiler; otherwise the first of g++, c++ and clang++ that is installed.
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import KernelError
-from llm_serving.kernels.instruction_sets import INSTRUCTION_SETS, compilable_isas, preferred_isas
+from llm_serving.kernels.instruction_sets import INSTRUCTION_SETS, compilable_isas, preferred_isas, runnable_isas
 from llm_serving.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
@@ -268,6 +269,7 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     configure_logging(process="compiler")
     try:
-        _built(compilable_isas() if sys.argv[1:] == ["--all"] else preferred_isas()[:1])
+        option = " ".join(sys.argv[1:])
+        _built({"--all": compilable_isas(), "--tests": runnable_isas()}.get(option, preferred_isas()[:1]))
     except KernelError as error:
         sys.exit(f"error: {error}")

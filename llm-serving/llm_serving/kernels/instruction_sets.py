@@ -48,7 +48,12 @@ def compilable_isas() -> list[str]:
 
 def supported_isas() -> list[str]:
     """Return the instruction sets that this CPU runs, best first, without those for tests."""
-    return [name for name in compilable_isas() if is_supported(name) and not INSTRUCTION_SETS[name].is_for_tests]
+    return [name for name in runnable_isas() if not INSTRUCTION_SETS[name].is_for_tests]
+
+
+def runnable_isas() -> list[str]:
+    """Return the instruction sets that this CPU runs, best first; those for tests are last."""
+    return [name for name in compilable_isas() if is_supported(name)]
 
 
 def is_supported(name: str) -> bool:
