@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -221,12 +222,15 @@ def test_a_disk_that_hangs_delays_requests_only_for_a_bounded_time(
 ) -> None:
     """The folder stays locked, so a WorkAgent that stores a block waits as for a disk that hangs."""
     monkeypatch.setattr(disk_cache, "LATE_S", 0.1)
+    store, is_storing = DiskCache._store, threading.Event()
+    monkeypatch.setattr(DiskCache, "_store", lambda *given: (is_storing.set(), store(*given)))
     with CachedReplica(filled) as replica:
         lock = os.open(filled / "lock", os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)
         new, given = request(first=50), requests()
         replica.engine.submit(new)
         replica.run(lambda: not replica.cache._storing)
+        assert is_storing.wait(60)  # reads that are requested earlier are executed before it
         for each in given:
             replica.engine.submit(each)
         replica.run(lambda: replica.engine.has_unfinished_requests)
