@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import RequestError
-from llm_serving.server.generation import prompts
+from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.conversation import _is_long
 from llm_serving.server.parsing import body as request_body
 from llm_serving.server.parsing import offload as off_loop_module
@@ -131,7 +131,7 @@ def test_long_bodies_are_parsed_off_the_event_loop(endpoint, monkeypatch):
     ],
 )
 def test_long_texts_are_tokenized_off_the_event_loop(path, body, monkeypatch):
-    monkeypatch.setattr(prompts, "INLINE_CHARS", 200)
+    monkeypatch.setattr(pipeline, "INLINE_CHARS", 200)
     threads = set()
     for name in ("encode", "decode"):
         original = getattr(Tokenizer, name)

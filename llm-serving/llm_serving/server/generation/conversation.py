@@ -16,8 +16,15 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.generation.logprobs import check_prompt_logprobs, check_prompt_logprobs_size
 from llm_serving.server.generation.message import MessageParser
-from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, StartedGeneration
-from llm_serving.server.generation.prompts import check_length, encode_text, truncate_prompt
+from llm_serving.server.generation.pipeline import (
+    EncodedRequest,
+    PrecheckInput,
+    ProtocolRequest,
+    StartedGeneration,
+    check_length,
+    encode_text,
+    truncate_prompt,
+)
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
 from llm_serving.server.generation.template_messages import (

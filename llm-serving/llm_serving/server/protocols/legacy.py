@@ -18,8 +18,13 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.logprobs import token_outputs
-from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
-from llm_serving.server.generation.prompts import encode_text
+from llm_serving.server.generation.pipeline import (
+    EncodedRequest,
+    PrecheckInput,
+    ProtocolRequest,
+    encode_text,
+    start_generation,
+)
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import sampling_params
 from llm_serving.server.generation.streaming import EVENT_STREAM

@@ -20,8 +20,13 @@ from llm_serving.errors import LLMServingError, ModelNotFoundError, RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, MAX_N, Choices
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, check_prompt_logprobs_size, token_outputs
-from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
-from llm_serving.server.generation.prompts import encode_text
+from llm_serving.server.generation.pipeline import (
+    EncodedRequest,
+    PrecheckInput,
+    ProtocolRequest,
+    encode_text,
+    start_generation,
+)
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import sampling_params, with_choice_seed
 from llm_serving.server.generation.structured_output import structured_output_of

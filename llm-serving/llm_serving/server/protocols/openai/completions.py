@@ -24,11 +24,14 @@ from llm_serving.server.generation.logprobs import (
 from llm_serving.server.generation.pipeline import (
     EncodedRequest,
     PrecheckInput,
+    Prompt,
     ProtocolRequest,
     StartedGeneration,
+    encode_prompts,
+    read_prompts,
     start_generation,
+    truncate_prompt,
 )
-from llm_serving.server.generation.prompts import Prompt, encode_prompts, read_prompts, truncate_prompt
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.streaming import TextEvents, event

@@ -20,8 +20,16 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.generation import Generation, raise_unless_complete
-from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
-from llm_serving.server.generation.prompts import INLINE_CHARS, Prompt, check_length, read_prompts
+from llm_serving.server.generation.pipeline import (
+    INLINE_CHARS,
+    EncodedRequest,
+    PrecheckInput,
+    Prompt,
+    ProtocolRequest,
+    check_length,
+    read_prompts,
+    start_generation,
+)
 from llm_serving.server.generation.response import complete_whole
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.headers import ResponseIdentity

@@ -37,7 +37,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.conversation import encode_chat
-from llm_serving.server.generation.prompts import encode_text
+from llm_serving.server.generation.pipeline import encode_text
 from llm_serving.server.generation.sampling import REQUEST_RULES
 from llm_serving.server.generation.tools import offered_tools
 from llm_serving.server.parsing.body import check_model, read_fields
