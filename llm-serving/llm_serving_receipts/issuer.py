@@ -14,7 +14,7 @@ from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ContentHashes, ModelFiles, hash_in_thread
-from llm_serving.server.generation.choices import Choices
+from llm_serving.server.generation.sampling import Choices
 
 from llm_serving_receipts.digest import ResponseDigest
 from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, ReceiptAdapter, seal

@@ -21,8 +21,7 @@ from llm_serving.errors import ConfigError, KernelError, LLMServingError, ModelE
 from llm_serving.executor.model_files import ContentHashes
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
-from llm_serving.server.generation.choices import COUNT, ChoiceOutput, Choices, select_best
-from llm_serving.server.generation.sampling import sequences_of
+from llm_serving.server.generation.sampling import COUNT, ChoiceOutput, Choices, select_best, sequences_of
 
 from llm_serving_receipts.digest import ResponseDigest, has_hash
 from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice

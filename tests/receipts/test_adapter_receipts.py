@@ -15,7 +15,7 @@ from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.offline import LLM
-from llm_serving.server.generation.choices import ONE_CHOICE, Choices
+from llm_serving.server.generation.sampling import ONE_CHOICE, Choices
 from llm_serving_receipts.digest import ResponseDigest
 from llm_serving_receipts.receipt import VERSION, Receipt, ReceiptAdapter, open_receipt, seal
 from llm_serving_receipts.verifier import Verdict, Verifier

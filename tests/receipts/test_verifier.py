@@ -16,8 +16,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.offline import LLM
-from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_best
-from llm_serving.server.generation.sampling import sequences_of
+from llm_serving.server.generation.sampling import ONE_CHOICE, ChoiceOutput, Choices, select_best, sequences_of
 from llm_serving.text.structured_output.grammars import regex_grammar
 from llm_serving_receipts.digest import ResponseDigest
 from llm_serving_receipts.receipt import VERSION, OpenedReceipt, Receipt, open_receipt, seal

@@ -16,7 +16,7 @@ from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ModelFiles
-from llm_serving.server.generation.choices import Choices
+from llm_serving.server.generation.sampling import Choices
 
 PACKAGE: Final = "llm_serving_receipts"
 DISABLED, AT_START = "none", "at_start"

@@ -10,8 +10,8 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.errors import RateLimitError
 from llm_serving.server.app import create_app
-from llm_serving.server.generation.choices import Choices
 from llm_serving.server.generation.generation import EngineInput, submit
+from llm_serving.server.generation.sampling import Choices
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
 from llm_serving.server.parsing.caller import HttpCaller

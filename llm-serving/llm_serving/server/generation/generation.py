@@ -18,8 +18,14 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import RequestCancelledError, RequestError, TimedOutError, UnavailableError, WorkerError
-from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_beams, select_best
-from llm_serving.server.generation.sampling import sequences_of
+from llm_serving.server.generation.sampling import (
+    ONE_CHOICE,
+    ChoiceOutput,
+    Choices,
+    select_beams,
+    select_best,
+    sequences_of,
+)
 from llm_serving.server.idempotency.request import IdempotentRequest
 from llm_serving.server.parsing.caller import HttpCaller
 from llm_serving.server.parsing.errors import PREDICTED_TTFT_HEADER

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RequestError
-from llm_serving.server.generation.choices import Choices
+from llm_serving.server.generation.sampling import Choices
 from llm_serving.server.protocols.openai.schemas import GenerationRequest, PromptLogprob
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 

@@ -17,7 +17,6 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.generation.choices import ONE_CHOICE, Choices
 from llm_serving.server.generation.generation import (
     NO_RENAMES,
     EngineInput,
@@ -25,6 +24,7 @@ from llm_serving.server.generation.generation import (
     run_until_client_leaves,
     submit,
 )
+from llm_serving.server.generation.sampling import ONE_CHOICE, Choices
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
 from llm_serving.server.idempotency.lookup import EVENT_HEADER, KEY_HEADER, claim_request
 from llm_serving.server.idempotency.request import IdempotentRequest

@@ -19,7 +19,7 @@ import msgspec
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.coalescing import Sharing
 from llm_serving.errors import GoneError, RequestError
-from llm_serving.server.generation.choices import Choices
+from llm_serving.server.generation.sampling import Choices
 from llm_serving.server.idempotency.store import AcceptedRequest
 from llm_serving.server.parsing.caller import HttpCaller
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop

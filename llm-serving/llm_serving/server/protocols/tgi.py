@@ -18,7 +18,6 @@ from llm_serving.core.sampling_params import MAX_STOP_STRINGS, Real, SamplingPar
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, ModelNotFoundError, RequestError
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, MAX_N, Choices
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, check_prompt_logprobs_size, token_outputs
 from llm_serving.server.generation.pipeline import (
     EncodedRequest,
@@ -28,7 +27,7 @@ from llm_serving.server.generation.pipeline import (
     start_generation,
 )
 from llm_serving.server.generation.response import ResponseBuilder, respond
-from llm_serving.server.generation.sampling import sampling_params, with_choice_seed
+from llm_serving.server.generation.sampling import COUNT, MAX_CHOICES, MAX_N, Choices, sampling_params, with_choice_seed
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.body import note_ignored, read_fields
 from llm_serving.server.parsing.errors import tgi_error_content, tgi_error_response

@@ -14,7 +14,6 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.choices import MAX_CHOICES
 from llm_serving.server.generation.logprobs import (
     MIN_LOGPROB,
     check_prompt_logprobs,
@@ -33,7 +32,7 @@ from llm_serving.server.generation.pipeline import (
     truncate_prompt,
 )
 from llm_serving.server.generation.response import respond
-from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
+from llm_serving.server.generation.sampling import MAX_CHOICES, bad_words, choices_of, sampling_params
 from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
