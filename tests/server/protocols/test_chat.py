@@ -11,7 +11,7 @@ import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
 from llm_serving.server.generation import conversation
-from llm_serving.server.generation.template_messages import template_role
+from llm_serving.server.generation.conversation import template_role
 from llm_serving.server.parsing.body import IGNORED_HEADER
 from llm_serving.server.parsing.offload import FairThreads
 from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llm_serving.server.generation.template_messages import adapted_message, with_shown_calls, with_system_text
+from llm_serving.server.generation.conversation import adapted_message, with_shown_calls, with_system_text
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
 AS_TEXT = CALL | {"function": {"name": "add", "arguments": '{"a": "é"}'}}
