@@ -17,8 +17,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.server.generation.generation import Generation, raise_unless_complete, run_until_client_leaves
 from llm_serving.server.generation.pipeline import StartedGeneration
-from llm_serving.server.generation.streaming import EVENT_STREAM, Chunks, StreamResponse
-from llm_serving.server.idempotency.resumable_stream import NumberedPieces
+from llm_serving.server.generation.streaming import EVENT_STREAM, Chunks, NumberedPieces, StreamResponse
 from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_TOKENS
 from llm_serving.server.request_context import source_of
 

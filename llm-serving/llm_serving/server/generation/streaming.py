@@ -1,4 +1,4 @@
-"""Streamed responses: server-sent events."""
+"""Streamed responses: server-sent events, with ids if the client may resume the stream after one of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.log import get_logger
 from llm_serving.server.generation.generation import ClientGoneError, Generation, run_until_client_leaves
 from llm_serving.server.http.request import UNSENT_KEY, WRITE_KEY
+from llm_serving.server.idempotency.request import END, Position
 
 logger = get_logger(__name__)
 
@@ -24,6 +25,7 @@ STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Response headers with which proxies neither store nor buffer the response."""
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
+_BLANK: Final = b"\n\n"
 
 
 def event(content: object) -> bytes:
@@ -56,6 +58,44 @@ class Chunks(Protocol):
         """Return the bytes for an output of a choice, perhaps none. Raise LLMServingError if the generation failed."""
 
     async def finish(self) -> bytes: ...
+
+
+class NumberedPieces:
+    """Adds an id to each event of `pieces`, and omits the events that the client has read."""
+
+    def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:
+        assert len(position.num_read) in (0, num_choices)
+        self._pieces = pieces
+        self._prefix = f"id: {stream_id}:"
+        self._num_read = list(position.num_read or (0,) * num_choices)
+        self._num_closing_read = position.num_closing
+        self._num_made = [0] * num_choices
+        self._num_sent = self._num_read.copy()
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        events = self._pieces.chunk(index, output)
+        if not events:
+            return events
+        numbered = []
+        for event in events.split(_BLANK)[:-1]:
+            self._num_made[index] += 1
+            if self._num_made[index] > self._num_read[index]:
+                self._num_sent[index] = self._num_made[index]
+                numbered.append(self._with_id(event, ""))
+        return b"".join(numbered)
+
+    async def finish(self) -> bytes:
+        events = (await self._pieces.finish()).split(_BLANK)[:-1]
+        numbered = []
+        for number, event in enumerate(events, start=1):
+            if number > self._num_closing_read:
+                is_last = event + _BLANK == DONE
+                numbered.append(self._with_id(event, f"+{END}" if is_last else f"+{number}"))
+        return b"".join(numbered)
+
+    def _with_id(self, event: bytes, closing: str) -> bytes:
+        counts = ".".join(map(str, self._num_sent))
+        return f"{self._prefix}{counts}{closing}\n".encode() + event + _BLANK
 
 
 class StreamResponse(Response):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from llm_serving.errors import RequestError
+from llm_serving.server.generation.streaming import NumberedPieces
 from llm_serving.server.idempotency.request import BEGINNING, Position
-from llm_serving.server.idempotency.resumable_stream import NumberedPieces
 
 
 class Pieces:
