@@ -11,7 +11,7 @@ from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.engine.adapters import Adapter
 from llm_serving.server.app import create_app
-from llm_serving.server.idempotency.lookup import seed_of
+from llm_serving.server.idempotency.request import seed_of
 from support.fakes import FakeEngine, Piece, Script
 from support.gated_server import GatedServer
 from support.server_client import error_of

@@ -26,8 +26,7 @@ from llm_serving.server.generation.generation import (
 )
 from llm_serving.server.generation.sampling import ONE_CHOICE, Choices
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
-from llm_serving.server.idempotency.lookup import EVENT_HEADER, KEY_HEADER, claim_request
-from llm_serving.server.idempotency.request import IdempotentRequest
+from llm_serving.server.idempotency.request import EVENT_HEADER, KEY_HEADER, IdempotentRequest, claim_request
 from llm_serving.server.parsing.caller import HttpCaller, caller_of, within_deadline
 from llm_serving.server.parsing.headers import ResponseIdentity, identify
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop

@@ -10,19 +10,28 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from random import Random, SystemRandom
 from typing import Final, NamedTuple
 
 import msgspec
+from starlette.requests import Request
 
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.coalescing import Sharing
-from llm_serving.errors import GoneError, RequestError
+from llm_serving.errors import GoneError, IdempotencyError, RequestError
 from llm_serving.server.generation.sampling import Choices
-from llm_serving.server.idempotency.store import AcceptedRequest
-from llm_serving.server.parsing.caller import HttpCaller
-from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
+from llm_serving.server.idempotency.store import AcceptedRequest, AcceptedRequests, Claim
+from llm_serving.server.parsing.caller import HttpCaller, within_deadline
+from llm_serving.server.parsing.headers import ResponseIdentity, identify, read_header
+from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_ITEMS, off_loop
+from llm_serving.server.protocols.openai.schemas import GenerationRequest
+from llm_serving.server.request_context import api_key_of, request_context_of
 
 MAX_NUMBERED_CHOICES: Final = 16
 """Maximum number of choices of a stream with event ids. Each id has a number for each choice."""
@@ -33,6 +42,12 @@ _POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_NUMBERED_CHOICE
 STREAM_ID_HEADER: Final = "x-stream-id"
 REPLAYED_HEADER: Final = "idempotent-replayed"
 _encode: Final = msgspec.msgpack.Encoder().encode
+KEY_HEADER: Final = "idempotency-key"
+EVENT_HEADER: Final = "last-event-id"
+MAX_KEY_CHARS: Final = 255
+SEED_BYTES: Final = 8
+_RESUMABLE: Final = f"stream: true, serving_config.resume_streams, at most {MAX_NUMBERED_CHOICES} choices"
+_encode_json: Final = msgspec.json.Encoder().encode
 
 
 class Position(NamedTuple):
@@ -167,3 +182,160 @@ def _distinctive(sampling: SamplingParams) -> object:
     if sampling.greedy:
         del content["seed"]
     return content
+
+
+class ResumedStream(NamedTuple):
+    """An accepted request whose stream continues after a position."""
+
+    record: AcceptedRequest
+    position: Position
+
+
+class ClaimedRequest(NamedTuple):
+    identity: ResponseIdentity
+    idempotent: IdempotentRequest
+
+
+@asynccontextmanager
+async def claim_request(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: GenerationRequest,
+    caller: HttpCaller,
+    *,
+    route: str,
+    prefix: str,
+    num_streams: int,
+) -> AsyncIterator[ClaimedRequest]:
+    """Hold the idempotency key of a request, and yield the request with the identity of its response. Until the context
+    exits, other requests with the same key wait.
+
+    A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
+    same even if its record has been evicted. `route`: path of the request. `prefix`: starts the response id.
+    `num_streams`: number of choices of all prompts.
+
+    Raises:
+        RequestError: The key or the event id is malformed, or belongs to another request.
+        GoneError: The request was accepted by another model or adapter.
+        TimedOutError: Another request held the key until the deadline.
+    """
+    accepted: AcceptedRequests = http_request.app.accepted
+    serving = engine.config.serving
+    rules = SharingRules(serving.coalesce_identical_requests, serving.resume_grace_s)
+    seeded = request.seed is not None
+    key = _key(http_request) if accepted.keeps else ""
+    streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
+    resumed: ResumedStream | None = getattr(http_request.state, "resumed", None)
+    event_id = read_header(http_request, EVENT_HEADER) or ""
+    if resumed is None and event_id and not streams:
+        raise RequestError("Last-Event-ID", f"may be given only for a stream that can be resumed: {_RESUMABLE}")
+    if resumed is None and not key and not streams:
+        yield ClaimedRequest(
+            identify(engine, http_request, request.request_id, prefix), IdempotentRequest(rules, seeded=seeded)
+        )
+        return
+    claim: Claim | None = None
+    digest, size = b"", 0
+    record, position = resumed or (None, BEGINNING)
+    if resumed is None:
+        size = int(http_request.headers.get("content-length", INLINE_BYTES + 1))
+        digest = digest_of(await off_loop(size > INLINE_BYTES, lambda: route.encode() + _encode_json(request)))
+        if event_id:
+            record, position = _by_event(accepted, http_request, event_id, digest)
+        elif key:
+            found = await within_deadline(caller.deadline, engine.clock, accepted.claim(caller.tenant, key, digest))
+            record, claim = (None, found) if isinstance(found, Claim) else (found, None)
+    try:
+        longest = engine.max_model_len, engine.config.model.max_input_len
+        state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest, caller.adapter)
+        if record is not None:
+            position.check(num_streams)
+            resumed = ResumedStream(record, position)
+            yield _known_request(engine, http_request, request, resumed, prefix, rules, state)
+            return
+        if request.seed is None:
+            request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
+        identity = identify(engine, http_request, request.request_id, prefix)
+        record = AcceptedRequest(
+            stream_id=secrets.token_hex(16),
+            route=route,
+            tenant=caller.tenant,
+            key=key,
+            digest=digest,
+            request=await off_loop(size > INLINE_BYTES, lambda: _encode_json(request)),
+            seed=request.seed,
+            seeded=seeded,
+            streams=streams,
+            request_id=identity.request_id,
+            created=identity.created,
+            model=state,
+            prompts=b"",
+            accepted_at=time.time(),
+        )
+        add = partial(_add, accepted, claim)
+        yield ClaimedRequest(identity, IdempotentRequest(rules, seeded=seeded, record=record, add=add))
+    finally:
+        if claim is not None:
+            accepted.settle(claim)
+
+
+def _known_request(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: GenerationRequest,
+    resumed: ResumedStream,
+    prefix: str,
+    rules: SharingRules,
+    state: bytes,
+) -> ClaimedRequest:
+    record, position = resumed
+    if record.model != state:
+        raise GoneError("the request was accepted by another model or adapter, or with other kernels")
+    request.seed = record.seed
+    request_context_of(http_request).request_id = record.request_id
+    name = engine.config.model.model_name
+    identity = ResponseIdentity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
+    return ClaimedRequest(
+        identity, IdempotentRequest(rules, seeded=record.seeded, record=record, known=True, position=position)
+    )
+
+
+async def _add(accepted: AcceptedRequests, claim: Claim | None, record: AcceptedRequest) -> None:
+    await accepted.add(record)
+    if claim is not None:
+        accepted.settle(claim)
+
+
+def seed_of(tenant: str, key: str, digest: bytes) -> int:
+    hashed = hashlib.blake2b(_encode_json((tenant, key)) + digest, digest_size=SEED_BYTES, person=b"idempotency-key")
+    return int.from_bytes(hashed.digest())
+
+
+def _key(http_request: Request) -> str:
+    key = read_header(http_request, KEY_HEADER) or ""
+    if len(key) > MAX_KEY_CHARS:
+        raise RequestError("Idempotency-Key", f"must be text of at most {MAX_KEY_CHARS} characters", len(key))
+    return key
+
+
+def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> ResumedStream:
+    record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
+    if record.digest != digest:
+        raise IdempotencyError("Last-Event-ID", "must be the id of an event of the same request", event_id)
+    return ResumedStream(record, position)
+
+
+def resumed_by(
+    accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
+) -> ResumedStream:
+    """Return the accepted request that an event id names, and the client's position in its stream.
+
+    If the URL names the stream (`stream_id`), `event_id` may be only the part after the colon. Raise RequestError,
+    which names `field`, if there is no such event.
+    """
+    named, colon, text = event_id.rpartition(":")
+    if stream_id is not None and colon and named != stream_id:
+        raise RequestError(field, "must be the id of an event of this stream, or its part after the colon", event_id)
+    key = api_key_of(http_request)
+    record = accepted.find(field, stream_id or named, None if key is None else key.name)
+    return ResumedStream(record, Position.read(field, text) if text else BEGINNING)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestNotFoundError
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.idempotency.lookup import EVENT_HEADER, resumed_by
+from llm_serving.server.idempotency.request import EVENT_HEADER, resumed_by
 from llm_serving.server.parsing.body import decode_body
 from llm_serving.server.parsing.headers import read_header
 from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
