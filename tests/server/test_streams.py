@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from llm_serving.config.tables import ApiKey
-from llm_serving.server.idempotency.log_file import LogFile
-from llm_serving.server.idempotency.store import AcceptedRequests
+from llm_serving.server.idempotency.store import AcceptedRequests, LogFile
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.tenant_quota import TenantQuota
 from support.gated_server import GatedServer

@@ -40,8 +40,7 @@ from llm_serving.server.batches.store import BatchStore, lock_of
 from llm_serving.server.generation.response import ResponseBuffers
 from llm_serving.server.http.listener import OpenFiles, bind
 from llm_serving.server.http.server import HttpServer, check_variables
-from llm_serving.server.idempotency.log_file import LogFile
-from llm_serving.server.idempotency.store import AcceptedRequests, ModelState
+from llm_serving.server.idempotency.store import AcceptedRequests, LogFile, ModelState
 from llm_serving.server.middleware.access_log import AccessLog, Accounting, open_access_log
 from llm_serving.server.middleware.authentication import ApiKeyAuthentication
 from llm_serving.server.middleware.browser_origins import BrowserGuard

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ConfigError
-from llm_serving.server.idempotency import log_file
-from llm_serving.server.idempotency.log_file import LogFile
+from llm_serving.server.idempotency import store
+from llm_serving.server.idempotency.store import LogFile
 from support.accepted_records import record
 
 
@@ -146,7 +146,7 @@ def test_request_log_stops_on_a_full_disk(tmp_path, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(log_file.os, "write", full)
+    monkeypatch.setattr(store.os, "write", full)
     with caplog.at_level(logging.ERROR):
         write(log, 2, 3)
         monkeypatch.undo()
@@ -161,10 +161,10 @@ def test_request_log_stops_on_a_full_disk(tmp_path, monkeypatch, caplog):
 
 
 def test_request_log_on_a_hanging_disk_uses_bounded_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(log_file, "WAIT_S", 0.001)
+    monkeypatch.setattr(store, "WAIT_S", 0.001)
     log, _ = opened(tmp_path)
-    size = len(log_file._encode(record(1)))
-    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 5 * size)
+    size = len(store._encode(record(1)))
+    monkeypatch.setattr(store, "MAX_WAITING_BYTES", 5 * size)
     hangs, write_now, waited = threading.Event(), log._write, []
 
     def write_late(content):
@@ -176,7 +176,7 @@ def test_request_log_on_a_hanging_disk_uses_bounded_memory(tmp_path, monkeypatch
         return await asyncio_wait(*args, **kwargs)
 
     asyncio_wait = asyncio.wait
-    monkeypatch.setattr(log_file.asyncio, "wait", wait)
+    monkeypatch.setattr(store.asyncio, "wait", wait)
     monkeypatch.setattr(log, "_write", write_late)
 
     async def run():
