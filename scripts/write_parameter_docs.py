@@ -13,7 +13,6 @@ from llm_serving.core.generation_defaults import PARAMETERS
 from llm_serving.core.sampling_params import DEFAULTS, RULES
 from llm_serving.server.generation.sampling import REQUEST_RULES
 from llm_serving.server.parsing.body import BODIES
-from llm_serving.server.parsing.unsupported_fields import IgnoredField, RefusedField
 from llm_serving.server.protocols.anthropic.schemas import MessagesRequest
 from llm_serving.server.protocols.openai.models import meanings
 from llm_serving.server.protocols.openai.responses_schemas import ResponsesRequest
@@ -24,6 +23,7 @@ from llm_serving.server.protocols.openai.schemas import (
     ContentPart,
     StreamOptions,
 )
+from llm_serving.server.protocols.openai.unsupported_fields import IgnoredField, RefusedField
 from llm_serving.server.protocols.openai.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 from llm_serving.server.protocols.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 from llm_serving.server.parsing.body import BODIES, IGNORED_HEADER, MAX_NAMED
-from llm_serving.server.parsing.unsupported_fields import IgnoredField, RefusedField
+from llm_serving.server.protocols.openai.unsupported_fields import IgnoredField, RefusedField
 from llm_serving.server.routes import ENDPOINTS
 from support.fakes import FakeEngine
 from support.server_client import error_of, post

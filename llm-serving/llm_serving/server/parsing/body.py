@@ -22,11 +22,11 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError, RequestTimeoutError, RequestTooLargeError, shorten
 from llm_serving.server.batches.schemas import BatchRequest
 from llm_serving.server.parsing.offload import INLINE_BYTES
-from llm_serving.server.parsing.unsupported_fields import BodyFields, IgnoredField, RefusedField
 from llm_serving.server.protocols import text_schemas
 from llm_serving.server.protocols.anthropic import schemas as anthropic_schemas
 from llm_serving.server.protocols.openai import responses_schemas, vector_schemas
 from llm_serving.server.protocols.openai import unsupported_fields as openai_fields
+from llm_serving.server.protocols.openai.unsupported_fields import BodyFields, IgnoredField, RefusedField
 
 MAX_VALUES: Final = 2**19
 """Maximum number of values, enough for the token ids of a batch of long prompts. Decoding them takes about 6 ms."""

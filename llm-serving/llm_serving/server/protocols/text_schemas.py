@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from llm_serving.server.parsing.unsupported_fields import (
+from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
+from llm_serving.server.protocols.openai.unsupported_fields import (
     BodyFields,
     IgnoredField,
     RefusedField,
     Rows,
     named,
 )
-from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
 
 
 class TGIParameters(CallerFields):

@@ -8,7 +8,8 @@ from typing import Final, Literal
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llm_serving.server.parsing.offload import Long
-from llm_serving.server.parsing.unsupported_fields import (
+from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
+from llm_serving.server.protocols.openai.unsupported_fields import (
     EARLIER_RESPONSE,
     SPEED_HINT,
     TEXT_ONLY,
@@ -18,7 +19,6 @@ from llm_serving.server.parsing.unsupported_fields import (
     Rows,
     named,
 )
-from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
 
 
 class ResultBlock(Struct, kw_only=True):

@@ -8,7 +8,8 @@ from typing import Final
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llm_serving.server.parsing.offload import Long
-from llm_serving.server.parsing.unsupported_fields import (
+from llm_serving.server.protocols.openai.schemas import CallerFields
+from llm_serving.server.protocols.openai.unsupported_fields import (
     NEVER_NEUTRAL,
     TEXT_ONLY,
     BodyFields,
@@ -17,7 +18,6 @@ from llm_serving.server.parsing.unsupported_fields import (
     Rows,
     named,
 )
-from llm_serving.server.protocols.openai.schemas import CallerFields
 
 
 class VectorRequest(CallerFields, kw_only=True):
