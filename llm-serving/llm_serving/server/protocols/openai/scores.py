@@ -15,8 +15,14 @@ from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import large_json_response, off_loop
-from llm_serving.server.protocols.openai.embeddings import MAX_INPUTS, TextVectors, compute_vectors, cosine
-from llm_serving.server.protocols.openai.pairs import TextPair, score_of
+from llm_serving.server.protocols.openai.embeddings import (
+    MAX_INPUTS,
+    TextPair,
+    TextVectors,
+    compute_vectors,
+    cosine,
+    score_of,
+)
 from llm_serving.server.protocols.openai.vector_schemas import (
     PairsRequest,
     RankedDocument,
