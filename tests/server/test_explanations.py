@@ -13,7 +13,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.timings import HttpTimings
 from llm_serving.observability.event_log import EventLog, RequestRecord, client_ids
 from llm_serving.observability.latency_breakdown import answers_to, explain
-from llm_serving.server.admin import explanations
+from llm_serving.server.admin import requests
 from llm_serving.server.app import create_app
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
@@ -135,7 +135,7 @@ def test_explanation_lookup_is_skipped_for_a_disconnected_client(path, monkeypat
             client.leave()
             return given[-1]
 
-    monkeypatch.setattr(explanations, "_LOOKUPS", Occupied())
+    monkeypatch.setattr(requests, "_LOOKUPS", Occupied())
     client = RawClient(FakeEngine(), path, None)
     client._scope["method"] = "GET"
     asyncio.run(client.run())

@@ -26,7 +26,7 @@ from llm_serving.log import get_logger
 from llm_serving.observability.event_log import RequestRecord, Step
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import ClassQueueState, EngineSnapshot, RunningRequest, WaitingRequest
-from llm_serving.server.admin.scheduler_view import Replica, SchedulerView, Tenant, view_of
+from llm_serving.server.admin.scheduler import Replica, SchedulerView, Tenant, view_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.generation import ClientGoneError, run_until_client_leaves
 from llm_serving.server.generation.streaming import EVENT_STREAM, STREAM_HEADERS, named_event

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from llm_serving.server.admin import adapters, advice, control, explanations, health, lifecycle, live, replicas
+from llm_serving.server.admin import advice, health, lifecycle, live, replicas, requests, scheduler
 from llm_serving.server.admin import models as served_models
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
@@ -24,12 +24,11 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *api.ENDPOINTS,
     *served_models.ENDPOINTS,
     *models.ENDPOINTS,
-    *explanations.ENDPOINTS,
-    *control.ENDPOINTS,
+    *requests.ENDPOINTS,
+    *scheduler.ENDPOINTS,
     *advice.ENDPOINTS,
     *replicas.ENDPOINTS,
     *lifecycle.ENDPOINTS,
-    *adapters.ENDPOINTS,
     *live.ENDPOINTS,
     *health.ENDPOINTS,
     *tgi.ENDPOINTS,

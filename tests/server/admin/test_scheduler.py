@@ -13,7 +13,7 @@ from llm_serving.engine import request_lookup
 from llm_serving.observability.event_log import client_id_of
 from llm_serving.observability.snapshot import MAX_WAITING, BlockUsage, scheduler_state
 from llm_serving.server.admin.live import ROWS
-from llm_serving.server.admin.scheduler_view import MAX_ROWS, Replica, view_of
+from llm_serving.server.admin.scheduler import MAX_ROWS, Replica, view_of
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.routes import ENDPOINTS

@@ -1,14 +1,18 @@
-"""The response of GET /v1/scheduler: the running slots, queues, tenants and blocks that the caller may see."""
+"""GET /v1/scheduler: the running slots, queues, tenants and blocks that the caller may see."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
 
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.observability.snapshot import (
     BlockUsage,
     ClassQueueState,
@@ -16,6 +20,9 @@ from llm_serving.observability.snapshot import (
     SchedulerState,
     WaitingRequest,
 )
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.parsing.offload import json_response
 
 MAX_ROWS: Final = 256
 """Maximum number of requests, and of tenants, that are listed. Totals count all."""
@@ -105,3 +112,26 @@ def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))
         for each in requests
     ]
+
+
+async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
+    """Show slots, queues, tenants and blocks of every replica. The caller sees only totals of other tenants."""
+    states = await engine.lookup.scheduler_states()
+    known = {index: state for index, state in states.items() if state is not None}
+    silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)
+
+    def answer() -> Response:
+        return json_response(view_of(known, silent, engine.config.scheduler.policy, tenant))
+
+    return await asyncio.to_thread(answer)
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "GET",
+        "/v1/scheduler",
+        show_scheduler,
+        "Show the running and waiting requests, slots and KV blocks",
+        answer=SchedulerView,
+    ),
+)

@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}/explain and GET /v1/timeline: how the time of requests was spent."""
+"""Routes of single requests, which cancel, reprioritise or explain them, and GET /v1/timeline."""
 
 from __future__ import annotations
 
@@ -6,23 +6,63 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llm_serving.core.request_class import class_of
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestNotFoundError
+from llm_serving.errors import RequestError, RequestNotFoundError
 from llm_serving.observability.latency_breakdown import Explanation
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.parsing.body import read_fields
+from llm_serving.server.parsing.caller import ceiling_of, requested_priority
 from llm_serving.server.parsing.headers import query_integer
-from llm_serving.server.parsing.offload import FairThreads, Long, large_json_response
-from llm_serving.server.request_context import source_of
+from llm_serving.server.parsing.offload import FairThreads, Long, json_response, large_json_response
+from llm_serving.server.protocols.openai.schemas import PriorityRequest
+from llm_serving.server.request_context import api_key_of, source_of
 
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
 """One thread for all lookups, because a long lookup holds the GIL for up to a second, which delays the engines."""
+
+
+class Cancelled(Struct):
+    request_id: str
+    cancelled: list[str]
+    """Ids of the cancelled engine requests, one for each choice; empty: all choices had ended before."""
+
+
+async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
+    """Abort a request at the next step. Its client gets the tokens so far and the finish reason `abort`."""
+    request_id = http_request.path_params["request_id"]
+    return json_response(Cancelled(request_id, engine.control.cancel(request_id, tenant_seen(http_request))))
+
+
+class Reprioritised(Struct):
+    request_id: str
+    priority: int
+    priority_class: str
+    changed: list[str]
+    unchanged: list[str]
+    """Ids of the engine requests that have ended, or whose change would exceed the bypass limit of their class."""
+
+
+async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:
+    request_id, config = http_request.path_params["request_id"], engine.config
+    body = await read_fields(engine, http_request, PriorityRequest)
+    ceiling = ceiling_of(config, api_key_of(http_request))
+    priority = requested_priority(config, ceiling, body.priority, body.priority_class)
+    if priority is None:
+        raise RequestError("priority", "or `priority_class` must be given")
+    done = await engine.control.set_priority(request_id, priority, tenant_seen(http_request))
+    changed = [engine_id for engine_id, is_changed in done.items() if is_changed]
+    unchanged = [engine_id for engine_id, is_changed in done.items() if not is_changed]
+    name = class_of(priority, config.request_classes).name
+    return json_response(Reprioritised(request_id, priority, name, changed, unchanged))
 
 
 class Explanations(Long):
@@ -72,6 +112,16 @@ ENDPOINTS: Final = (
         explain_request,
         "Explain how long a request waited and why",
         answer=Explanations,
+    ),
+    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel_request, "Cancel a request", answer=Cancelled),
+    Endpoint("DELETE", "/v1/requests/{request_id}", cancel_request, "Cancel a request", answer=Cancelled),
+    Endpoint(
+        "POST",
+        "/v1/requests/{request_id}/priority",
+        reprioritise_request,
+        "Change the priority of a request",
+        body=PriorityRequest,
+        answer=Reprioritised,
     ),
     Endpoint(
         "GET",
