@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from llm_serving.server.admin import advice, health, lifecycle, live, replicas, requests, scheduler
+from llm_serving.server.admin import advice, lifecycle, live, replicas, requests, scheduler
 from llm_serving.server.admin import models as served_models
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
@@ -30,7 +30,6 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *replicas.ENDPOINTS,
     *lifecycle.ENDPOINTS,
     *live.ENDPOINTS,
-    *health.ENDPOINTS,
     *tgi.ENDPOINTS,
     *legacy.ENDPOINTS,
 )
