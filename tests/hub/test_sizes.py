@@ -8,8 +8,8 @@ import types
 import llm_serving
 import psutil
 import pytest
+from llm_serving.cli.arguments import stored_size
 from llm_serving.cli.main import main
-from llm_serving.cli.stored_models import stored_size
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
 from llm_serving.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from llm_serving.cli.stored_models import stored_size
+from llm_serving.cli.arguments import stored_size
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.block_tensor import BlockTensor

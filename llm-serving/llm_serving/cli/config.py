@@ -8,8 +8,16 @@ import sys
 from pathlib import Path
 
 from llm_serving import __version__
-from llm_serving.cli.arguments import API_KEY, Subcommands, add_command, add_config_arguments, load, say
-from llm_serving.cli.stored_models import check_weights, stored_size
+from llm_serving.cli.arguments import (
+    API_KEY,
+    Subcommands,
+    add_command,
+    add_config_arguments,
+    check_weights,
+    load,
+    say,
+    stored_size,
+)
 from llm_serving.config import ServingConfig
 from llm_serving.config.report import describe, reference_yaml
 from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_defaults

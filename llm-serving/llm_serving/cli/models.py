@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_command, say
-from llm_serving.cli.stored_models import stored_size
+from llm_serving.cli.arguments import Subcommands, add_command, say, stored_size
 from llm_serving.config import load_config
 from llm_serving.errors import ModelError
 from llm_serving.hub import cached_models
