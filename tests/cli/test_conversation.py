@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llm_serving.cli import main
 from llm_serving.cli.chat import COMMANDS, Chat, ChatClient
-from llm_serving.cli.server_call import ServerRefusal
+from llm_serving.cli.operate import ServerRefusal
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError

@@ -17,13 +17,11 @@ from llm_serving.cli import (
     chat,
     config,
     convert,
-    export,
     models,
     operate,
     quantize,
     replay,
     serve,
-    timeline,
 )
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.launcher import StartError
@@ -55,9 +53,7 @@ COMMANDS: Final = (
     models,
     convert,
     quantize,
-    export,
     replay,
-    timeline,
     PackageCommand("profile", SIMULATOR, "measure how long steps take on this machine, for whatif and tune"),
     PackageCommand(
         "whatif",

@@ -1,15 +1,24 @@
-"""Commands for administrators of a running server: `cluster` and `reload`."""
+"""Commands that call a running server over HTTP, with the standard library only: `cluster`, `reload` and `timeline`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse, InvalidURL
+from pathlib import Path
 from typing import Final
 
 from llm_serving.cli.arguments import Subcommands, add_command, add_server_arguments, api_key_of, url_of
-from llm_serving.cli.server_call import ServerRefusal, opened
+from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
 KEY_HELP: Final = "an administrator's; "
+TIMEOUT_S: Final = 600.0
+"""Maximum seconds between two bytes of a response. The limit is high because a request may wait in the queue."""
+MAX_ERROR_BYTES: Final = 4096
 
 
 def add_to(commands: Subcommands) -> None:
@@ -41,6 +50,12 @@ def add_to(commands: Subcommands) -> None:
         "make a running server read its YAML again: limits, keys, classes, policy and budgets",
     )
     add_server_arguments(reload, KEY_HELP)
+    timeline = add_command(
+        commands, "timeline", run_timeline, "save the newest steps of a running server as a trace for ui.perfetto.dev"
+    )
+    add_server_arguments(timeline)
+    timeline.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+    timeline.add_argument("--steps", type=int, metavar="N", help="only the newest N steps")
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -81,3 +96,71 @@ def run_reload(arguments: argparse.Namespace) -> int:
             f"replicas {', '.join(map(str, late))} apply the changes when their WorkAgents have restarted", flush=True
         )
     return 0
+
+
+def run_timeline(arguments: argparse.Namespace) -> int:
+    url, output = url_of(arguments), arguments.output
+    query = "" if arguments.steps is None else f"?steps={arguments.steps}"
+    with opened(url, f"/v1/timeline{query}", api_key_of(arguments)) as answer:
+        content = answer.read()
+    try:
+        events = json.loads(content)["traceEvents"]
+        output.write_bytes(content)
+    except (ValueError, KeyError, TypeError):
+        raise LLMServingError(f"{url} sent a response that is not a trace") from None
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror or error}") from None
+    print(f"{output}: {len(events)} events; open it at https://ui.perfetto.dev")
+    return 0
+
+
+class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of this program
+    """The server refused the request."""
+
+
+@contextmanager
+def opened(
+    url: str, path: str, key: str = "", body: object = None, method: str | None = None
+) -> Iterator[HTTPResponse]:
+    """Send a request and yield the response. Without `method`, it is POST if there is a `body`, else GET.
+
+    Raises:
+        ConfigError: The URL or the key is invalid.
+        ServerRefusal: The status is an error.
+        UnavailableError: The connection fails.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url must begin with http:// or https://. Given: {url}")
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            "an API key must consist of printable ASCII characters; this one has other characters, perhaps a line break"
+        )
+    try:
+        with _sent(url, path, data, headers, method) as response:
+            yield response
+    except urllib.error.HTTPError as error:
+        raise ServerRefusal(_error_message(error.code, error.read(MAX_ERROR_BYTES))) from None
+    except urllib.error.URLError as error:
+        raise UnavailableError(f"no server answers at {url}: {error.reason}") from None
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"the connection to {url} broke: {error or type(error).__name__}") from None
+
+
+def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], method: str | None) -> HTTPResponse:
+    try:
+        request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)  # noqa: S310  checked
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310
+    except (InvalidURL, ValueError) as error:
+        raise ConfigError(f"--url must be the address of a server: {error}. Given: {url!r}") from None
+    return answer
+
+
+def _error_message(status: int, content: bytes) -> str:
+    try:
+        return f"{status}: {json.loads(content)['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        return f"{status}: {shorten(content.decode('utf-8', 'replace'))}"
