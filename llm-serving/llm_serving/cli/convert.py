@@ -1,4 +1,4 @@
-"""The commands `convert`, between the formats of MindFormers and Hugging Face, and `export`, which writes MINDIR files."""
+"""The commands `convert`, between the formats of MindFormers and Hugging Face, and `export` to MINDIR files."""
 
 from __future__ import annotations
 
