@@ -24,7 +24,7 @@ MAX_RETRY_AFTER_S: Final = 120.0
 JITTER: Final = 0.1
 """Maximum fraction of a delay that is added at random, so that refused clients do not return at the same time."""
 MAX_SOURCES: Final = 256
-"""Maximum number of clients whose retries are spread separately. All further clients count as one."""
+"""Maximum number of clients whose retries are spread separately. All others count as one."""
 IDLE_S: Final = 10.0
 """Seconds without a step after which the measured speed of an idle replica is too old to refuse a request."""
 MAX_REFUSED: Final = 20_000
@@ -33,8 +33,6 @@ MAX_REFUSED: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The load of the replica that would serve a request."""
-
     index: int
     num_replicas: int
     """Number of replicas over which the requests of a group are spread."""
@@ -46,7 +44,7 @@ class ReplicaLoad:
 
 
 class RefusedRequests(NamedTuple):
-    """A group of requests that were refused together. `time`: on the engine's clock."""
+    """Requests that were refused together. `time`: on the engine's clock."""
 
     time: float
     prompt_lens: tuple[int, ...]
@@ -58,9 +56,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    A source is the identity of a client. A refusal of n requests delays the next retry of the source by the time in
-    which the server can admit n requests of this source. Active sources share the rate of the server equally. So a
-    source that floods the server mostly delays its own retries. The seed makes simulations repeatable.
+    A refusal of n requests delays the next retry of the client (`source`) by the time in which the server can admit n
+    of its requests. The sources share the rate of the server equally, so a source that floods the server mostly delays
+    itself.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -115,13 +113,9 @@ class AdmissionControl:
         """Admit a group of requests, all or none. Return the predicted seconds until all have a first token; None:
         unknown.
 
-        Args:
-            replica: Load of the replica that would serve the first request.
-            uncached_lens: For each prompt, the number of tokens to compute; None: all tokens.
-
-        Raises:
-            RequestError: The group would exceed a limit even if the queue were empty.
-            CapacityError: The group exceeds a limit now, or its first token would come too late.
+        Raise RequestError if the group would exceed a limit even in an empty queue, CapacityError if it exceeds one
+        now, or if its first token would come too late. `replica` would serve the first request. `uncached_lens`: tokens
+        to compute of each prompt; None: all.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)
@@ -161,7 +155,7 @@ class AdmissionControl:
         raise TooLateError(message, max(MIN_RETRY_AFTER_S, predicted_s - left_s), 1000 * predicted_s)
 
     def min_uncached(self, prompt_lens: Sequence[int]) -> Sequence[int]:
-        """Return, for each prompt, the minimum number of tokens to compute, before a search of the prefix cache."""
+        """Return the minimum number of tokens to compute of each prompt, before a search of the prefix cache."""
         return [1] * len(prompt_lens) if self._prefix_caching else prompt_lens
 
     def predict_s(
@@ -191,7 +185,6 @@ class AdmissionControl:
         )
 
     def _is_current(self, replica: ReplicaLoad) -> bool:
-        """Return whether the measured speed of the replica is recent. An idle replica's speed may change."""
         load = self._queue.load(replica.index)
         is_idle = load.num_waiting == load.num_running == 0
         return not is_idle or self._clock() - replica.in_flight.since < IDLE_S

@@ -16,15 +16,12 @@ LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting",
 DRAIN_MEMORY: Final = 128
 """Time constant of a drain rate, in finished requests."""
 MIN_FINISHED: Final = 16
-"""Minimum number of finished requests for a drain rate."""
 QUEUE_KEY: Final = "scheduler_config.max_waiting_queue"
 TOKENS_KEY: Final = "scheduler_config.max_waiting_tokens"
 
 
 @dataclass(slots=True)
 class QueueLoad:
-    """Numbers of requests and tokens, of one class on one replica or summed."""
-
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     num_uncached_tokens: int = 0
@@ -69,15 +66,13 @@ class QueueLimit(NamedTuple):
     """A limit that applies to a group of requests at admission. `unit`: such as "requests of class batch"."""
 
     name: str
-    """One of `LIMITS`. It is also the reason in the metric of refusals."""
+    """One of `LIMITS`, which is also the reason in the metric of refusals."""
     key: str
     unit: str
     used: int
     limit: int
     amount: int
-    """How much, in `unit`, the group of requests needs."""
     drain_rate: DrainRate
-    """Rate at which requests that count against the limit finish."""
     amount_per_request: float = 1.0
     """How much, in `unit`, a finished request frees."""
 
@@ -91,7 +86,6 @@ class QueueLimit(NamedTuple):
 
     @property
     def never_fits(self) -> RequestError:
-        """Return the error for a group that would exceed the limit even in an empty queue."""
         if self.name == "max_waiting_tokens":
             rule = f"must have at most {self.limit} tokens, counted once for each requested answer ({self.key})"
             return ContextLengthError("prompt", rule, self.amount)
@@ -234,7 +228,6 @@ class AdmissionQueue:
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
         """Return how many waiting requests of a replica go before a new one, and their uncached prompt tokens.
-
         `max_rank`: rank of the lowest class that goes before the new request; None: all classes do.
         """
         if self._max_running is None and not self._max_running_of:

@@ -15,7 +15,6 @@ FINISH_MEMORY: Final = 1024
 """Time constant of the finish rate, in steps. It is longer than `STEP_MEMORY`, because requests finish in few steps."""
 MIN_STEPS: Final = 32
 MIN_FINISHED: Final = 8
-"""Minimum number of finished requests for a prediction of the wait for a running slot."""
 MIN_SPREAD: Final = 0.1
 """Minimum relative standard deviation of the tokens per step for a measurement of the time of a token."""
 
@@ -27,10 +26,9 @@ class InFlightSteps(NamedTuple):
     num_tokens: int = 0
     """Number of tokens of these steps, not counting one token of each row."""
     num_tokens_left: int = 0
-    """Number of remaining prompt tokens of the prompts that these steps compute in part."""
+    """Number of prompt tokens that these steps leave of the prompts that they compute in part."""
     since: float = math.inf
-    """Time on the engine's clock at which the oldest step began or, if none is in flight, the latest one ended;
-    infinite before the first step.
+    """Time on the engine's clock when the oldest step began, or the latest one ended; infinite before the first step.
     """
 
 
@@ -42,15 +40,12 @@ class QueueAhead:
     """The work that a replica does before the first token of a request, including the request's own prompt."""
 
     num_requests: int
-    """Number of waiting requests of the request's class and higher classes, including the request."""
     num_tokens: int
-    """Number of uncached prompt tokens of these requests."""
     num_running: int
     """Number of running requests that the new one cannot preempt."""
     num_running_in_all: int
     in_flight: InFlightSteps = NO_STEPS
     elapsed_s: float = 0.0
-    """Seconds since the oldest step in flight began."""
     num_finishes: int = 0
     """Number of requests of the same tenant that must finish first, because of its concurrency limit."""
     tenant_slots: int = 1
@@ -71,8 +66,8 @@ class ReplicaSpeed:
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
         """Return the seconds until the last request of the queue has its first token; None: unknown.
 
-        The larger of two numbers of steps counts: steps that compute the prompts in the token budget that decoding
-        leaves, and steps in which running requests free enough slots at the measured rate.
+        The larger of two numbers of steps counts: those that compute the prompts in the token budget that decoding
+        leaves, and those in which enough running requests finish, at the measured rate, to free the slots.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -109,7 +104,7 @@ class TtftPredictor:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.speed: ReplicaSpeed | None = None
-        """The measured speed; None: too few steps were measured."""
+        """None: too few steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
         """Number of running requests when the KV cache became full; None: it is not full."""
@@ -121,12 +116,7 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the state after scheduling.
-
-        Args:
-            blocked: The request that the scheduler could not admit, with the reason; None: none.
-            has_room: Whether the KV cache has room.
-        """
+        """Record the state after scheduling. `blocked`: the request that the scheduler could not admit, and why."""
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:
@@ -176,8 +166,6 @@ class TtftPredictor:
 
 @dataclass(slots=True)
 class _Moments:
-    """Exponentially weighted sums over the steps of one kind."""
-
     weight: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0

@@ -176,10 +176,7 @@ def _value(arguments: argparse.Namespace, name: str) -> str | None:
 
 
 def check_out(path: Path, *read: Path) -> None:
-    """Raise ConfigError if the output file cannot be written, or is one of the input files `read`.
-
-    Commands call this before a long computation.
-    """
+    """Raise ConfigError, before a long computation, if the output cannot be written or is one of the files `read`."""
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"{path}: must be a file in an existing folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -213,7 +210,6 @@ def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -
 
 
 def url_of(arguments: argparse.Namespace) -> str:
-    """Return the URL of the server. Raise ConfigError if there are both a URL and an address or port."""
     url, host, port = arguments.url, arguments.host, arguments.port
     if url is None:
         host = DEFAULT_HOST if host is None else host
@@ -228,7 +224,7 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration; add flags and environment to `arguments.overrides`. Raise ConfigError if invalid."""
+    """Load the configuration. Add the flags and the environment's API key to `arguments.overrides`."""
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
     if added := overrides_of_environment(config):
@@ -276,7 +272,6 @@ def ended_in_order() -> Iterator[None]:
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
-    """Estimate the memory for the configured model, with the size of its weight files if that is known."""
     assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))

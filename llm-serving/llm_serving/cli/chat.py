@@ -1,5 +1,4 @@
 """`llm-serving chat`: a conversation with a running server in the terminal, over its OpenAI route.
-
 Ctrl-C ends the response that is being written, not the program. Ctrl-D or /quit ends the program.
 """
 
@@ -48,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Piece(NamedTuple):
-    """The content of one server-sent event."""
-
     text: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
@@ -58,14 +55,8 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChatClient:
-    """The client side of one conversation.
-
-    Attributes:
-        url: URL of the server, without a path.
-        key: API key; empty: none is sent.
-        model: Model name; empty: the server's default model.
-        parameters: Further fields of every request, such as `temperature`.
-        messages: Alternating messages of the user and the assistant.
+    """The client side of one conversation. `key`, `model`, `system`: not sent if empty. `parameters`: more fields of
+    requests.
     """
 
     url: str
@@ -93,7 +84,6 @@ class ChatClient:
                 self.messages += [asked, {"role": "assistant", "content": "".join(answer)}]
 
     def remove_last_turn(self) -> str | None:
-        """Remove the last message and its answer. Return the message; None: there is none."""
         if not self.messages:
             return None
         text = self.messages[-2]["content"]
@@ -150,8 +140,6 @@ _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr
 
 
 class Command(NamedTuple):
-    """A command of the chat, such as `/quit`."""
-
     run: Callable[[Chat, str], None]
     takes: str
     help: str
@@ -195,7 +183,6 @@ class Chat:
         print(text, file=self._out, flush=True)
 
     def answer(self, text: str) -> None:
-        """Send a message and write the answer until it ends or the user presses Ctrl-C."""
         began = self._clock()
         first: float | None = None
         last = Piece()
@@ -342,7 +329,7 @@ def read_value(text: str) -> Any:
 
 
 def chat(client: ChatClient) -> None:
-    """Run a conversation in the terminal. Raise LLMServingError if the server does not answer or refuses the key."""
+    """Raise LLMServingError, before the first prompt, if the server does not answer or refuses the key."""
     models = client.served_models()
     with suppress(ImportError):  # line editing and history, where Python has readline
         import readline  # noqa: F401

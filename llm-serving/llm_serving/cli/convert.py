@@ -40,16 +40,11 @@ FILES: Final = ("safetensors", "ckpt")
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Convert a model. The target folder appears only when it is complete.
+    """Convert a model. The target folder appears only when it is complete. `form`: one of `FORMS`. `files`: one of
+    `FILES`.
 
-    Raise ConfigError if the source does not match its config, the target exists, or the disk is too small.
-
-    Args:
-        source: A folder, or one file of weights.
-        form: Naming scheme of the result, one of `FORMS`.
-        files: One of `FILES`; `ckpt` only with MindFormers' names.
-        order: Order of rows in fused projections of the source.
-        yaml: A MindFormers YAML to use instead of a config.json.
+    Raise ConfigError if the source does not match its config, the target exists, or the disk is too small. `order`: row
+    order of fused projections in the source. `yaml`: a MindFormers YAML to use instead of a config.json.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":

@@ -40,7 +40,7 @@ class StartError(LLMServingError):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """File that describes a running server, so that `stop` can find the process."""
+    """The file that describes a running server, so that `stop` can find the process."""
 
     pid: int
     create_time: float
@@ -71,7 +71,6 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
 
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
-    """Start `llm-serving serve` in the background as `start_silently` does, and print how to use it."""
     log = start_silently(config, serve_arguments, run_dir)
     say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
     print(curl_line(config))
@@ -162,7 +161,7 @@ def _cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def stop(run_dir: Path, port: int | None) -> int:
-    """Stop the servers that `start` started: the one on `port`, or all those recorded in `run_dir`."""
+    """Stop the server on `port`, or all servers recorded in `run_dir`."""
     folders = [run_dir / str(port)] if port is not None else sorted(run_dir.glob("*"))
     count = 0
     for folder in folders:

@@ -41,7 +41,6 @@ class PackageCommand:
     help: str
 
     def add_to(self, commands: Subcommands) -> None:
-        """Add the subcommand with its arguments. Raise ConfigError if the package is not installed."""
         module = import_optional(f"{self.package}.{self.name}", f"llm-serving {self.name}")
         parser = commands.add_parser(self.name, help=self.help, allow_abbrev=False)
         module.add_arguments(parser)
@@ -171,7 +170,6 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def _describe(parser: argparse.ArgumentParser) -> None:
-    """Start the help of each subcommand with its description in the list of subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:

@@ -115,7 +115,7 @@ def run_timeline(arguments: argparse.Namespace) -> int:
 
 
 class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of this program
-    """The server refused the request."""
+    pass
 
 
 @contextmanager
@@ -124,10 +124,8 @@ def opened(
 ) -> Iterator[HTTPResponse]:
     """Send a request and yield the response. Without `method`, it is POST if there is a `body`, else GET.
 
-    Raises:
-        ConfigError: The URL or the key is invalid.
-        ServerRefusal: The status is an error.
-        UnavailableError: The connection fails.
+    Raise ConfigError if the URL or the key is invalid, ServerRefusal if the status is an error, UnavailableError if the
+    connection fails.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://. Given: {url}")

@@ -53,7 +53,7 @@ def run_start(arguments: argparse.Namespace) -> int:
 
 
 def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Convert the arguments of `start` into arguments of `serve`. Hashes replace the API keys."""
+    """Convert the arguments of `start` into those of `serve`. Hashes replace the API keys."""
     pairs = [("--config", arguments.config), ("--model", arguments.model)]
     pairs += [("--set", override) for override in arguments.overrides]
     return [text for name, value in pairs if value is not None for text in (name, str(value))]
