@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ACCEPTED_AT_ONCE: Final = 64
-"""Maximum number of connections accepted in one iteration of the event loop."""
 EXHAUSTED_PAUSE_S: Final = 0.25
-"""Seconds until the next attempt if the system has no file descriptor for a connection."""
+"""Seconds until the next attempt if the process has no free file descriptor."""
 TLS_SHUTDOWN_S: Final = 2.0
 HANDSHAKES_AT_ONCE: Final = 2
-"""Maximum number of TLS handshakes begun in one iteration of the event loop. Each takes about 1 ms."""
+"""Maximum number of TLS handshakes, of about 1 ms each, begun in one iteration of the event loop."""
 ESTABLISHED: Final = 1
 """State of an open TCP connection in Linux's `tcp_states.h`."""
 MAX_RETRY_AFTER_S: Final = 8
 
 
 class ConnectionLimits:
-    """The number of connections and of the bytes that they buffer, in total and by address.
+    """The number of connections and of the bytes that they buffer, in total and by address (or IPv6 /64 network).
 
-    At a limit, an idle connection of the address with the most connections is closed. An IPv6 address counts as its /64
-    network. `on_refused`: called with address and status if a connection or a request head is refused.
+    At a limit, an idle connection of the address with the most connections is closed. `on_refused`: called with address
+    and status if a connection or a request head is refused.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class ConnectionLimits:
         return (connection for group in self._by_address.values() for connection in group)
 
     def retry_after_s(self) -> int:
-        """Return after how many seconds a refused client may retry: a random number, so that retries are spread."""
+        """Return a random number of seconds, so that the retries of refused clients are spread."""
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
@@ -119,13 +118,9 @@ class ConnectionLimits:
 class Acceptor:
     """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
-    Few TLS handshakes begin at a time, from each address in turn, so that many handshakes of one client do not
-    delay other clients. If no file descriptor is free, connections wait in the kernel.
-
-    Args:
-        listener: The caller closes it.
-        new_connection: Creates the protocol of a connection.
-        limits: Section `serving_config`. It may be replaced later, for new connections.
+    Few TLS handshakes begin at a time, from each address in turn, so that many handshakes of one client do not delay
+    other clients. If no file descriptor is free, connections wait in the kernel. `limits` may be replaced later, for
+    new connections. The caller closes `listener`.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 4 * 2**20
 """Maximum bytes that a refused client may still send in `LINGER_S`, so that it can read the response."""
 STARTED_AT_ONCE: Final = 4
-"""Maximum number of requests that start in one iteration of the event loop."""
 PROBES: Final = frozenset(("/health", "/ping"))
 CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _CONNECTION_KEY: Final = "connection"
@@ -50,9 +49,7 @@ class Connection(asyncio.Protocol):
 
     uvicorn receives a request head when it is complete and rewritten, and the next request when the previous response
     is complete. So a connection runs at most one request, whose application is notified when the client disconnects.
-
-    Args:
-        config: uvicorn's configuration. `within_connection` must have wrapped its application.
+    `within_connection` must have wrapped the application of `config`.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """Whether bytes have arrived that the event loop has not read."""
         try:
             return self._socket is not None and bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
@@ -101,7 +97,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def can_write(self) -> bool:
-        """Whether the client reads its response and is connected."""
         return not (self._write_paused or self._is_closing)
 
     # Calls of the event loop
@@ -412,7 +407,6 @@ class StartPacer:
 
 
 def within_connection(app: ASGIApp) -> ASGIApp:
-    """Return an application that runs `app` for the current request of a connection, paced by `StartPacer`."""
     pacer = StartPacer()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,7 +18,6 @@ UNSENT_BYTES: Final = 128 * 1024
 """Maximum unsent bytes that the kernel buffers for a connection. Its default is megabytes."""
 MAX_OPEN_FILES: Final = 65536
 RESERVED_FILES: Final = 56
-"""Number of open files that the process needs besides those of connections and WorkAgents."""
 FILES_OF_A_WORK_AGENT: Final = 8
 RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
 
@@ -49,8 +48,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class OpenFiles:
-    """The process's limit of open files, and the number of connections that it allows."""
-
     def __init__(self, num_work_agents: int = 1) -> None:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 

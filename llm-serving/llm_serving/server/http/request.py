@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llm_serving.server.http.connection import Connection
 
 BLANK_LINE: Final = b"\n\r\n"
-"""The end of a head: the end of its last line and an empty line."""
+"""The end of a head's last line, and an empty line."""
 AROUND_URL: Final = 32
 """Number of bytes of a request line without its URL: method, spaces, version, CR and LF."""
 LENGTH_DIGITS: Final = 20
@@ -85,10 +85,10 @@ class RefusedError(ValueError):
 
 class RequestHead(NamedTuple):
     data: bytes
-    """The head as passed to uvicorn: with a path as URL, one `Host`, no `Upgrade`."""
+    """The head for uvicorn: with a path as URL, one `Host`, no `Upgrade`."""
     is_http_1_0: bool
     body_length: int | None
-    """Bytes of the body; None: it is chunked."""
+    """None: the body is chunked."""
     expects_continue: bool
 
 
@@ -190,7 +190,7 @@ class _Chunks:
 
 
 class NoRequest:
-    """Stands for the request of a connection before its first request and between requests."""
+    """Stands for the request of a connection while there is none."""
 
     in_body = is_started = False
     is_complete = True
@@ -201,12 +201,9 @@ NO_REQUEST: Final = NoRequest()
 
 
 class HttpRequest:
-    """A request whose head uvicorn has received."""
-
     def __init__(self, head: RequestHead, limits: ServerConfig, connection: Connection) -> None:
         self.in_body = head.body_length != 0
         self.is_started = self.is_complete = False
-        """`is_started`: the response has begun. `is_complete`: its last byte was written."""
         self._left = head.body_length
         self._limits = limits
         self._connection = connection
@@ -224,7 +221,7 @@ class HttpRequest:
 
     @property
     def num_held(self) -> int:
-        """Number of bytes of the body that the application has not parsed."""
+        """Number of body bytes that the application has not parsed."""
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:

@@ -31,13 +31,11 @@ from llm_serving.server.http.listener import OpenFiles
 logger = get_logger(__name__)
 
 PROXIES_VARIABLE: Final = "FORWARDED_ALLOW_IPS"
-"""The variable from which uvicorn would read the trusted proxies."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 RELOAD_SIGNAL: Final = signal.SIGHUP
 CERTIFICATE_PERIOD_S: Final = 5.0
-"""Seconds between two checks of the certificate files for changes."""
 NO_TIMEOUT: Final = 10**6
-"""Seconds that disable uvicorn's keep-alive timeout, because `Connection` has its own timeout."""
+"""Disables uvicorn's keep-alive timeout, because `Connection` has its own."""
 
 
 def check_variables(limits: ServerConfig) -> None:
@@ -57,14 +55,13 @@ class Certificate:
         self._versions = [_version(file) for file in self._files]
         self._current = tls_context(*self._files)
         self.context = tls_context(*self._files)
-        """The listener's context. In each handshake it is replaced by the latest one."""
+        """The listener's context. Each handshake replaces it by the latest one."""
         self.context.sni_callback = self._on_hello
 
     def _on_hello(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         handshake.context = self._current
 
     def reload_if_changed(self) -> bool:
-        """Load the files if they have changed. Return whether the new ones are in use."""
         versions = [_version(file) for file in self._files]
         if versions == self._versions:
             return False
@@ -84,7 +81,7 @@ class Certificate:
 
 
 def _version(file: Path | None) -> tuple[int, int, int]:
-    """Return a value that changes when a file is written or replaced. Links are followed."""
+    """Return a value that changes when a file, or the target of a link, is written or replaced."""
     try:
         status = None if file is None else file.stat()
     except OSError:
@@ -95,10 +92,8 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 class HttpServer(uvicorn.Server):
     """uvicorn behind `Connection`, with an orderly shutdown. Raise ConfigError if the certificate is invalid.
 
-    Args:
-        on_refused: Called with address and status if a connection or a request head is refused.
-        on_reload: Reloads other files on SIGHUP.
-        on_shutdown: Called on the event loop before the wait for running requests.
+    `on_refused`: called with address and status if a connection or a request head is refused. `on_reload`: reloads
+    other files on SIGHUP. `on_shutdown`: called on the event loop before the wait for running requests.
     """
 
     def __init__(
@@ -140,7 +135,7 @@ class HttpServer(uvicorn.Server):
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections. This replaces uvicorn's own method."""
+        """Accept connections, in place of uvicorn's own method."""
         await self.lifespan.startup()
 
         context = None
@@ -153,7 +148,6 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running requests, then end all connections."""
         self._on_shutdown()
         for task in self._tasks:
             task.cancel()
@@ -191,11 +185,11 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end(self) -> None:
-        """Stop as after the first signal. Call this on the event loop."""
+        """Stop as after the first signal. Only the event loop may call this."""
         self.should_exit = True
 
     def reload(self) -> None:
-        """Reload the certificate and other files. Call this on the event loop."""
+        """Reload the certificate and other files. Only the event loop may call this."""
         logger.info("%s: reopening the logs, reloading certificates and the YAML", RELOAD_SIGNAL.name)
         if self._certificate is not None:
             self._certificate.reload_if_changed()

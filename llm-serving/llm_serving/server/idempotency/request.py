@@ -1,4 +1,4 @@
-"""One generation request of a client: a new one, a retry, or one whose stream is resumed.
+"""A generation request that is new, a retry with the same key, or resumes a stream.
 
 An event id says how far the client has read: the id of the stream, a colon, and the number of events sent for each
 choice, joined by dots; after a plus sign, the number of events that follow all choices, or `end`. The order of choices
@@ -56,12 +56,11 @@ class Position(NamedTuple):
     num_read: tuple[int, ...] = ()
     """Number of events read of each choice; empty at the beginning."""
     num_closing: int = 0
-    """Number of closing events read. They follow the events of all choices."""
+    """Number of events read that follow those of all choices."""
     is_end: bool = False
 
     @classmethod
     def read(cls, field: str, text: str) -> Position:
-        """Parse a position. Raise RequestError if the text is not a position."""
         found = _POSITION.fullmatch(text)
         if found is None:
             raise RequestError(field, "must be the id of an event of this stream, or its part after the colon", text)
@@ -70,7 +69,6 @@ class Position(NamedTuple):
         return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
 
     def check(self, num_choices: int) -> None:
-        """Raise RequestError if the position belongs to a stream with a different number of choices."""
         if self.num_read and len(self.num_read) != num_choices:
             raise RequestError("Last-Event-ID", f"must have one number for each of {num_choices} choices")
 
@@ -83,8 +81,6 @@ def digest_of(content: bytes) -> bytes:
 
 
 class SharingRules(NamedTuple):
-    """How several requests may share a response, as configured."""
-
     coalesces_identical: bool
     grace_s: float
     """Seconds for which a stream without a reader continues."""
@@ -93,12 +89,8 @@ class SharingRules(NamedTuple):
 class IdempotentRequest:
     """A request that may be retried or resumed, or whose response identical requests share.
 
-    Args:
-        seeded: Whether the client gave a seed.
-        record: Stored state of the request; None: the client can neither retry nor resume it.
-        known: Whether the server accepted a request with the same key earlier.
-        position: Position in the stream up to which the client has received events.
-        add: Function that stores `record`.
+    `seeded`: whether the client gave a seed. `record`: None: the client can neither retry nor resume the request.
+    `known`: whether the server accepted a request with this key earlier. `add`: stores the record.
     """
 
     def __init__(
@@ -121,7 +113,7 @@ class IdempotentRequest:
 
     @property
     def stream_id(self) -> str:
-        """Id of the stream; empty: it cannot be resumed."""
+        """Empty: the stream cannot be resumed."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def id_generator(self, choice: int) -> Random:
@@ -157,7 +149,7 @@ class IdempotentRequest:
     async def accept(self) -> None:
         """Store the record of a new request, with the prompts given to `sharing`.
 
-        For a known request, raise GoneError if its prompts now have different tokens.
+        Raise GoneError if the request is known and its prompts now have different tokens.
         """
         if self.record is None:
             return
@@ -185,8 +177,6 @@ def _distinctive(sampling: SamplingParams) -> object:
 
 
 class ResumedStream(NamedTuple):
-    """An accepted request whose stream continues after a position."""
-
     record: AcceptedRequest
     position: Position
 
@@ -207,17 +197,14 @@ async def claim_request(
     prefix: str,
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
-    """Hold the idempotency key of a request, and yield the request with the identity of its response. Until the context
-    exits, other requests with the same key wait.
+    """Hold the idempotency key of a request until the context exits. Yield the request and the identity of its
+    response.
 
     A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
-    same even if its record has been evicted. `route`: path of the request. `prefix`: starts the response id.
-    `num_streams`: number of choices of all prompts.
+    same even if its record has been evicted. `prefix`: starts the response id. `num_streams`: choices of all prompts.
 
-    Raises:
-        RequestError: The key or the event id is malformed, or belongs to another request.
-        GoneError: The request was accepted by another model or adapter.
-        TimedOutError: Another request held the key until the deadline.
+    Raise RequestError if the key or the event id is malformed or belongs to another request, GoneError if another model
+    or adapter accepted the request, TimedOutError if another request holds the key until the deadline.
     """
     accepted: AcceptedRequests = http_request.app.accepted
     serving = engine.config.serving

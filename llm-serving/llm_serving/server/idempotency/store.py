@@ -38,7 +38,6 @@ logger = get_logger(__name__)
 NUM_FILES: Final = 4
 """Number of files of a full log. Deleting the oldest one frees a quarter of the bytes."""
 WAIT_S: Final = 1.0
-"""Maximum seconds that a response waits for the disk."""
 MAX_WAITING_BYTES: Final = 2**25
 """Maximum bytes of records that wait for a disk that hangs. Further records are not logged."""
 _NAME: Final = re.compile(r"requests-(0|[1-9][0-9]{0,17})\.log")
@@ -47,8 +46,6 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """A request of completions or chat, with everything needed to compute its response again."""
-
     stream_id: str
     """Id of the stream. It is random, so that no other client can predict it."""
     route: str
@@ -60,7 +57,6 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     seed: int
     seeded: bool
     streams: bool
-    """Whether its response is a stream that can be resumed."""
     request_id: str
     created: int
     """Seconds since the epoch, as in the response."""
@@ -89,11 +85,8 @@ class Claim:
 class AcceptedRequests:
     """The accepted requests that clients may repeat. Only the event loop may use it.
 
-    Args:
-        quota: Memory for the records; with 0 bytes no record is kept.
-        max_age_s: Seconds from a request's acceptance until its record expires.
-        wall_clock: Returns seconds since the epoch, for the age of records that come from a log.
-        clock: Returns monotonic seconds, by which records expire.
+    `quota`: with 0 bytes no record is kept. `wall_clock`: gives the age of records that come from a log. `clock`: the
+    monotonic clock by which records expire after `max_age_s`.
     """
 
     def __init__(
@@ -114,7 +107,6 @@ class AcceptedRequests:
         return len(self._records)
 
     def peek(self, stream_id: str) -> AcceptedRequest | None:
-        """Return the record of a stream, of any tenant; None: there is none."""
         return self._records.get(stream_id)
 
     @property
@@ -198,8 +190,6 @@ def _check(key: str, known: bytes, digest: bytes) -> None:
 
 
 class ModelState:
-    """The model's configuration, and the sizes and times of its files, when the server started."""
-
     def __init__(self, config: ServingConfig) -> None:
         model = config.model
         named = (model.model_path, model.tokenizer_path, model.mindir_path, model.mindir_ini)
@@ -218,9 +208,8 @@ class ModelState:
     def digest(
         self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
     ) -> bytes:
-        """Return a digest that is equal only for models, adapters and configurations that give the same responses.
-
-        `adapter`: number of the request's adapter; 0: none.
+        """Return a digest that is equal only for models, adapters (0: none) and configurations that give the same
+        responses.
         """
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))
         return hashlib.blake2b(state, digest_size=16).digest()
@@ -298,7 +287,6 @@ class LogFile:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Write the remaining records and unlock the folder."""
         self._thread.shutdown()
         if self._file >= 0:
             os.close(self._file)
@@ -345,7 +333,6 @@ class LogFile:
 
 
 def _records(path: Path, data: bytes) -> Iterator[tuple[AcceptedRequest, int]]:
-    """Yield (record, offset of its end) for each valid record of a file."""
     offset = 0
     while offset + _HEAD.size <= len(data):
         length, checksum = _HEAD.unpack_from(data, offset)

@@ -72,7 +72,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     status: int
     total_ms: float
     id: str | None = None
-    """Id of the request, for `/v1/requests/{id}/explain`."""
     tenant: str | None = None
     request_class: str | None = msgspec.field(default=None, name="class")
     prompt_tokens: int | None = None
@@ -85,11 +84,10 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     ttft_ms: float | None = None
     error: str | None = None
     suppressed: int | None = None
-    """Number of suppressed lines of refused requests since the previous such line."""
 
 
 class AccessLog:
-    """Writes one line for each request with `put`, which does not block. Lines of refused requests are limited."""
+    """Writes one line for each request with `put`, which must not block. Lines of refused requests are limited."""
 
     def __init__(
         self,
@@ -103,7 +101,6 @@ class AccessLog:
         self._refusals = LineBudget(REFUSED_BURST, REFUSED_PER_SECOND)
 
     def write(self, context: RequestContext, status: int, now: float) -> None:
-        """Write the line of a request that ended with `status` at `now`, in seconds on the engine's clock."""
         suppressed: int | None = 0
         if 400 <= status < 499 or status == HTTPStatus.SERVICE_UNAVAILABLE:
             suppressed = self._refusals.take(now)
@@ -131,9 +128,8 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Open the configured access log. Return it (None: none is configured) and a function that closes it.
-
-    Raise ConfigError if it cannot be opened.
+    """Return the configured access log, or None, and a function that closes it. Raise ConfigError if it cannot be
+    opened.
     """
     path = serving.access_log
     if path is None:

@@ -91,8 +91,7 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 class ApiKeyAuthentication:
     """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    It stores the key's configuration in the request's scope. `open_paths` need no key; `open_pages` need none for GET
-    and HEAD.
+    It stores the key's configuration in the scope. `open_paths` need no key; `open_pages` need none for GET and HEAD.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class ApiKeyAuthentication:
         await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
-        """Return the configuration of the presented key. Raise AuthenticationError unless there is one known key."""
         if len(shown) != 1:
             self._failures.failed(client, shown=False)
             rule = "an API key is needed" if not shown else "one API key is needed, not several"

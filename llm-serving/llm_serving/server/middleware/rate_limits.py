@@ -19,7 +19,7 @@ class TokenBucket:
         self._at = now
 
     def resized(self, capacity: float, now: float) -> TokenBucket:
-        """Return a bucket with a new capacity and the level of this one, limited to the new capacity."""
+        """Return a bucket with a new capacity and the level of this one."""
         other = TokenBucket(capacity, now)
         other._level = min(capacity, self.level(now))
         return other
@@ -32,7 +32,6 @@ class TokenBucket:
         return max(0.0, (min(amount, self.capacity) - self.level(now)) / self._per_s)
 
     def take(self, amount: float, now: float) -> None:
-        """Withdraw `amount`. A negative amount is a refund."""
         self._level, self._at = self.level(now) - amount, now
 
 
@@ -51,7 +50,6 @@ class Quota:
         self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
 
     def reload(self, key: ApiKey) -> None:
-        """Apply new limits. Requests and tokens used so far still count."""
         now = self._clock()
         before, self._buckets = self._buckets, Quota(key, self._clock)._buckets
         for what, bucket in self._buckets.items():
@@ -59,11 +57,11 @@ class Quota:
                 self._buckets[what] = before[what].resized(bucket.capacity, now)
 
     def take_request(self) -> None:
-        """Count one request. Raise RateLimitError if the limit of requests per minute is exceeded."""
+        """Count one request. Raise RateLimitError if that exceeds the limit per minute."""
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the tokens of a request. Raise RateLimitError if the limit of tokens per minute is exceeded.
+        """Withdraw the tokens of a request. Raise RateLimitError if that exceeds the limit per minute.
 
         Return a function to call at the end with the number of generated tokens; None: there is no limit.
         """
@@ -100,7 +98,6 @@ class Quota:
 
 
 def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:
-    """Replace the rate limits in `quotas`. Keys of the same name keep their bucket levels."""
     after = quotas_of(keys, clock)
     for key in keys:
         if key.name in after and key.name in quotas:

@@ -46,7 +46,7 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str = ""
-    """Id of the client's span from `traceparent`; empty: the header is missing or invalid."""
+    """Id of the client's span from `traceparent`; empty: none."""
 
     @property
     def header(self) -> bytes:
@@ -117,7 +117,6 @@ class Tracer:
         self._thread.start()
 
     def answered(self, context: TraceContext, request: RequestContext, status: int, now: float) -> None:
-        """Queue the spans of a request that was answered with `status` at `now`, in seconds on the engine's clock."""
         spans = list(spans_of(context, request, status, now, self._wall_clock() - now))
         with self._wake:
             if len(self._pending) + len(spans) > MAX_PENDING:
@@ -174,7 +173,6 @@ def send_to(endpoint: str) -> Send:
 
 
 def _attributes(request: RequestContext, status: int) -> list[dict[str, Any]]:
-    """Return the attributes of the root span, named after OpenTelemetry's semantic conventions if possible."""
     outputs = [output for output in request.outputs or () if output is not None]
     values: dict[str, str | int] = {
         "http.request.method": request.method,

@@ -70,10 +70,10 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """Read the body of a request and check its unsupported fields. A long body is decoded outside the event loop.
+    """Read and check a request's body. Store its ignored fields in the request's state.
 
-    Store the ignored fields in the request's state. Raise RequestError, which names the field or limit, or
-    ClientDisconnect.
+    A long body is decoded outside the event loop. Raise ClientDisconnect, or RequestError, which names the field or
+    limit.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:
@@ -175,7 +175,6 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     repeated: str | None = None
 
     def check_names(pairs: list[tuple[str, Any]]) -> None:
-        """Check the names of one object. The decoder calls this for each object, the outermost last."""
         nonlocal repeated
         names = {name for name, _ in pairs}
         found = None if len(names) == len(pairs) else Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -201,7 +200,6 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
 
 
 def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> str:
-    """Describe what is wrong with a JSON text, given the error of decoding it."""
     if str(error) == _CUT_OFF:
         try:
             msgspec.json.decode(text + b" " * len(rb"\udc00"))
@@ -225,7 +223,6 @@ def _field_error(body: bytes, message: str, kind: type) -> RequestError:
 
 
 def _value_at(body: bytes, path: str) -> tuple[bool, Any]:
-    """Return whether a path such as `messages[0].role` leads to a value, and the value."""
     if len(body) > MAX_ECHOED_BYTES:
         return False, None
     try:

@@ -39,7 +39,7 @@ class HttpCaller(Caller):
     """The caller, with fields that only the HTTP server needs."""
 
     context: RequestContext | None = field(default=None, compare=False)
-    """The log record of the HTTP request; None: there is no HTTP request."""
+    """None: there is no HTTP request."""
     quota: Quota | None = field(default=None, compare=False)
 
 
@@ -117,7 +117,7 @@ class PriorityCeiling(NamedTuple):
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """Return the ceiling of requests with this key, or without a key; None: there is no ceiling."""
+    """None: there is no ceiling."""
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None

@@ -54,9 +54,7 @@ UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
 """`Retry-After` in milliseconds, which the client libraries of OpenAI and Anthropic read."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted milliseconds from the request's arrival to its first token. For a refused request: from now, if the client
-retries after `Retry-After`.
-"""
+"""Predicted ms from a request's arrival to its first token; if refused, with a retry after `Retry-After`."""
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:
@@ -65,7 +63,6 @@ def openai_error(error: LLMServingError) -> ErrorResponse:
 
 
 def openai_error_response(error: LLMServingError) -> Response:
-    """Return OpenAI's error response: `{"error": {"message", "type", "param", "code"}}`."""
     return json_response(openai_error(error), error.http_status, error_headers(error))
 
 

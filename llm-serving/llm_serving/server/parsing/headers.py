@@ -79,8 +79,6 @@ def ignored_headers(request: Request, given: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ResponseIdentity:
-    """The fields that every chunk of one response repeats."""
-
     id: str
     request_id: str
     created: int
@@ -105,6 +103,5 @@ def identify(engine: AsyncEngine, http_request: Request, request_id: str | None,
 
 
 def request_id_of(http_request: Request) -> str:
-    """Return the header `x-request-id` if it is a valid id, else a random id."""
     header = http_request.headers.get(REQUEST_ID_HEADER, "")
     return header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)

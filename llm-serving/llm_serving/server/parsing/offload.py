@@ -19,11 +19,9 @@ from starlette.responses import Response
 INLINE_BYTES: Final = 2**15
 """Maximum size of a body that is decoded on the event loop, which takes at most 4 ms. A thread would cost 0.1 ms."""
 INLINE_ITEMS: Final = 2**11
-"""Maximum length of a list that is processed on the event loop."""
 INLINE_TOKENS: Final = 64
 """Maximum number of tokens with logprobs processed on the event loop. Each may have twenty top logprobs."""
 ITEMS_AT_ONCE: Final = 2**8
-"""Number of list items that one call encodes as JSON."""
 
 T = TypeVar("T")
 _encode: Final = msgspec.json.Encoder().encode
@@ -38,7 +36,7 @@ class Long(msgspec.Struct):
 
 
 def encode_in_parts(content: Any) -> bytes:
-    """Do the same as `msgspec.json.encode` in many short calls, for a thread next to the event loop."""
+    """Do the same as `msgspec.json.encode`, in many short calls, for a thread next to the event loop."""
     return b"".join(_parts(content))
 
 
