@@ -54,10 +54,9 @@ class RefusedRequests(NamedTuple):
 
 
 class RetrySchedule:
-    """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
-
-    A refusal of n requests delays the next retry of the client (`source`) by the time in which the server can admit n
-    of its requests. The sources share the rate of the server equally, so a source that floods the server mostly delays
+    """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals. A
+    refusal of n requests delays the next retry of the client (`source`) by the time in which the server can admit n of
+    its requests. The sources share the rate of the server equally, so a source that floods the server mostly delays
     itself.
     """
 
@@ -110,12 +109,10 @@ class AdmissionControl:
         replica: ReplicaLoad,
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
-        """Admit a group of requests, all or none. Return the predicted seconds until all have a first token; None:
-        unknown.
-
+        """Admit a group of requests, all or none. Return the predicted seconds (None: unknown) until all have a first
+        token. `replica` would serve the first request. `uncached_lens`: tokens to compute of each prompt; None: all.
         Raise RequestError if the group would exceed a limit even in an empty queue, CapacityError if it exceeds one
-        now, or if its first token would come too late. `replica` would serve the first request. `uncached_lens`: tokens
-        to compute of each prompt; None: all.
+        now, or if its first token would come too late.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)

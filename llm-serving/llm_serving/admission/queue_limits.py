@@ -228,7 +228,7 @@ class AdmissionQueue:
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
         """Return how many waiting requests of a replica go before a new one, and their uncached prompt tokens.
-        `max_rank`: rank of the lowest class that goes before the new request; None: all classes do.
+        `max_rank`: rank of the lowest class that goes before it; None: all do.
         """
         if self._max_running is None and not self._max_running_of:
             load = self.load(replica, max_rank)

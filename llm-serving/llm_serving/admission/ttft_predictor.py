@@ -28,8 +28,7 @@ class InFlightSteps(NamedTuple):
     num_tokens_left: int = 0
     """Number of prompt tokens that these steps leave of the prompts that they compute in part."""
     since: float = math.inf
-    """Time on the engine's clock when the oldest step began, or the latest one ended; infinite before the first step.
-    """
+    """Engine time at which the oldest step began, or the latest one ended; infinite before the first step."""
 
 
 NO_STEPS: Final = InFlightSteps()
@@ -64,10 +63,9 @@ class ReplicaSpeed:
     """Number of running slots: the configured number, or fewer while the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
-        """Return the seconds until the last request of the queue has its first token; None: unknown.
-
-        The larger of two numbers of steps counts: those that compute the prompts in the token budget that decoding
-        leaves, and those in which enough running requests finish, at the measured rate, to free the slots.
+        """Return the seconds until the last request of the queue has its first token; None: unknown. The larger of two
+        numbers of steps counts: those that compute the prompts in the token budget that decoding leaves, and those in
+        which enough running requests finish, at the measured rate, to free the slots.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -95,10 +93,9 @@ class ReplicaSpeed:
 
 
 class TtftPredictor:
-    """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
-
-    Steps with prompts and decode-only steps are averaged separately. A line through both averages separates the time of
-    a step from the time of a token.
+    """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes. Steps
+    with prompts and decode-only steps are averaged separately. A line through both averages separates the time of a
+    step from the time of a token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:

@@ -284,9 +284,8 @@ def stored_size(config: ServingConfig) -> ModelSize:
 
 
 def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
-    """Report the required memory of a model given by name, then download its missing weights.
-
-    Raise ConfigError, before a download, if the model does not fit into memory, ModelError if the download fails.
+    """Report the required memory of a model given by name, then download its missing weights. Raise ConfigError, before
+    a download, if the model does not fit into memory, ModelError if the download fails.
     """
     model = config.hub_model
     if model is None:

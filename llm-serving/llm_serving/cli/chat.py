@@ -55,9 +55,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChatClient:
-    """The client side of one conversation. `key`, `model`, `system`: not sent if empty. `parameters`: more fields of
-    requests.
-    """
+    """The client side of one conversation. `key`, `model` and `system` are not sent if they are empty."""
 
     url: str
     key: str = ""
@@ -68,7 +66,6 @@ class ChatClient:
 
     def say(self, text: str) -> Generator[Piece, None, None]:
         """Send a message and yield the answer as it arrives. Append both to `messages`, unless the answer is empty.
-
         Raise ServerRefusal if the server answers with an error, UnavailableError if the connection fails.
         """
         asked = {"role": "user", "content": text}

@@ -40,11 +40,9 @@ FILES: Final = ("safetensors", "ckpt")
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Convert a model. The target folder appears only when it is complete. `form`: one of `FORMS`. `files`: one of
-    `FILES`.
-
-    Raise ConfigError if the source does not match its config, the target exists, or the disk is too small. `order`: row
-    order of fused projections in the source. `yaml`: a MindFormers YAML to use instead of a config.json.
+    """Convert a model. The target folder appears only when it is complete. `order`: row order of fused projections in
+    the source. `yaml`: a MindFormers YAML to use instead of a config.json. Raise ConfigError if the source does not
+    match its config, the target exists, or the disk is too small.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":

@@ -21,9 +21,8 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder. Rename it to the target at the end, or remove it on failure or interruption.
-
-    Raise ConfigError if the disk has less than `num_bytes` free, or if a file cannot be written.
+    """Yield a temporary folder. Rename it to the target at the end, or remove it on failure or interruption. Raise
+    ConfigError if the disk has less than `num_bytes` free, or if a file cannot be written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():

@@ -115,16 +115,15 @@ def run_timeline(arguments: argparse.Namespace) -> int:
 
 
 class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of this program
-    pass
+    """The server refused the request."""
 
 
 @contextmanager
 def opened(
     url: str, path: str, key: str = "", body: object = None, method: str | None = None
 ) -> Iterator[HTTPResponse]:
-    """Send a request and yield the response. Without `method`, it is POST if there is a `body`, else GET.
-
-    Raise ConfigError if the URL or the key is invalid, ServerRefusal if the status is an error, UnavailableError if the
+    """Send a request and yield the response. Without `method`, it is POST if there is a `body`, else GET. Raise
+    ConfigError if the URL or the key is invalid, ServerRefusal if the status is an error, UnavailableError if the
     connection fails.
     """
     if not url.startswith(("http://", "https://")):

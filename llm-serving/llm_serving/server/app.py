@@ -79,7 +79,6 @@ class Site:
 
 
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
-    """Return the ASGI application of an engine. The caller starts and stops the engine and closes the log."""
     return build_site(engine, access_log).public
 
 
@@ -91,12 +90,8 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the server's applications for an engine.
-
-    Args:
-        accepted: Table of accepted requests; None: a new one.
-        others: The engines of further models.
-        open_model: Opens a model at run time; None: the server has one model.
+    """Return the server's applications for an engine. `others`: the engines of further models. `accepted` None: a new
+    table. `open_model`: opens a model at run time; None: the server has one model.
     """
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
@@ -176,9 +171,8 @@ def _encoded_document(*, with_keys: bool) -> bytes:
 
 
 class Application:
-    """Passes each request to its route, and responds with 404 or 405 if there is none.
-
-    Unlike Starlette's application it does not wrap `send`, which would cost time for each chunk of a stream.
+    """Passes each request to its route, and responds with 404 or 405 if there is none. Unlike Starlette's application
+    it does not wrap `send`, which would cost time for each chunk of a stream.
     """
 
     def __init__(
@@ -202,7 +196,7 @@ class Application:
         self.batches: Batches | None = None
         """None: the server does not run yet, or batches are not configured."""
         self.models: ServedModels | None = None
-        """All models of the server; None: the server has one model."""
+        """None: the server has one model."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,14 +208,10 @@ class Application:
 
 
 def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
-    """Start an engine, serve HTTP on the configured address, and stop the engine. Return 0 after an orderly end.
-
-    The port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
-    running requests finish within `shutdown_timeout_s`, the second one aborts them. For `others` and `open_model` see
-    `build_site`.
-
-    Raise ConfigError if the configuration, the environment or the limit of open files does not allow serving. An error
-    of the engine is raised again.
+    """Start an engine, serve HTTP on the configured address, and stop the engine. Return 0 after an orderly end. The
+    port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets running
+    requests finish within `shutdown_timeout_s`, the second one aborts them. Raise ConfigError if the configuration, the
+    environment or the limit of open files does not allow serving. Raise an error of the engine again.
     """
     serving = engine.config.serving
     check_variables(serving)
@@ -238,7 +228,6 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
         locked: set[Path] = set()
 
         def lock(config: ServingConfig) -> None:
-            """Lock the recordings of a model until the server ends."""
             if (folder := config.scheduler.record_path) is not None and folder not in locked:
                 stack.enter_context(lock_recordings(folder))
                 locked.add(folder)
@@ -319,7 +308,7 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Return a context that locks a folder of recordings. Raise ConfigError if another server uses the folder."""
+    """Lock a folder of recordings. Raise ConfigError if another server uses it."""
     if folder is None:
         yield
         return
@@ -337,14 +326,13 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """Return the configured log of accepted requests on disk, or None. Raise ConfigError if its folder is unusable."""
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
     return LogFile(serving.request_log_path, serving.request_log_bytes)
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which tenants share a store. `key`: the key of `serving_config` that sets its size."""
+    """Return the quota by which tenants share the store whose size `key` of `serving_config` sets."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
@@ -363,9 +351,8 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Open the configured batch database, or `path` without a size limit. Return None if no database is configured.
-
-    `ask` sends a line to the server's routes. Raise ConfigError if the database cannot be used.
+    """Open the configured batch database, or `path` without a size limit. None: no database is configured. `ask` sends
+    a line to the server's routes. Raise ConfigError if the database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path
@@ -385,10 +372,7 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
 async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
-    """Answer the requests in the file `source` with an engine that has not started, and write them to `target`.
-
-    Raise ConfigError if the files cannot be used.
-    """
+    """Answer a file of requests with an engine that has not started. Raise ConfigError if the files cannot be used."""
     unfinished = Path(f"{target}{UNFINISHED}")
     batches = open_batches(engine, build_site(engine).internal, unfinished)
     assert batches is not None

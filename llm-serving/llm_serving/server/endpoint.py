@@ -39,8 +39,6 @@ Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A method and a path, their handler, and the fields of their OpenAPI entry."""
-
     method: str
     path: str
     handler: Handler
@@ -53,7 +51,7 @@ class Endpoint:
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
     takes_form: bool = False
     is_probe: bool = False
-    """Whether the route is for monitoring. It ignores any query, because probes add one to bypass caches."""
+    """Whether monitoring polls the route. Then any query is ignored, because probes add one to bypass caches."""
     needs_key: bool = True
 
     def route(self, engine: AsyncEngine) -> Route:

@@ -175,7 +175,7 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Return the names of the schemas `start`, and of all schemas that they refer to, directly or indirectly."""
+    """Return the names `start`, and those of all schemas to which they refer, directly or indirectly."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:
@@ -217,7 +217,6 @@ def _add_range(about: JsonObject, limits: JsonObject) -> None:
 
 
 def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonObject:
-    """Return an OpenAPI 3.1 document with the schemas of all bodies."""
     kinds = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}
     ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")

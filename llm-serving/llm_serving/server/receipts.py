@@ -31,8 +31,6 @@ class ReceiptDraftProtocol(Protocol):
 
 
 class ReceiptIssuerProtocol(Protocol):
-    """The methods of `llm_serving_receipts.issuer` that the server uses."""
-
     def start_hashing(self) -> None: ...
 
     async def start_receipt(
@@ -41,10 +39,9 @@ class ReceiptIssuerProtocol(Protocol):
 
 
 class ReceiptHook:
-    """Loads the issuer of receipts for the first request that needs it, or at the start of the server.
-
-    Create it before the model is loaded: it records the state of the model's files. Raise ConfigError if
-    `serving_config.receipts` is `at_start` and the package is not installed.
+    """Loads the issuer of receipts for the first request that needs it, or at the start of the server. Create it before
+    the model is loaded: it records the state of the model's files. Raise ConfigError if `serving_config.receipts` is
+    `at_start` and the package is not installed.
     """
 
     def __init__(self, config: ServingConfig) -> None:
@@ -62,19 +59,15 @@ class ReceiptHook:
             self._issuer  # noqa: B018  # a missing package is reported before the model is loaded
 
     def start(self) -> None:
-        """Start to hash the model's files if the configuration requires it. Needs a running event loop."""
+        """Start to hash the model's files if `serving_config.receipts` is `at_start`. Needs a running event loop."""
         if self._hashes_at_start and self._files is not None:
             self._issuer.start_hashing()
 
     async def start_receipt(
         self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
     ) -> ReceiptDraftProtocol:
-        """Start the receipt of a response. The first one waits until the model's files are hashed.
-
-        Raise RequestError if receipts are off, UnavailableError if the package is missing or a file has changed.
-
-        Args:
-            adapter: The adapter that answers; None: the base model answers.
+        """Start the receipt of a response. The first one waits until the model's files are hashed. Raise RequestError
+        if receipts are off, UnavailableError if the package is missing or a file has changed.
         """
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)

@@ -26,10 +26,10 @@ class RequestContext:
     http_timings: HttpTimings
     method: str
     route: str
-    """Path of the endpoint, with the names of its parameters; "other" if no endpoint has the path."""
+    """The string "other" if no endpoint has the path."""
     client: str = ""
     status: int | None = None
-    """Status of the response; None: it has not begun."""
+    """None: the response has not begun."""
     error: str = ""
     """Kind of an error and, if a field was wrong, its name."""
     request_id: str = ""
@@ -53,13 +53,13 @@ def request_context_of(connection: HTTPConnection) -> RequestContext:
 
 
 def api_key_of(connection: HTTPConnection) -> ApiKey | None:
-    """Return the API key of a request; None: the server requires no keys."""
+    """None: the server requires no keys."""
     key: ApiKey | None = connection.scope.get(API_KEY_KEY)
     return key
 
 
 def quota_of(connection: HTTPConnection) -> Quota | None:
-    """Return the quota of the request's API key; None: there are no limits, or no keys."""
+    """None: there are no limits, or no keys."""
     quota: Quota | None = connection.scope.get(QUOTA_KEY)
     return quota
 

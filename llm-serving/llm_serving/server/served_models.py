@@ -1,5 +1,4 @@
 """The models of a server by name: each has an engine and routes of its own. Requests select one by `model`.
-
 A server with several models reads each body once, to find `model`, and passes the request to that model's routes.
 """
 
@@ -46,7 +45,6 @@ logger = get_logger(__name__)
 QUERY: Final = "model"
 """Query parameter that selects a model for routes without a body."""
 SELECTED_KEY: Final = "llm_serving.selected_model"
-"""Key of the ASGI scope of a request whose query selects a model."""
 REQUESTS_PATH: Final = "/v1/requests/"
 STREAMS_PATH: Final = "/v1/streams/"
 OLDER_PATH: Final = "/models/"
@@ -54,27 +52,24 @@ POLL_S: Final = 0.05
 
 
 class OpenedModel(NamedTuple):
-    """The engine of a model before its start, and a function to call after the engine has stopped."""
+    """The engine of a model before its start, and a function to call after its stop."""
 
     engine: AsyncEngine
     close: Callable[[], None] = lambda: None
 
 
 OpenModel = Callable[[ServingConfig, int], OpenedModel]
-"""Opens a model: (configuration, bytes of free memory that other models will use) -> the opened model.
-
+"""(configuration, bytes of free memory that other models will use) -> the opened model.
 Raises LLMServingError if it cannot be used or does not fit into memory.
 """
 
 
 class ServedModel:
-    """One model, from its start to its stop."""
-
     def __init__(self, opened: OpenedModel, routes: Application) -> None:
         self.engine, self._close = opened
         self.routes = routes
         self.num_open = 0
-        """Number of HTTP requests that its routes are handling. Counted only if the server has several models."""
+        """HTTP requests that the routes are handling. Counted only if the server has several models."""
         self._throughput: asyncio.Task[None] | None = None
 
     @property
@@ -93,7 +88,6 @@ class ServedModel:
             self._throughput = asyncio.create_task(log_throughput(self.engine.metrics, self.engine.clock, interval_s))
 
     async def stop(self) -> None:
-        """Stop the model. Unfinished requests end with an error."""
         if self._throughput is not None:
             self._throughput.cancel()
         await self.routes.advisor.close()
@@ -101,7 +95,6 @@ class ServedModel:
         self._close()
 
     async def drain(self) -> None:
-        """Wait until all its requests have ended, then stop it."""
         self.routes.live.close()
         while self.num_open or self.engine.num_running or self.engine.num_waiting:
             await asyncio.sleep(POLL_S)
@@ -118,7 +111,6 @@ class ServedModels:
         routes_of: Callable[[AsyncEngine], Application],
         open_model: OpenModel | None,
     ) -> None:
-        """`open_model`: opens a model at run time; None: the server has one model."""
         self._models: dict[str, ServedModel] = {}
         self._routes_of = routes_of
         self._open = open_model
@@ -243,9 +235,8 @@ class ServedModels:
         logger.info("model %s is loaded", name)
 
     async def replace(self, config: ServingConfig) -> None:
-        """Load a model again, with the adapters that were loaded at run time.
-
-        When the new model's replicas are ready, it gets all new requests, and the old model drains.
+        """Load a model again, with the adapters that were loaded at run time. When the new model's replicas are ready,
+        it gets all new requests, and the old model drains.
         """
         before = self.check_served(config.model.model_name)
         with self._changing_to(config), before.engine.lifecycle.exclusive():
@@ -297,7 +288,6 @@ class ServedModels:
 
     async def _open_ready(self, config: ServingConfig) -> ServedModel:
         """Start a model, and return it when all its replicas are ready. Raise LLMServingError if it cannot be served.
-
         Only one model is loaded at a time, because each is checked against the memory that is free.
         """
         assert self._open is not None
@@ -335,7 +325,6 @@ class ServedModels:
             model.start()
 
     async def stop(self) -> None:
-        """Stop all models, including those that drain or are being loaded."""
         draining = dict(self._drains)
         for task in draining:
             task.cancel()
@@ -357,7 +346,6 @@ def models_shown(http_request: Request) -> ServedModels | None:
 
 
 def health_of_all(models: ServedModels) -> EngineHealth:
-    """Return the health of a server with several models. Its text contains the text of each model."""
     healths = {model.name: model.engine.health() for model in models}
     text = "; ".join(f"{name}: {health.detail}" for name, health in healths.items())
     each = healths.values()

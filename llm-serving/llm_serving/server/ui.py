@@ -57,10 +57,7 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return one route for each file of the page, and one that redirects browsers from / to the page.
-
-    The files are read only once, so no client can make the server open a path.
-    """
+    """Return a route for each file of the page, which is read only once, and one that redirects from / to the page."""
     files = [
         _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
         for path in sorted(FOLDER.iterdir())
@@ -70,10 +67,7 @@ def page_routes() -> list[Route]:
 
 
 async def _lead_to_page(request: Request) -> Response:
-    """Redirect a browser from / to the page. Refuse GET from other clients, because / is a POST route of TGI.
-
-    The address is relative, so it works behind a proxy that adds a prefix.
-    """
+    """Redirect a browser by a relative address, because a proxy may add a prefix. Refuse GET of other clients."""
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
     request_context_of(request).route = PATH

@@ -45,12 +45,9 @@ MAX_MINUTES: Final = 60
 
 
 class Advisor:
-    """Runs one simulator process at a time for all waiting clients. Only the event loop may use it.
-
-    Args:
-        command: Starts the simulator, which reads a request from standard input and writes advice to standard output.
-        refused: Returns the requests that admission control has refused since a time on `clock`, the clock of the
-            recordings.
+    """Runs one simulator process at a time for all waiting clients. Only the event loop may use it. `command` reads a
+    request from standard input and writes advice to standard output. `refused`: returns the requests refused since a
+    time on `clock`, the clock of the recordings.
     """
 
     def __init__(
@@ -67,15 +64,12 @@ class Advisor:
         self._minutes = 0
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._num_waiting = 0
-        """Number of clients that wait for `_task`. At 0 the task has ended or is being cancelled."""
+        """At 0, `_task` has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
         """Return advice on the last `minutes`. If the last waiting client disconnects, the simulation is cancelled.
-
-        Raises:
-            RequestError: Too few requests were recorded.
-            CapacityError: Advice on a different period is being computed.
-            UnavailableError: The simulator exceeds its time or memory limit, or is not installed.
+        Raise RequestError if too few requests were recorded, CapacityError if advice on a different period is being
+        computed, UnavailableError if the simulator exceeds its time or memory limit or is not installed.
         """
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")

@@ -32,11 +32,7 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameters and their JSON schemas.
-
-`running`: what happens to accepted requests; by default they finish first. `new_requests`: what happens to later
-requests; by default they wait.
-"""
+"""Query parameters, for accepted and for later requests, and their JSON schemas. The first value is the default."""
 
 
 class Sleeping(Struct):
@@ -50,7 +46,6 @@ class Sleeping(Struct):
 class WeightsReplaced(Struct):
     version: str
     weights: str
-    """Hash of the weights' files, as in receipts."""
 
 
 async def pause(engine: AsyncEngine, http_request: Request) -> Response:
@@ -61,7 +56,6 @@ async def pause(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def resume(engine: AsyncEngine, http_request: Request) -> Response:
-    """End a pause. Frozen requests continue, and waiting requests are accepted."""
     check_operator(http_request)
     await engine.lifecycle.resume()
     return _state(engine)
@@ -77,7 +71,6 @@ async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def wake_up(engine: AsyncEngine, http_request: Request) -> Response:
-    """Wake the model up after sleep. Respond when all WorkAgents have loaded the weights."""
     check_operator(http_request)
     await engine.lifecycle.wake_up()
     return _state(engine)
@@ -88,9 +81,8 @@ async def show_sleeping(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def update_weights(engine: AsyncEngine, http_request: Request) -> Response:
-    """Serve the weights of a folder in `model_config.weights_folder`. Respond once all WorkAgents have loaded them.
-
-    The new weights must have the architecture, configuration and shapes of the old ones. The prefix cache is dropped.
+    """Serve the weights of a folder in `model_config.weights_folder`. Respond once all WorkAgents have loaded them. The
+    new weights must have the architecture, configuration and shapes of the old ones. The prefix cache is dropped.
     """
     check_operator(http_request)
     folder = _folder(engine, http_request.query_params.get("version", ""))

@@ -64,14 +64,13 @@ class ComputedStep(Struct, kw_only=True):
 
     number: int
     ended: float
-    """End of the step in seconds, on the same clock as `time` of the snapshot."""
+    """Seconds on the same clock as `time` of the snapshot."""
     seconds: float
     """Seconds to its results, from its scheduling or from the end of the previous step, whichever is later."""
     prompts: int
     """Number of rows that computed parts of prompts, or recomputed tokens after a preemption."""
     prompt_tokens: int
     decoding: int
-    """Number of rows that computed one token and sampled the next."""
 
 
 ROWS: Final[Mapping[str, type[Struct]]] = {
@@ -191,8 +190,6 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
 
 
 class Watched(Protocol):
-    """The methods of the engine that the live feed needs."""
-
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
 
 
@@ -227,9 +224,8 @@ class Viewer:
 
 
 class LiveFeed:
-    """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it.
-
-    A tenant may have at most half of the `max_viewers` clients. `cpu_clock`: returns the thread's CPU seconds.
+    """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it. A tenant may
+    have at most half of the `max_viewers` clients. `cpu_clock`: returns the thread's CPU seconds.
     """
 
     def __init__(
@@ -313,12 +309,10 @@ class LiveFeed:
 
 
 def pause_s(spent_s: float) -> float:
-    """Return the seconds to pause after a snapshot that used `spent_s` CPU seconds."""
     return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Stream snapshots of all schedulers until the client disconnects. A client sees only totals of other tenants."""
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
 

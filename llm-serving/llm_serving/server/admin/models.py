@@ -37,10 +37,8 @@ async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Read the YAML again, and load a served model again from its current files.
-
-    Until all new replicas are ready, requests go to the old replicas. The old replicas then finish their requests and
-    stop.
+    """Read the YAML again, and load a served model again from its current files. Until all new replicas are ready,
+    requests go to the old ones, which then finish their requests and stop.
     """
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)
@@ -74,7 +72,7 @@ async def _config(engine: AsyncEngine, name: str) -> ServingConfig:
 class AdapterView(Struct):
     name: str
     num_unfinished: int
-    """Number of unfinished requests that use the adapter. An unload lets them finish."""
+    """Unfinished requests that use the adapter. An unload lets them finish."""
 
 
 async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
@@ -111,7 +109,6 @@ async def unload_adapter(engine: AsyncEngine, http_request: Request) -> Response
 
 
 def _folder(engine: AsyncEngine, given: str) -> Path:
-    """Return the folder of an adapter. Raise RequestError unless it is inside `lora_folder`."""
     if engine.config.lora.lora_folder is None:
         raise RequestError("lora_path", "cannot be loaded: lora_config.lora_folder is not set")
     if (folder := engine.config.lora.folder_of(given)) is not None:

@@ -20,10 +20,7 @@ from llm_serving.server.served_models import health_of_all, models_shown
 
 
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return 200 if at least one WorkAgent is ready, else 503. The body gives the reason.
-
-    With several models, the WorkAgents of all models count, unless the query parameter `model` selects one model.
-    """
+    """Return 200 if a WorkAgent of any model, or of the one that the query selects, is ready; else 503."""
     models = models_shown(http_request)
     health = engine.health() if models is None else health_of_all(models)
     status = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
@@ -73,15 +70,12 @@ async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
 
 class ReloadView(Struct):
     changed: list[str]
-    """Changes as "section.key: before -> after". The hash of an API key is not shown. With several models, each change
-    begins with the model's name.
-    """
+    """Changes as "section.key: before -> after", without hashes of keys; "model: " comes first if there are several."""
     late: list[int]
     """Replicas whose WorkAgent is restarting. They apply the changes after the restart."""
 
 
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:
-    """Read the YAML again and apply its changes, for each model of the server."""
     check_operator(http_request)
     models = models_shown(http_request)
     if models is None:

@@ -33,7 +33,7 @@ _LOOKUPS: Final = FairThreads(1, "lookup")
 class Cancelled(Struct):
     request_id: str
     cancelled: list[str]
-    """Ids of the cancelled engine requests, one for each choice; empty: all choices had ended before."""
+    """Cancelled engine requests, one for each choice; empty: all had ended before."""
 
 
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
@@ -48,7 +48,7 @@ class Reprioritised(Struct):
     priority_class: str
     changed: list[str]
     unchanged: list[str]
-    """Ids of the engine requests that have ended, or whose change would exceed the bypass limit of their class."""
+    """Engine requests that have ended, or whose change would exceed the bypass limit of their class."""
 
 
 async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:

@@ -34,9 +34,7 @@ class Tenant(Struct, kw_only=True):
     waiting: int
     blocks: int
     served: dict[str, int]
-    """Request class -> tokens computed for the tenant; a generated token counts twice. The tenant with the fewest is
-    scheduled next.
-    """
+    """Request class -> tokens computed. Output tokens count twice. The tenant with the fewest is scheduled next."""
 
 
 class Replica(Struct, kw_only=True):
@@ -63,7 +61,6 @@ class SchedulerView(Struct):
 
 
 def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
-    """Return the part of the schedulers' states that a tenant may see; `tenant` None: all."""
     return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
 
 
@@ -115,7 +112,6 @@ def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
 
 
 async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
-    """Show slots, queues, tenants and blocks of every replica. The caller sees only totals of other tenants."""
     states = await engine.lookup.scheduler_states()
     known = {index: state for index, state in states.items() if state is not None}
     silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)

@@ -183,7 +183,6 @@ def _tenant(http_request: Request) -> str:
 
 
 def _lifetime_s(form: FormData) -> int | None:
-    """Return the lifetime in seconds that a form sets; None: it sets none. Raise RequestError if it is invalid."""
     names = [name for name, _ in form.multi_items()]
     for name in names:
         if name not in ("file", "purpose", _ANCHOR, _SECONDS):

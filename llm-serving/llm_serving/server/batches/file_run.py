@@ -27,15 +27,9 @@ async def answer_file(
     on_progress: Callable[[RequestCounts], None],
     failure: Callable[[], LLMServingError | None],
 ) -> RequestCounts:
-    """Answer the lines of `source`, or continue an interrupted run, and write the answers to `target` in order.
-
-    Failed lines go to `TARGET.errors`. Raise ConfigError if the input is invalid or differs from that of the
-    interrupted run, or the error that `failure` returns.
-
-    Args:
-        batches: Already started, on the database of this output file.
-        on_progress: Called with the counts every `POLL_EVERY_S` seconds.
-        failure: Returns the error of an engine that has ended.
+    """Answer the lines of `source`, or continue an interrupted run. Write the answers to `target` in order. Failed
+    lines go to `TARGET.errors`. Raise ConfigError if the input is invalid or differs from that of the interrupted run,
+    or the error that `failure` returns. `batches` must run on the database of this output file.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)

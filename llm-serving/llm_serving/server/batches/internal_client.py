@@ -20,13 +20,8 @@ READY_EVERY_S: Final = 0.5
 
 
 class InternalClient:
-    """A client within the process. API keys and rate limits apply to it in the same way as to other clients.
-
-    Args:
-        app: The application, with authentication.
-        keys: Tenant -> its API key; empty: the server requires no keys.
-        quotas: Tenant -> its rate limits.
-        ready: Returns whether the engine can compute. While it returns False, requests wait.
+    """A client within the process. API keys and rate limits (tenant -> limits) apply to it as to other clients. `keys`:
+    tenant -> its API key; empty: the server requires no keys. Requests wait while `ready` returns False.
     """
 
     def __init__(
@@ -70,8 +65,6 @@ class InternalClient:
 
 
 class _InternalRequest:
-    """The receive and send functions of one request. Its client never disconnects."""
-
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
         self._start: Message = {}

@@ -41,7 +41,6 @@ SPARE_DEPTH: Final = 64
 """Number of lists around a line while it is checked. A line that passes can be decoded later with less stack."""
 EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
-"""Minimum and maximum seconds before a refused line is retried."""
 LEAST_STORE_PAUSE_S: Final = 1.0
 """Seconds before a batch first retries a failed write. Each further pause is twice as long."""
 BUSY: Final = frozenset((429, 503))
@@ -66,15 +65,9 @@ class Ask(Protocol):
 
 class Batches:
     """Files, batches and the lines in progress. Only the event loop may use it; the store has its own thread.
-
-    Args:
-        store: Opens the store, in its thread.
-        concurrency: Maximum number of requests at a time in all batches, and of unfinished lines at a time in one
-            batch. Lines that wait for a retry are unfinished.
-        priority_class: Request class of lines that name no class.
-        shares: Quota for files that are being uploaded.
-        bounds_answers: Whether lines wait until the store has room for their answers.
-        now: Returns seconds since the epoch.
+    `concurrency` limits the requests at a time in all batches, and the unfinished lines of each batch, which include
+    those that wait for a retry. `priority_class`: class of lines that name none. `shares`: quota for files that are
+    being uploaded. `bounds_answers`: lines wait until the store has room for their answers.
     """
 
     def __init__(
@@ -151,7 +144,6 @@ class Batches:
         return batch
 
     def task(self, batch_id: str) -> asyncio.Future[None]:
-        """Return a future that completes when no work on the batch is in progress."""
         if (task := self._tasks.get(batch_id)) is not None:
             return task
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -283,10 +275,7 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response to a line, and the seconds for which the line may be retried.
-
-        If the store has no room for the response, do not send the line, and return None.
-        """
+        """Return the response to a line (None: the store has no room), and the seconds for which it may be retried."""
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
@@ -325,7 +314,6 @@ class Batches:
 
 
 def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
-    """Return the errors of a batch's input. `endpoint`: the route that all lines must name."""
     errors: list[LineError] = []
     ids: dict[str, int] = {}
     num_lines = 0

@@ -111,7 +111,6 @@ class LineAnswer(Struct, omit_defaults=True):
     request_id: str
     body: msgspec.Raw | dict[str, Any]
     ignored_parameters: str | None = None
-    """Ignored fields of the line's body, as in the response header `x-ignored-parameters`."""
 
 
 class Failure(Struct):

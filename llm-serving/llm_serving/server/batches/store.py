@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 CHUNK_BYTES: Final = 2**18
 MAX_IDLE_LOG_BYTES: Final = 2**22
-"""Maximum size of the write-ahead log file while it is idle."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about BLOB NOT NULL, created REAL NOT NULL, expires INTEGER NOT NULL,
@@ -62,10 +61,9 @@ class PendingLine(NamedTuple):
 
 
 class BatchStore:
-    """The database of files, batches and their lines. Each call is one transaction. Only one thread may use it.
-
-    A locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. `shares`
-    limits all stored bytes, and separately the inputs of unfinished batches.
+    """The database of files, batches and their lines. Each call is one transaction. Only one thread may use it. A
+    locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. `shares` limits
+    all stored bytes, and separately the inputs of unfinished batches.
     """
 
     def __init__(self, path: Path, shares: TenantQuota) -> None:
@@ -165,7 +163,6 @@ class BatchStore:
             self._save(batch)
 
     def cancel(self, batch_id: str, now: float) -> Batch:
-        """Mark a batch as cancelling, unless it has ended. Return it."""
         batch = self.batch(batch_id, None)
         if not batch.has_ended and batch.status != "cancelling":
             batch.status, batch.cancelling_at = "cancelling", int(now)
@@ -206,7 +203,6 @@ class BatchStore:
             self._save(batch)
 
     def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
-        """Return up to `count` unanswered lines whose numbers are greater than `after`."""
         query = """SELECT number, url FROM lines
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
@@ -228,9 +224,8 @@ class BatchStore:
                 self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
-        """Write the output and error files of a batch, in the order of its lines, and its final state.
-
-        `unanswered`: error of lines without an answer; None: omit these lines.
+        """Write a batch's output and error files, in the order of its lines. `unanswered` None: omit lines without
+        answer.
         """
         batch.request_counts = self._counts(batch.id)
         with self._db:

@@ -48,7 +48,6 @@ MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 MIN_EFFORT: Final = "low"
-"""Lowest reasoning effort that chat templates know."""
 MAX_TEMPLATE_FACTOR: Final = 2
 """Maximum ratio of the length of the rendered conversation to the length of its JSON."""
 _LIMIT: Final = Whole(1)
@@ -68,8 +67,6 @@ _ONE_TEXT: Final = "message.content and message.thinking"
 
 
 class ConversationRequest(ProtocolRequest):
-    """A request of any chat protocol, translated to a chat completion."""
-
     def __init__(
         self, engine: AsyncEngine, http_request: Request, body: CallerFields, chat: ChatCompletionRequest
     ) -> None:
@@ -215,10 +212,7 @@ def nested_schema(flat: JsonObject) -> JsonObject:
 
 
 def flat_error(error: RequestError, format_field: str) -> RequestError:
-    """Rename the field of an error for a protocol whose tools and response format are not nested.
-
-    `tools[0].function.name` becomes `tools[0].name`, and `response_format.json_schema` becomes `format_field`.
-    """
+    """Rename `tools[0].function.name` to `tools[0].name`, and `response_format.json_schema` to `format_field`."""
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
     if error.field.startswith("response_format"):
@@ -285,7 +279,6 @@ def shows_tools(template: str) -> bool:
 
 
 def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Append a text to the system message, or to a new one if there is none."""
     first = messages[0]
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]

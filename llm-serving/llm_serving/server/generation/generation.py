@@ -33,7 +33,6 @@ from llm_serving.server.receipts import ReceiptDraftProtocol
 
 SUBMITTED_AT_ONCE: Final = 16
 READ_AT_ONCE: Final = 16
-"""Maximum number of outputs read before other tasks of the event loop run."""
 NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 T = TypeVar("T")
@@ -42,14 +41,9 @@ Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 
 class Generation:
-    """Merges the streams of all sequences of a request into one stream of outputs, in order of arrival.
-
-    Call `aclose` also after an error: it aborts unfinished sequences.
-
-    Args:
-        select: Selects the choices; None: each sequence is a choice.
-        on_output: Called with each output of each choice before it is yielded.
-        on_close: Called at the end with the number of tokens generated.
+    """Merges the streams of all sequences of a request into one stream of outputs, in order of arrival. Call `aclose`
+    also after an error: it aborts unfinished sequences. `select` None: each sequence is a choice. `on_output`: called
+    with each output of a choice before it is yielded. `on_close`: called with the number of generated tokens.
     """
 
     def __init__(
@@ -89,8 +83,7 @@ class Generation:
         return selected if self._on_output is None else _observed(selected, self._on_output)
 
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
-        """Offer each output to `deliver` before `outputs` yields it. `deliver` returns whether it has sent the output.
-
+        """Offer each output to `deliver`, which returns whether it has sent the output, before `outputs` yields it.
         Final outputs, outputs of several sequences, and outputs of a generation with `on_output` are not offered.
         """
         if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
@@ -178,11 +171,9 @@ async def submit(
     idempotent: IdempotentRequest | None = None,
     receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
-    """Submit `choices.best_of` sequences for each prompt to the engine. A beam search is one sequence.
-
-    The sequences of a prompt are forks of the first one, so its KV blocks are computed once. If the engine refuses a
-    sequence, abort all, and raise its LLMServingError. `field_names`: field in errors of the engine -> the protocol's
-    name.
+    """Submit `choices.best_of` sequences for each prompt to the engine. A beam search is one sequence. The sequences of
+    a prompt are forks of the first one, so its KV blocks are computed once. If the engine refuses a sequence, abort
+    all, and raise its error. `field_names`: field in errors of the engine -> the protocol's name.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))

@@ -38,7 +38,7 @@ def token_outputs(output: RequestOutput) -> list[TokenOutput]:
 
 
 def check_prompt_logprobs(request: GenerationRequest, field: str, choices: Choices) -> None:
-    """Raise RequestError if a request with `field`, which asks for prompt logprobs, streams or uses beam search."""
+    """Raise RequestError if `field`, which asks for prompt logprobs, is given with a stream or a beam search."""
     if request.stream:
         raise RequestError("stream", f"must be false with {field}", True)
     if choices.beams is not None:
@@ -46,7 +46,6 @@ def check_prompt_logprobs(request: GenerationRequest, field: str, choices: Choic
 
 
 def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingParams, field: str, n: int) -> None:
-    """Raise RequestError if `n` choices per prompt would have more than `MAX_PROMPT_VALUES` prompt logprobs."""
     if sampling.prompt_logprobs is None:
         return
     num_values = (1 + sampling.prompt_logprobs) * n * sum(map(len, prompts))

@@ -24,7 +24,6 @@ from llm_serving.text.output_parsers.chat_message import AnswerParser
 from llm_serving.text.tool_parsers import Call, Part, Thought
 
 CALLED: Final = "tool_calls"
-"""Finish reason of a choice that calls tools."""
 
 
 class MessageParser:
@@ -46,7 +45,6 @@ class MessageParser:
         self._call_ids: set[str] = set()
 
     def delta(self, output: RequestOutput) -> ChatDelta | None:
-        """Return what an output adds to the message, as one delta; None: nothing."""
         deltas = self.deltas(output)
         if len(deltas) <= 1:
             return deltas[0] if deltas else None
@@ -61,7 +59,6 @@ class MessageParser:
         )
 
     def deltas(self, output: RequestOutput) -> list[ChatDelta]:
-        """Return the pieces of reasoning, content and tool calls that an output adds to the message."""
         if self._parser is None:
             parts: list[Part] = [output.text] if output.text else []
         else:
@@ -81,7 +78,6 @@ class MessageParser:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content and no reasoning tokens are counted."""
         return self._parser is None and self._counter is None
 
     @property
@@ -147,15 +143,14 @@ class BlockKind(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class MessageBlock:
-    """A part of a message: consecutive reasoning, consecutive content, or one call."""
+    """A part of a message: consecutive reasoning, consecutive content, or one call. Only calls have `id` and `name`."""
 
     kind: BlockKind
     index: int
     id: str = ""
-    """Id of a call. For other blocks, `id` and `name` are empty."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
-    """Pieces of the block's text or, for a call, of its arguments."""
+    """Pieces of the text or, for a call, of its arguments."""
 
     @property
     def text(self) -> str:

@@ -36,18 +36,15 @@ from llm_serving.server.receipts import ReceiptDraftProtocol, ReceiptHook
 INLINE_CHARS: Final = 4096
 """Maximum number of characters tokenized on the event loop. For so few, a thread would cost more than it saves."""
 CALL_CHARS: Final = 64
-"""Cost of one tokenizer call: the number of characters that are tokenized in the same time."""
+"""Number of characters whose tokenization takes as long as a call of the tokenizer."""
 BYTES_PER_CHAR: Final = 4
 MAX_SPECIAL_TOKENS: Final = 4
-"""Maximum number of special tokens that a tokenizer adds to a text."""
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
 
 
 class PrecheckInput(NamedTuple):
-    """A request with valid parameters, before its prompts are tokenized."""
-
     prompts: Sequence[Prompt]
     max_tokens: int
     """Number of output tokens for which each prompt must leave room."""
@@ -60,17 +57,14 @@ class PrecheckInput(NamedTuple):
 
 
 class EncodedRequest(NamedTuple):
-    """A request as token ids, before its structured output is compiled."""
-
     prompts: list[list[int]]
     sampling: SamplingParams
     structured_output: StructuredOutput | None = None
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol, which implements the protocol's own steps of the pipeline.
-
-    `bodies`: the request body, then nested objects that may also have fields of `CallerFields`.
+    """A request of one protocol, which implements the protocol's own steps of the pipeline. `bodies`: the request body,
+    then nested objects that may also have fields of `CallerFields`.
     """
 
     id_prefix = ""
@@ -84,7 +78,6 @@ class ProtocolRequest(ABC):
         self.body = bodies[0]
         self.caller: HttpCaller = caller_of(engine.config, http_request, *bodies)
         self.adapter: Adapter | None = None
-        """The adapter that answers; None: the base model answers."""
         if adapters := engine.adapters.by_name:
             names: list[Any] = [getattr(body, field, None) for body in bodies for field in ("adapter_id", "model")]
             names.append(http_request.path_params.get("name"))  # of an older route
@@ -95,7 +88,7 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check all fields that need no tokenizer. If the request is a retry, its body already contains the seed."""
+        """Check all fields that need no tokenizer. The body of a retry already contains the seed."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
@@ -106,22 +99,17 @@ class ProtocolRequest(ABC):
 
 
 class StartedGeneration(NamedTuple):
-    """A running generation, and the data of the request that its response needs."""
-
     generation: Generation
     identity: ResponseIdentity
     idempotent: IdempotentRequest | None
-    """Handles retries of the request; None: it cannot be retried by its key, resumed or coalesced."""
+    """None: the request cannot be retried by its key, resumed or coalesced."""
     prompts: Sequence[list[int]]
     receipt: ReceiptDraftProtocol | None
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline.
-
-    Raises:
-        LLMServingError: The request is invalid, or the engine refuses it.
-        ClientGoneError: The client disconnects while the model pauses or sleeps.
+    """Run all steps of the pipeline. Raise LLMServingError if the request is invalid or the engine refuses it. Raise
+    ClientGoneError if the client disconnects while the model pauses or sleeps.
     """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
@@ -182,12 +170,8 @@ async def _start(
 
 
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
-    """Refuse a request early if admission control would refuse it for any number of prompt tokens.
-
-    Raises:
-        CapacityError: It cannot be admitted now.
-        UnavailableError: No WorkAgent is ready.
-        RequestError: It can never be admitted.
+    """Refuse a request early if admission control would refuse it for any number of prompt tokens. Raise CapacityError
+    if it cannot be admitted now, UnavailableError if no WorkAgent is ready, RequestError if it can never be admitted.
     """
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     min_lens = []
@@ -250,10 +234,7 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
-    """Raise ContextLengthError if a text has more characters than any prompt of the maximum length can have.
-
-    A text of at most `least_chars` characters always passes.
-    """
+    """Raise ContextLengthError if a text exceeds `least_chars` and what any prompt of the maximum length can have."""
     max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"

@@ -45,14 +45,12 @@ class ResponseBuilder(ABC):
         return self.encode_delta(index, output)
 
     @abstractmethod
-    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes of a stream for the delta of an output."""
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes: ...
 
     @abstractmethod
     def fold(self, index: int, output: RequestOutput) -> None: ...
 
     async def finish(self) -> bytes:
-        """Return the bytes that a stream sends after the last output."""
         return b""
 
     @abstractmethod
@@ -96,12 +94,10 @@ async def respond(
 
 @dataclass(eq=False, slots=True)
 class BufferedResponse:
-    """The memory of one response that is being built."""
-
     source: str
     cancel: Callable[[], None]
     failure: LLMServingError | None = None
-    """The error with which the response was evicted; None: it was not."""
+    """None: the response was not evicted."""
     num_bytes: int = 0
 
 
@@ -115,7 +111,6 @@ class ResponseBuffers:
         self.num_bytes = 0
 
     def open(self, source: str, cancel: Callable[[], None]) -> BufferedResponse:
-        """Start to count the memory of a response. Call `release` at its end."""
         response = BufferedResponse(source, cancel)
         self._responses.add(response)
         return response
@@ -171,10 +166,8 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which builds a response from a generation. Meanwhile, count the response's memory.
-
-    Raises:
-        RequestError: The response alone exceeds the memory limit.
-        UnavailableError: All responses together exceed it, and this one was evicted.
+    Raise RequestError if the response alone exceeds the memory limit, UnavailableError if it was evicted because all
+    responses together exceed it.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()

@@ -1,6 +1,4 @@
-"""Sampling: request fields as the engine's `SamplingParams`, and the choices of a response, which are samples, the best
-of several samples, or beams.
-"""
+"""Request fields as `SamplingParams`, and the choices of a response: samples, the best of several samples, or beams."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Choices(NamedTuple):
     best_of: int = 1
     """Number of sequences generated for each prompt; at least `n`."""
     beams: BeamSearchParams | None = None
-    """Parameters of a beam search of width `best_of`; None: sequences are sampled."""
+    """None: sequences are sampled."""
 
     @property
     def counted_by(self) -> str:
@@ -80,15 +78,10 @@ def sampling_params(
     least_tokens: int = 1,
     **decided: Any,
 ) -> SamplingParams:
-    """Return the sampling parameters of the first choice. Raise RequestError if a field is outside its range.
-
-    A parameter whose field is null or missing has its default. A missing seed is drawn at random.
-
-    Args:
-        names: Parameter -> field, if the protocol names it differently.
-        defaults: Parameter -> default, replacing those of `SamplingParams`.
-        least_tokens: Minimum of `max_tokens`.
-        decided: Parameters whose values the route has determined.
+    """Return the sampling parameters of the first choice. Raise RequestError if a field is outside its range. A
+    parameter without a value has its default; a missing seed is drawn at random. `names`: parameter -> field, if the
+    protocol names it differently. `defaults` replace those of `SamplingParams`. `decided`: values that the route has
+    determined. `least_tokens`: minimum of `max_tokens`.
     """
     field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
@@ -160,7 +153,6 @@ def _encode_words(engine: AsyncEngine, words: list[str]) -> tuple[tuple[int, ...
 
 
 def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingParams]:
-    """Return the sampling parameters of each sequence of a prompt. A beam search is one sequence."""
     if choices.beams is not None:
         return [replace(sampling, temperature=0.0)]
     if choices.best_of > choices.n:  # sequences are ranked by their logprobs
@@ -216,14 +208,12 @@ REQUEST_RULES: Final[Mapping[str, ParameterRule]] = {
     "best_of": COUNT,
     "length_penalty": LENGTH_PENALTY,
 }
-"""Field of OpenAI requests -> rule for its value."""
 _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "seed": _seed,
     "top_k": _top_k,
     "stop": _stop_strings,
     "logit_bias": _logit_bias,
 }
-"""Parameter -> conversion of the field's value to that of `SamplingParams`."""
 
 
 async def select_best(

@@ -37,10 +37,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes events that differ only in one text. The JSON around the text is encoded only once.
-
-    `content_of`: returns the content of an event, given its text.
-    """
+    """Encodes events that differ only in one text. The JSON of `content_of(text)` around it is encoded only once."""
 
     def __init__(self, content_of: Callable[[str], object]) -> None:
         empty, other = event(content_of("")), event(content_of("x"))  # equal up to the opening quotation mark
@@ -52,8 +49,6 @@ class TextEvents:
 
 
 class Chunks(Protocol):
-    """Formats the outputs of a generation as the bytes of a stream."""
-
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         """Return the bytes for an output of a choice, perhaps none. Raise LLMServingError if the generation failed."""
 
@@ -100,7 +95,6 @@ class NumberedPieces:
 
 class StreamResponse(Response):
     """Sends each output as it arrives, and closes the generation at the end or when the client disconnects.
-
     `error_chunk`: formats an error as the last chunk, because the status has already been sent.
     """
 

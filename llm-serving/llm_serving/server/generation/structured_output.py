@@ -34,14 +34,10 @@ _ANY_OBJECT: Final = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A rule that the text of an output must match.
-
-    Attributes:
-        field: Field of the request that holds the rule.
-        make: Returns the grammar, given the default whitespace in JSON. Slow; raises GrammarError or RequestError.
-        parts: The structured outputs that this one combines. An error names the first of them that fails alone.
-        size: Returns a lower bound of the size of the grammar's source in bytes or characters; slow.
-        is_json: Whether the output is JSON, whose whitespace a request may choose.
+    """A rule that the text of an output must match, from the request's field `field`. `make`: returns the grammar,
+    given the default whitespace in JSON; slow; raises GrammarError or RequestError. `parts`: the outputs that this one
+    combines; an error names the first that fails alone. `size`: returns a lower bound of the size of the grammar's
+    source; slow. `is_json`: a request may choose the whitespace.
     """
 
     field: str
@@ -52,9 +48,8 @@ class StructuredOutput:
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for; None: any text is allowed.
-
-    Raise RequestError if there are several, or if one is invalid. `names`: parameter -> the protocol's name.
+    """Return the structured output that a request asks for; None: any text is allowed. Raise RequestError if there are
+    several, or if one is invalid. `names`: parameter -> the protocol's name.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -84,9 +79,8 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output outside the event loop. Clients (`source`) share the compilers fairly.
-
-    Raise RequestError if it cannot be compiled, CapacityError if the compilers were busy for `MAX_WAIT_S`.
+    """Compile a structured output outside the event loop. Clients (`source`) share the compilers fairly. Raise
+    RequestError if it cannot be compiled, CapacityError if the compilers were busy for `MAX_WAIT_S`.
     """
     if not engine.constraints.can_end:
         raise RequestError(output.field, "is not supported: the model has no token that ends an answer")

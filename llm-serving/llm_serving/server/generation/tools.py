@@ -32,13 +32,9 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 
 
 class ReasoningTokenCounter:
-    """Counts the reasoning tokens of one choice, without the tokens that mark its start and end.
-
-    Args:
-        opening: Ids of the tokens that start reasoning; empty: the model has no such tokens.
-        closing: Id of the token that ends reasoning.
-        is_open: Whether the prompt ends with the start tokens.
-        reopens: Whether reasoning may start several times.
+    """Counts the reasoning tokens of one choice, without the tokens that mark its start and end. `opening`: ids of the
+    tokens that start reasoning, perhaps none; `closing`: id of the token that ends it. `is_open`: the prompt ends with
+    the start tokens. `reopens`: reasoning may start several times.
     """
 
     def __init__(self, opening: Sequence[int], closing: int, *, is_open: bool, reopens: bool = False) -> None:
@@ -62,8 +58,6 @@ class ReasoningTokenCounter:
 
 
 class ReasoningBudget(NamedTuple):
-    """Maximum number of reasoning tokens, and the field of the request that sets it."""
-
     field: str
     num_tokens: int
 
@@ -107,7 +101,6 @@ class OfferedTools:
     for_template: list[dict[str, Any]]
     format: ToolFormat
     callees: tuple[Callee, ...] = ()
-    """The tools that `tool_choice` allows the model to call."""
     must_call: bool = False
     """Whether the output must consist only of calls."""
     max_calls: int | None = None
@@ -188,7 +181,6 @@ def chat_output(
 def output_parser(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
 ) -> AnswerParser | None:
-    """Return the parser for one choice's text; None: all text is content."""
     reasoning = _reasoning_of(engine, request, prompt)
     if reasoning is None and offered is None:
         return None
@@ -252,16 +244,12 @@ def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
 
 
 def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> bool:
-    """Return whether the parsers of an answer need special tokens in its text."""
     form = _format_of_parts(engine)
     return (offered is not None and offered.format.special_tokens) or (form is not None and form.special_tokens)
 
 
 def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of the reasoning; None: the parser needs none.
-
-    A format with channels (gpt-oss) is needed even if reasoning stays in the content, because channels mark all text.
-    """
+    """Return the reasoning's format. A format with channels (gpt-oss) counts even if reasoning stays in the content."""
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 

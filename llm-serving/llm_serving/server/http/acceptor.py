@@ -33,10 +33,9 @@ MAX_RETRY_AFTER_S: Final = 8
 
 
 class ConnectionLimits:
-    """The number of connections and of the bytes that they buffer, in total and by address (or IPv6 /64 network).
-
-    At a limit, an idle connection of the address with the most connections is closed. `on_refused`: called with address
-    and status if a connection or a request head is refused.
+    """The number of connections and of the bytes that they buffer, in total and by address (or IPv6 /64 network). At a
+    limit, an idle connection of the address with the most connections is closed. `on_refused`: called with address and
+    status if a connection or a request head is refused.
     """
 
     def __init__(
@@ -116,11 +115,10 @@ class ConnectionLimits:
 
 
 class Acceptor:
-    """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
-
-    Few TLS handshakes begin at a time, from each address in turn, so that many handshakes of one client do not delay
-    other clients. If no file descriptor is free, connections wait in the kernel. `limits` may be replaced later, for
-    new connections. The caller closes `listener`.
+    """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers. Few TLS
+    handshakes begin at a time, from each address in turn, so that many handshakes of one client do not delay other
+    clients. If no file descriptor is free, connections wait in the kernel. `limits` may be replaced later, for new
+    connections. The caller closes `listener`.
     """
 
     def __init__(

@@ -45,11 +45,10 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """The transport of uvicorn's protocol. It passes on one checked request at a time.
-
-    uvicorn receives a request head when it is complete and rewritten, and the next request when the previous response
-    is complete. So a connection runs at most one request, whose application is notified when the client disconnects.
-    `within_connection` must have wrapped the application of `config`.
+    """The transport of uvicorn's protocol. It passes on one checked request at a time. uvicorn receives a request head
+    when it is complete and rewritten, and the next request when the previous response is complete. So a connection runs
+    at most one request, whose application is notified when the client disconnects. `within_connection` must have
+    wrapped the application of `config`.
     """
 
     def __init__(

@@ -91,7 +91,6 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 class HttpServer(uvicorn.Server):
     """uvicorn behind `Connection`, with an orderly shutdown. Raise ConfigError if the certificate is invalid.
-
     `on_refused`: called with address and status if a connection or a request head is refused. `on_reload`: reloads
     other files on SIGHUP. `on_shutdown`: called on the event loop before the wait for running requests.
     """
@@ -156,10 +155,9 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(0)  # the transports end in the next iteration of the event loop
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
-        """Serve within `surroundings` until SIGINT or SIGTERM. Call this in the main thread.
-
-        The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
-        files, except in a terminal, where it means that the terminal closes.
+        """Serve within `surroundings` until SIGINT or SIGTERM. Call this in the main thread. The first signal lets
+        running requests finish, the second ends them, the third ends the process. SIGHUP reloads files, except in a
+        terminal, where it means that the terminal closes.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():

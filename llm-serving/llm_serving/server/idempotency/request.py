@@ -87,10 +87,9 @@ class SharingRules(NamedTuple):
 
 
 class IdempotentRequest:
-    """A request that may be retried or resumed, or whose response identical requests share.
-
-    `seeded`: whether the client gave a seed. `record`: None: the client can neither retry nor resume the request.
-    `known`: whether the server accepted a request with this key earlier. `add`: stores the record.
+    """A request that may be retried or resumed, or whose response identical requests share. `seeded`: whether the
+    client gave a seed. `record`: None: the client can neither retry nor resume the request. `known`: whether the server
+    accepted a request with this key earlier. `add`: stores the record.
     """
 
     def __init__(
@@ -117,10 +116,7 @@ class IdempotentRequest:
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def id_generator(self, choice: int) -> Random:
-        """Return the random generator for a choice's ids, such as those of tool calls.
-
-        It has the same seed for each repetition of a recorded request. Ids of other requests are unpredictable.
-        """
+        """Return a generator of ids for tool calls. Only repetitions of a recorded request get equal ids."""
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -147,9 +143,8 @@ class IdempotentRequest:
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record of a new request, with the prompts given to `sharing`.
-
-        Raise GoneError if the request is known and its prompts now have different tokens.
+        """Store the record of a new request, with the prompts given to `sharing`. Raise GoneError if the request is
+        known and its prompts now have different tokens.
         """
         if self.record is None:
             return
@@ -197,8 +192,7 @@ async def claim_request(
     prefix: str,
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
-    """Hold the idempotency key of a request until the context exits. Yield the request and the identity of its
-    response.
+    """Hold the idempotency key of a request until the context exits. Yield the request and its response's identity.
 
     A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
     same even if its record has been evicted. `prefix`: starts the response id. `num_streams`: choices of all prompts.
@@ -315,10 +309,9 @@ def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, 
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """Return the accepted request that an event id names, and the client's position in its stream.
-
-    If the URL names the stream (`stream_id`), `event_id` may be only the part after the colon. Raise RequestError,
-    which names `field`, if there is no such event.
+    """Return the accepted request that an event id names, and the client's position in its stream. If the URL names the
+    stream (`stream_id`), `event_id` may be only the part after the colon. Raise RequestError, which names `field`, if
+    there is no such event.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

@@ -83,10 +83,9 @@ class Claim:
 
 
 class AcceptedRequests:
-    """The accepted requests that clients may repeat. Only the event loop may use it.
-
-    `quota`: with 0 bytes no record is kept. `wall_clock`: gives the age of records that come from a log. `clock`: the
-    monotonic clock by which records expire after `max_age_s`.
+    """The accepted requests that clients may repeat. Only the event loop may use it. `quota`: with 0 bytes no record is
+    kept. `wall_clock`: gives the age of records that come from a log. `clock`: the monotonic clock by which records
+    expire after `max_age_s`.
     """
 
     def __init__(
@@ -126,9 +125,8 @@ class AcceptedRequests:
         return record
 
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
-        """Return the accepted request of a key, or a claim, whose owner holds the key until it calls `settle`.
-
-        Wait while another request claims the key. Raise IdempotencyError if the key belongs to a different request.
+        """Return the accepted request of a key, or a claim, whose owner holds the key until it calls `settle`. Wait
+        while another request claims the key. Raise IdempotencyError if the key belongs to a different request.
         """
         name = (tenant, key)
         while True:
@@ -208,9 +206,7 @@ class ModelState:
     def digest(
         self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
     ) -> bytes:
-        """Return a digest that is equal only for models, adapters (0: none) and configurations that give the same
-        responses.
-        """
+        """Return a digest that is equal only for models, adapters (0: none) and settings with the same responses."""
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))
         return hashlib.blake2b(state, digest_size=16).digest()
 

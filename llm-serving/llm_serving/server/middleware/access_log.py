@@ -128,9 +128,7 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Return the configured access log, or None, and a function that closes it. Raise ConfigError if it cannot be
-    opened.
-    """
+    """Return the access log (None: not configured) and a function that closes it. Raise ConfigError if that fails."""
     path = serving.access_log
     if path is None:
         return None, lambda: None

@@ -89,9 +89,8 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 
 
 class ApiKeyAuthentication:
-    """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
-
-    It stores the key's configuration in the scope. `open_paths` need no key; `open_pages` need none for GET and HEAD.
+    """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`. It stores the key's
+    configuration in the scope. `open_paths` need no key; `open_pages` need none for GET and HEAD.
     """
 
     def __init__(

@@ -70,10 +70,8 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """Read and check a request's body. Store its ignored fields in the request's state.
-
-    A long body is decoded outside the event loop. Raise ClientDisconnect, or RequestError, which names the field or
-    limit.
+    """Read and check a body. Store its ignored fields in the request's state. A long body is decoded outside the event
+    loop. Raise ClientDisconnect, or RequestError, which names the field or limit.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:

@@ -44,9 +44,8 @@ class HttpCaller(Caller):
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
-    """Return the caller of a request, given its body and nested objects that may have the same fields.
-
-    Raise RequestError if a field is invalid, PermissionDeniedError if the API key does not allow the priority.
+    """Return the caller of a request, given its body and nested objects that may have the same fields. Raise
+    RequestError if a field is invalid, PermissionDeniedError if the API key does not allow the priority.
     """
     key, context = api_key_of(http_request), request_context_of(http_request)
     names = {}

@@ -91,7 +91,6 @@ class ResponseIdentity:
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
     """Return a response's identity, with the body's `request_id`, else the header `x-request-id`, else a random id.
-
     Raise RequestError if the body's `request_id` is malformed. `prefix`: begins the id of the response.
     """
     if request_id is None:

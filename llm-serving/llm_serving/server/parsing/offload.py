@@ -90,11 +90,10 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class FairThreads:
-    """A pool of threads. A free thread next takes work of the client that has used the least thread time.
-
-    This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with
-    costs that are known only afterwards. An idle client gains no advantage: it starts with the used time of the client
-    served last. So a new client waits for the running work and at most one piece of work of each other client.
+    """A pool of threads. A free thread next takes work of the client that has used the least thread time. This is
+    start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with costs
+    that are known only afterwards. An idle client gains no advantage: it starts with the used time of the client served
+    last. So a new client waits for the running work and at most one piece of work of each other client.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:

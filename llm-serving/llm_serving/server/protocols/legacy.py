@@ -131,7 +131,6 @@ class LegacyBuilder(ResponseBuilder):
         return Response(line, media_type=JSON_TYPE, headers=headers)
 
     def text_response(self, text: str, finish_reason: str, *, stream: bool) -> Response:
-        """Return a response or stream whose only output is an error text."""
         token = self._add_text(text, finish_reason)
         content = self._token_line(token) + self._end() if stream else self._whole_line()
         media_type = self.media_type if stream else JSON_TYPE

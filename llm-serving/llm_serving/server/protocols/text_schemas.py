@@ -25,21 +25,18 @@ class TGIParameters(CallerFields):
     frequency_penalty: float | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    """End-of-sequence ids cannot be sampled before this number of tokens."""
     stop: str | list[str] | None = None
     stop_sequences: list[str] | None = None
     seed: int | None = None
     truncate: int | None = None
-    """Keep this number of tokens from the end of the prompt."""
     return_full_text: bool | None = None
     details: bool | None = None
     decoder_input_details: bool | None = None
     """Return the tokens of the prompt with their log-probabilities; not streamed."""
     best_of: int | None = None
-    """Number of sequences to sample. The response is the one with the highest mean log-probability."""
+    """The response is the sequence with the highest mean logprob of this number."""
     top_n_tokens: int | None = None
     adapter_id: str | None = None
-    """Name of the adapter that answers; null: the base model does."""
     grammar: JsonObject | None = None
     """Structured output: `type` is json, json_object, json_schema or regex, `value` the schema or expression."""
 

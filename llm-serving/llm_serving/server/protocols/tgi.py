@@ -45,7 +45,7 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Continue a prompt. `stream` None: the field of the body decides, and a response that is no stream is a list."""
+    """`stream` None: the field of the body decides, and a response that is no stream is a list."""
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream

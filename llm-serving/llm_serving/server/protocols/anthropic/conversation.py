@@ -48,7 +48,7 @@ def messages_of(system: str | list[ContentBlock] | None, turns: list[Conversatio
 
 
 def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
-    """Return the tools in the form of chat completions. Raise RequestError if the server would have to run one."""
+    """Return the tools of chat completions. Raise RequestError for a tool that the server would have to run."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -58,7 +58,6 @@ def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
-    """Return the `tool_choice` of chat completions for `choice`. Raise RequestError if it is invalid."""
     if choice is None:
         return None
     if choice.type == "tool":
@@ -77,7 +76,7 @@ def effort_of(thinking: Thinking | None) -> str | None:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return the `thinking_token_budget` of chat completions for `thinking`. Raise RequestError if it is invalid."""
+    """Return the `thinking_token_budget` of chat completions. Raise RequestError if `thinking` is invalid."""
     if thinking is None:
         return None
     if thinking.type in _WITHOUT_BUDGET:
@@ -92,7 +91,6 @@ def budget_of(thinking: Thinking | None) -> int | None:
 
 
 def response_format_of(config: OutputConfig | None) -> JsonObject | None:
-    """Return the `response_format` of chat completions for `config`. Raise RequestError if it is not a JSON schema."""
     given = None if config is None else config.format
     if given is None:
         return None

@@ -150,7 +150,6 @@ class _MessagesRequest(ConversationRequest):
 
 
 def _continues_last(turns: list[ConversationTurn]) -> bool:
-    """Return whether the last message is the assistant's. The response then continues it."""
     return bool(turns) and turns[-1].role == "assistant"
 
 

@@ -32,11 +32,11 @@ class ContentBlock(Struct, kw_only=True):
     type: str
     text: str | None = None
     id: str | None = None
-    """Used by `tool_use`, as are `name` and `input`."""
+    """`id`, `name` and `input` belong to `tool_use`."""
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
-    """Used by `tool_result`, as is `content`: a text, or blocks of type text."""
+    """`tool_use_id` and `content`, a text or blocks of type text, belong to `tool_result`."""
     content: str | list[ResultBlock] | None = None
     thinking: str | None = None
 
@@ -55,7 +55,6 @@ class ToolChoice(Struct, kw_only=True):
     """`auto`, `any`, `tool` or `none`."""
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-    """Return only the first of several tool calls."""
 
 
 class ConversationTurn(Struct):
@@ -65,14 +64,13 @@ class ConversationTurn(Struct):
 
 class OutputConfig(Struct, kw_only=True):
     format: JsonObject | None = None
-    """`{"type": "json_schema", "schema": ...}`: the schema of the response's text."""
+    """`{"type": "json_schema", "schema": ...}`"""
 
 
 class Thinking(Struct, kw_only=True):
     type: str
     """`enabled`, `adaptive` or `disabled`."""
     budget_tokens: int | None = None
-    """Maximum number of reasoning tokens, with type `enabled` only."""
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -88,7 +86,6 @@ class CountTokensRequest(Struct, kw_only=True):
 
 class MessagesRequest(CallerFields, kw_only=True):
     messages: list[ConversationTurn]
-    """If the last message is the assistant's, the response continues it."""
     max_tokens: int
     model: str | None = None
     system: str | list[ContentBlock] | None = None
@@ -102,7 +99,7 @@ class MessagesRequest(CallerFields, kw_only=True):
     top_p: float | None = None
     stop_sequences: list[str] | None = None
     seed: int | None = None
-    """Extension of the protocol: the same seed gives the same response."""
+    """An extension of the protocol."""
 
 
 class TextBlock(Struct, tag="text", tag_field="type"):
@@ -126,10 +123,9 @@ ResponseBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 class MessagesUsage(Struct):
     input_tokens: int
-    """Prompt tokens computed for this request."""
+    """Without the tokens reused from the KV cache."""
     output_tokens: int
     cache_read_input_tokens: int
-    """Prompt tokens reused from the KV cache."""
     cache_creation_input_tokens: int = 0
 
 

@@ -80,7 +80,6 @@ class _CompletionRequest(ProtocolRequest):
 
     body: CompletionRequest
     prompts: list[Prompt]
-    """Texts or token ids. Truncated prompts are token ids."""
 
     async def prepare(self) -> PrecheckInput:
         engine, body, choices = self.engine, self.body, self.choices

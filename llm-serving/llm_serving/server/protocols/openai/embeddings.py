@@ -44,10 +44,10 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 MAX_INPUTS: Final = 2048
-"""Maximum number of texts in one request (OpenAI's limit)."""
+"""OpenAI's limit of texts in one request."""
 COUNTED_CHARS: Final = 2**18
-"""Maximum characters of a text that is always tokenized, even if it seems too long for the model. The request may
-truncate it, or an encoder may replace a long unknown word by one token. Tokenizing this maximum takes a second.
+"""Maximum characters of a text that is tokenized, which takes a second, even if it seems too long for the model. The
+request may truncate it, or an encoder may replace a long unknown word by one token.
 """
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
@@ -59,8 +59,6 @@ FieldName = Callable[[int], str]
 
 
 class TextVectors(NamedTuple):
-    """The vectors of a request's texts, and what else its response needs."""
-
     identity: ResponseIdentity
     vectors: list[Float32Array]
     """[hidden size] each: the hidden state that is the input of the LM head."""
@@ -79,14 +77,8 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the embedding of each text, or the score of each pair.
-
-    Raise LLMServingError if the model has no pooling, or if a text is refused.
-
-    Args:
-        field_name: Names a text in errors.
-        prefix: Begins the response's id.
-        truncations: Maximum number of tokens of each text; None: `truncate_prompt_tokens` of the body for all.
+    """Compute the embedding of each text, or the score of each pair. `truncations`: maximum tokens of each text. Raise
+    LLMServingError if the model has no pooling, or if a text is refused. `prefix`: begins the response's id.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
@@ -269,12 +261,10 @@ def _encode_vector(vector: Float32Array, size: int, normalises: bool, as_base64:
 
 
 class TextPair(NamedTuple):
-    """A query and a document."""
-
     query: str
     document: str
     max_document_tokens: int | None = None
-    """Maximum number of tokens of the document; None: no limit."""
+    """None: no limit."""
 
     @property
     def text(self) -> str:
@@ -282,13 +272,10 @@ class TextPair(NamedTuple):
 
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:
-    """Return the token ids of a pair. With `max_tokens`, cut the pair to this number of tokens.
-
-    An encoder reads both texts with the special tokens of its tokenizer. A decoder reads the text of a template: the
-    chat template of the folder if it has a role `document`, otherwise `Pooling.pair_template`.
-
-    Raise RequestError if the model's chat template rejects the pair, or if `max_tokens` is below the number of tokens
-    that are never cut.
+    """Return the token ids of a pair. With `max_tokens`, cut the pair to this number of tokens. An encoder reads both
+    texts with the special tokens of its tokenizer. A decoder reads the text of a template: the chat template of the
+    folder if it has a role `document`, otherwise `Pooling.pair_template`. Raise RequestError if the chat template
+    rejects the pair, or if `max_tokens` is below the number of tokens that are never cut.
     """
     pooling, tokenizer = engine.pooling, engine.tokenizer
     assert pooling is not None
@@ -322,7 +309,6 @@ def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> 
 
 
 def score_of(vector: Float32Array, *, applies_sigmoid: bool) -> float:
-    """Return the score of a pair from the result of the model, [1]."""
     raw = float(vector[0])
     if not applies_sigmoid:
         return raw

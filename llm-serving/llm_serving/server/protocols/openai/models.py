@@ -64,7 +64,6 @@ class Parameter(Struct, kw_only=True):
 
     name: str
     kind: str
-    """`integer`, `number`, `boolean`, `strings`, `token_ids`, or `other`."""
     default: Any
     """Default of completions; null: no default, or for `seed` a random value."""
     chat_default: Any
@@ -81,9 +80,7 @@ class ClassCard(Struct, kw_only=True):
     name: str
     rank: int
     ttft_slo_s: float | None
-    """Target of the time to first token, in seconds."""
     tpot_slo_s: float | None
-    """Target of the time per output token after the first, in seconds."""
     allowed: bool
     default: bool
 

@@ -37,7 +37,6 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """Read a body for the served model. Raise RequestError, which names the wrong or unsupported field."""
     request = await read_fields(engine, http_request, kind)
     check_model(engine, request.model)
     return request
@@ -55,7 +54,7 @@ class StreamedUsage(NamedTuple):
 
 
 def streamed_usage(request: GenerationRequest) -> StreamedUsage:
-    """Return which chunks report the usage. Raise RequestError for `stream_options` without `stream`."""
+    """Raise RequestError for `stream_options` without `stream`."""
     options = request.stream_options
     if options is None:
         return StreamedUsage()
@@ -65,7 +64,7 @@ def streamed_usage(request: GenerationRequest) -> StreamedUsage:
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    """Base of the builders of completions and chat. `usage`: which chunks report the usage."""
+    """Base of the builders of completions and chat."""
 
     def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
         self._streamed_usage = usage
@@ -96,7 +95,6 @@ class OpenAIResponseBuilder(ResponseBuilder):
         return events.event(output.text) if output.text else b""  # the last chunk counts the tokens
 
     def add_usage(self, index: int, output: RequestOutput) -> None:
-        """Count the tokens of an output. Each prompt counts once, however many choices it has."""
         self._tokens_of_prompt[index // self._n] = (output.num_prompt_tokens, output.num_cached_tokens)
         self._tokens_of_choice[index] = output.num_output_tokens
 
@@ -108,8 +106,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         return usage_of(num_prompt, sum(self._tokens_of_choice.values()), num_cached)
 
     @abstractmethod
-    def last_chunk(self, usage: Usage | UnsetType) -> Completion | ChatCompletionChunk:
-        """Return the last chunk, which has no choices."""
+    def last_chunk(self, usage: Usage | UnsetType) -> Completion | ChatCompletionChunk: ...
 
     @abstractmethod
     async def build(self, usage: Usage) -> Completion | ChatCompletion:
@@ -147,13 +144,12 @@ def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
 
 
 MAX_METADATA_PAIRS: Final = 16
-"""Maximum number of pairs. This limit and the two below are OpenAI's."""
+"""Limits of OpenAI."""
 MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
 
 
 def check_metadata(pairs: Mapping[str, str] | None) -> None:
-    """Raise RequestError if the metadata of a response or batch exceed a limit."""
     if not pairs:
         return
     longest = max(map(len, pairs)), max(map(len, pairs.values()))

@@ -22,7 +22,7 @@ class StoredResponse:
     input: list[ChatMessage]
     """The conversation before the response, without instructions."""
     output: ChatMessage | None = None
-    """The response as a message; None: it has not ended."""
+    """None: the response has not ended."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -31,7 +31,6 @@ class StoredResponse:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """The conversation with the response as its last message."""
         return self.input if self.output is None else [*self.input, self.output]
 
 
@@ -43,9 +42,8 @@ def _chars_of(message: ChatMessage) -> int:
 
 
 class ResponseStore:
-    """Stores finished responses and background responses in progress. Each kind has the whole quota.
-
-    If it is full, the oldest finished response of the largest tenant is evicted. Only the event loop may use it.
+    """Stores finished responses and background responses in progress. Each kind has the whole quota. If it is full, the
+    oldest finished response of the largest tenant is evicted. Only the event loop may use it.
     """
 
     def __init__(self, quota: TenantQuota) -> None:

@@ -64,7 +64,7 @@ from llm_serving.server.protocols.openai.schemas import (
 logger = get_logger(__name__)
 
 ORDERS: Final = ("desc", "asc")
-"""Orders of input items; the first is the default."""
+"""The first is the default."""
 _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
 
 

@@ -42,9 +42,7 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. The assistant's consecutive items become one message. Raise
-    RequestError if an item is invalid.
-    """
+    """Return chat messages; consecutive items of the assistant become one. Raise RequestError if an item is invalid."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -109,7 +107,7 @@ def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
 
 
 def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
-    """Return the tools in the form of chat completions. Raise RequestError for a tool that is not a function."""
+    """Return the tools of chat completions. Raise RequestError for a tool that is not a function."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -129,7 +127,7 @@ def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
 
 
 def response_format_of(text: JsonObject | None) -> JsonObject | None:
-    """Return the `response_format` of chat completions for `text`. Raise RequestError if it is unsupported."""
+    """Return the `response_format` of chat completions. Raise RequestError if `text` is not supported."""
     for name, value in (text or {}).items():
         if name == "verbosity" and value in (None, "medium"):
             continue

@@ -32,7 +32,6 @@ class InputItem(Struct, kw_only=True):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
-    """Content of a message or of reasoning."""
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -46,12 +45,10 @@ class FunctionTool(Struct, kw_only=True):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    """Whether the arguments of calls are constrained to the schema."""
 
 
 class Reasoning(Struct, kw_only=True):
     effort: str | None = None
-    """A reasoning budget by name: none, minimal, low, medium or high."""
 
 
 class ResponsesRequest(CallerFields, kw_only=True):
@@ -60,18 +57,15 @@ class ResponsesRequest(CallerFields, kw_only=True):
     instructions: str | None = None
     """System message before the conversation. It is not stored for the next response."""
     previous_response_id: str | None = None
-    """Id of the stored response whose conversation this request continues."""
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    """Extension of the protocol: the same seed gives the same response."""
+    """An extension of the protocol."""
     tools: list[FunctionTool] | None = None
     tool_choice: str | JsonObject | None = None
-    """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
-    """False: return only the first of several calls."""
     reasoning: Reasoning | None = None
     text: JsonObject | None = None
     """`format`: the response format, of type `text`, `json_object` or `json_schema`."""
@@ -79,7 +73,6 @@ class ResponsesRequest(CallerFields, kw_only=True):
     background: bool | None = None
     """Respond at once and generate in the background; only with `store`, not with `stream`."""
     store: bool | None = None
-    """Store the response. Default: true."""
     metadata: dict[str, str] | None = None
 
 

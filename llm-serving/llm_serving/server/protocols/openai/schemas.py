@@ -21,28 +21,23 @@ class CallerFields(Struct, kw_only=True):
     """The fields of all generation routes that describe the caller."""
 
     priority: int | None = None
-    """A smaller number runs first. Selects the request class with the largest `rank` up to this number. Also the
-    header `x-priority`.
-    """
+    """A smaller number runs first. Selects the class with the largest `rank` up to it. Header: `x-priority`."""
     priority_class: str | None = None
-    """Name of a request class; not together with `priority`. Also the header `x-request-class`."""
+    """Not together with `priority`. Header: `x-request-class`."""
     service_tier: str | None = None
-    """Selects the class of `request_classes` with this `service_tier`; `auto` and `default` select none. Ignored if
-    `priority` or `priority_class` is given.
-    """
+    """Selects the class with this `service_tier`. Ignored if `priority` or `priority_class` is given."""
     user: str | None = None
     """The tenant, unless an API key identifies it. Tenants share a request class fairly."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     timeout_s: float | None = None
-    """Seconds after which the request is aborted; also the header `x-request-timeout-s`."""
+    """Header: `x-request-timeout-s`."""
 
 
 class LoadAdapterRequest(Struct):
     lora_name: str
-    """Name by which clients request the adapter as `model`."""
     lora_path: str
-    """Its folder, inside `lora_config.lora_folder`."""
+    """A folder inside `lora_config.lora_folder`."""
 
 
 class UnloadAdapterRequest(Struct):
@@ -73,9 +68,8 @@ class GenerationRequest(CallerFields, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     n: int | None = None
-    """Number of choices for each prompt, 1 to 128."""
     best_of: int | None = None
-    """Number of sequences from which the best `n` are returned; the width of a beam search, 1 to 10."""
+    """The best `n` of this number of sequences are returned. The width of a beam search."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -89,34 +83,28 @@ class GenerationRequest(CallerFields, kw_only=True):
     response_format: JsonObject | None = None
     """Type `text`, `json_object` or `json_schema`. Only one field may request structured output."""
     structured_outputs: JsonObject | None = None
-    """One of `json`, `json_object`, `regex`, `choice` and `grammar`."""
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     """A grammar in Lark or GBNF."""
     guided_whitespace_pattern: str | None = None
-    """The whitespace that JSON output may contain, as a regular expression."""
     json_schema: JsonObject | str | None = None
     regex: str | None = None
     ebnf: str | None = None
     use_beam_search: bool | None = None
-    """Beam search; only without `stream`, and with temperature 0 or absent."""
     length_penalty: float | None = None
-    """Beam search ranks by logprob / length ** length_penalty. Default: 1."""
+    """Beam search ranks by logprob / length ** length_penalty."""
     early_stopping: bool | None = None
     """Beam search stops as soon as `best_of` sequences have finished."""
     detokenize: bool | None = None
     """False: return no text; `return_token_ids` returns the tokens."""
     prompt_logprobs: int | None = None
-    """Return the logprobs of each prompt token and of this number of most likely tokens; not with `stream`."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Write the tokens of logprobs as "token_id:123" instead of their text."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens. Default: true for completions, false for chat templates."""
     truncate_prompt_tokens: int | None = None
-    """Keep this number of tokens from the end of the prompt; -1: as many as fit."""
     request_id: str | None = None
     receipt: bool | None = None
     """Return a receipt too, from which `llm-serving verify` recomputes the response; a stream's last chunk has it."""
@@ -124,7 +112,6 @@ class GenerationRequest(CallerFields, kw_only=True):
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    """A text, several texts, token ids, or several lists of token ids."""
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -153,7 +140,6 @@ class ChatMessage(Struct, omit_defaults=True):
     tool_call_id: str | None = None
     """Id of the call whose result this message is; for the role `tool`."""
     reasoning_content: str | None = None
-    """Reasoning of the assistant, for chat templates that use it."""
 
 
 class Function(Struct, omit_defaults=True):
@@ -161,7 +147,7 @@ class Function(Struct, omit_defaults=True):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    """Whether the arguments of a call are constrained to the schema in `parameters`."""
+    """Whether the arguments of a call are constrained to `parameters`."""
 
 
 class Tool(Struct, omit_defaults=True):
@@ -175,22 +161,19 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    """Start a message of the assistant. Default: true, but false with `continue_final_message`."""
+    """Default: true, but false with `continue_final_message`."""
     continue_final_message: bool | None = None
     """Leave the last message open, so that the response continues it."""
     echo: bool | None = None
     """Begin the response with the text of the last message, if it is the assistant's."""
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
-    """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
-    """False: return only the first of several calls."""
     thinking_token_budget: int | None = None
     """Maximum number of reasoning tokens. Give only one of this and the next three fields."""
     thinking_budget: int | None = None
     max_thinking_tokens: int | None = None
     reasoning_effort: str | None = None
-    """A reasoning budget by name: none, minimal, low, medium or high."""
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -201,7 +184,6 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    """Default: true for a prompt, false for messages."""
     add_generation_prompt: bool | None = None
     """Means the same as in chat completions, and requires messages; so do the three fields below."""
     continue_final_message: bool | None = None
@@ -221,7 +203,6 @@ class PromptTokensDetails(Struct):
 
 class CompletionTokensDetails(Struct):
     reasoning_tokens: int
-    """Reasoning tokens, without the tokens that mark its start and end."""
 
 
 class Usage(Struct):
@@ -236,7 +217,6 @@ class Usage(Struct):
 class PromptLogprob(Struct):
     logprob: float
     rank: int
-    """Rank of the token among all tokens; 1 is the most likely one."""
     decoded_token: str
 
 
@@ -259,11 +239,10 @@ class CompletionChoice(Long, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-    """For each prompt token, by token id: the logprob of the token itself and of the most likely ones."""
+    """Token id -> logprob, for the token and the most likely ones, at each position of the prompt."""
 
 
 FINGERPRINT: Final = f"llm-serving-{__version__}"
-"""`system_fingerprint` of non-streaming responses: the program and its version."""
 
 
 class Completion(Long, kw_only=True):

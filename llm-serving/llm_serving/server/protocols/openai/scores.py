@@ -1,6 +1,4 @@
-"""POST /v1/score (vLLM), and /rerank, /v1/rerank and /v2/rerank (Jina, Cohere): scores of a reranker, or the cosine
-similarity of the vectors of an embedding model.
-"""
+"""The routes of scores, of a reranker or as cosine similarity: /v1/score (vLLM), /rerank, /v1/rerank, /v2/rerank."""
 
 from __future__ import annotations
 

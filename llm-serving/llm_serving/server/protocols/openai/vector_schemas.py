@@ -29,15 +29,12 @@ class VectorRequest(CallerFields, kw_only=True):
 
 class EmbeddingsRequest(VectorRequest, kw_only=True):
     input: str | list[str | int | list[int]]
-    """A text, several texts, token ids, or several lists of token ids."""
     encoding_format: str | None = None
-    """`float`, or `base64`: float32, little-endian. Default: float."""
+    """Default: float. base64 holds float32, little-endian."""
     dimensions: int | None = None
-    """Keep this number of values from the start of each vector, and normalize it again."""
     normalize: bool | None = None
-    """Whether vectors are normalized to length 1. Default: as the model's folder specifies, else true."""
+    """Default: as the model's folder specifies, else true."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens to the text. Default: true."""
 
 
 class PairsRequest(VectorRequest, kw_only=True):
@@ -46,10 +43,8 @@ class PairsRequest(VectorRequest, kw_only=True):
 
 
 class ScoreRequest(PairsRequest, kw_only=True):
-    """Two lists of texts: `text_1` and `text_2`, or `queries` and `documents`.
-
-    A single text in the first list is compared with each text of the second list. Otherwise text i of the first list
-    is compared with text i of the second.
+    """Two lists of texts. If the first has a single text, it is compared with each text of the second, otherwise text i
+    with text i.
     """
 
     text_1: str | list[str] | None = None
@@ -66,11 +61,8 @@ class RerankRequest(PairsRequest, kw_only=True):
     query: str
     documents: list[str | TextDocument]
     top_n: int | None = None
-    """Return only this number of best documents; 0 or not given: all."""
     return_documents: bool | None = None
-    """Whether to return the texts of the documents too. Default: true."""
     max_tokens_per_doc: int | None = None
-    """Keep this number of tokens from the start of each document."""
 
 
 class TokensUsage(Struct):
