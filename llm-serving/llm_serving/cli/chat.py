@@ -146,11 +146,7 @@ class Chat:
     """The terminal side of a conversation. `read`: shows a prompt and returns a line, or raises EOFError at the end."""
 
     def __init__(
-        self,
-        client: ChatClient,
-        read: Callable[[str], str],
-        out: TextIO,
-        clock: Callable[[], float] = time.monotonic,
+        self, client: ChatClient, read: Callable[[str], str], out: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.client = client
         self._read = read

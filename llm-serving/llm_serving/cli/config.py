@@ -86,7 +86,6 @@ def _memory(config: ServingConfig) -> list[str]:
 
 
 def _bounds(config: ServingConfig) -> list[str]:
-    """Return comments with the maximum wait of each request class, which depends on the size of the KV cache."""
     if config.pa.num_blocks is None:
         return []
     from llm_serving.engine.replica import build_scheduler

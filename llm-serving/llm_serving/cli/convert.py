@@ -17,14 +17,7 @@ from llm_serving.config.legacy import spec_of
 from llm_serving.config.yaml_reader import read_yaml
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.folder import DERIVED, check_tensors, read_tensors
-from llm_serving.formats.mindformers_names import (
-    ORDERS,
-    Order,
-    hugging_face_name,
-    is_fused,
-    mindformers_name,
-    split,
-)
+from llm_serving.formats.mindformers_names import ORDERS, Order, hugging_face_name, is_fused, mindformers_name, split
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.formats.writer import TensorSource, write_checkpoint, write_safetensors
 from llm_serving.hub.base import DownloadProgress

@@ -191,11 +191,7 @@ def curl_line(config: ServingConfig) -> str:
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
     command = command_of("llm_serving.log_keeper", str(path), str(serving.log_file_bytes), str(serving.log_files))
     return subprocess.Popen(  # noqa: S603
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
 
 

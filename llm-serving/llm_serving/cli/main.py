@@ -13,16 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llm_serving.cli import (
-    chat,
-    config,
-    convert,
-    models,
-    operate,
-    quantize,
-    replay,
-    serve,
-)
+from llm_serving.cli import chat, config, convert, models, operate, quantize, replay, serve
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.launcher import StartError
 from llm_serving.core.process import import_optional
@@ -55,17 +46,13 @@ COMMANDS: Final = (
     replay,
     PackageCommand("profile", SIMULATOR, "measure how long steps take on this machine, for whatif and tune"),
     PackageCommand(
-        "whatif",
-        SIMULATOR,
-        "simulate configurations on a workload: the shipping scheduler under a virtual clock",
+        "whatif", SIMULATOR, "simulate configurations on a workload: the shipping scheduler under a virtual clock"
     ),
     PackageCommand("tune", SIMULATOR, "search for the configuration that meets an objective best, in simulations"),
     chat,
     operate,
     PackageCommand(
-        "advice",
-        SIMULATOR,
-        "ask a running server which values would have served its recent requests better",
+        "advice", SIMULATOR, "ask a running server which values would have served its recent requests better"
     ),
     config,
 )

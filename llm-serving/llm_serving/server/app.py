@@ -157,10 +157,7 @@ def build_site(
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
     client = InternalClient(
-        internal,
-        {key.name: key for key in keys},
-        quotas,
-        lambda: any(model.engine.health().ready for model in models),
+        internal, {key.name: key for key in keys}, quotas, lambda: any(model.engine.health().ready for model in models)
     )
     return Site(public, client, models)
 

@@ -17,9 +17,7 @@ from llm_serving.server.protocols.openai.schemas import ErrorResponse
 
 JsonObject = dict[str, Any]
 
-OTHER_RANGES: Final[dict[str, JsonObject]] = {
-    "messages": {"minItems": 1, "maxItems": 4096},
-}
+OTHER_RANGES: Final[dict[str, JsonObject]] = {"messages": {"minItems": 1, "maxItems": 4096}}
 
 _UNBOUND: Final = "Not with a field that asks for structured output."
 _FITS: Final = "With the answer it must fit the context of the model and the cache."

@@ -183,7 +183,6 @@ class ServedModels:
         return endpoint.refuse(request, error)
 
     async def _by_field(self, scope: Scope, receive: Receive) -> tuple[ServedModel, Receive]:
-        """Return the model that the field `model` of the body names, and a function that returns the body again."""
         body = await read_body(Request(scope, receive), self.default.engine.config.serving)
         name = await off_loop(len(body) > INLINE_BYTES, lambda: _model_field(body))
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -287,9 +286,7 @@ class ServedModels:
             del self._changing[name]
 
     async def _open_ready(self, config: ServingConfig) -> ServedModel:
-        """Start a model, and return it when all its replicas are ready. Raise LLMServingError if it cannot be served.
-        Only one model is loaded at a time, because each is checked against the memory that is free.
-        """
+        """Only one model is loaded at a time, because each is checked against the memory that is free."""
         assert self._open is not None
         name = config.model.model_name
         async with self._turn:

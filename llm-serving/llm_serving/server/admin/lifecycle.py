@@ -101,7 +101,6 @@ async def update_weights(engine: AsyncEngine, http_request: Request) -> Response
 
 
 def _folder(engine: AsyncEngine, name: str) -> Path:
-    """Return the folder of a version of the weights. The name cannot lead out of `model_config.weights_folder`."""
     parent = engine.config.model.weights_folder
     if parent is None:
         raise RequestError("version", "can be given only with `model_config.weights_folder`", name)

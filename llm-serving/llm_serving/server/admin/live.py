@@ -317,8 +317,6 @@ async def watch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 class _LiveResponse(Response):
-    """Sends the latest snapshot whenever the client has read the previous one."""
-
     def __init__(self, feed: LiveFeed, tenant: str | None) -> None:
         self._feed = feed
         self._viewer = feed.join(tenant)

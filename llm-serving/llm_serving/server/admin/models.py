@@ -121,12 +121,7 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/models/{model:path}/replace", replace_model, "Load a model again", answer=ModelChanged),
     Endpoint("POST", "/v1/models/{model:path}/unload", unload_model, "Stop serving a model", answer=ModelChanged),
     Endpoint(
-        "POST",
-        "/v1/load_lora_adapter",
-        load_adapter,
-        "Load an adapter",
-        body=LoadAdapterRequest,
-        answer=AdapterView,
+        "POST", "/v1/load_lora_adapter", load_adapter, "Load an adapter", body=LoadAdapterRequest, answer=AdapterView
     ),
     Endpoint(
         "POST",

@@ -224,9 +224,7 @@ class BatchStore:
                 self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
-        """Write a batch's output and error files, in the order of its lines. `unanswered` None: omit lines without
-        answer.
-        """
+        """Write a batch's output and error files, in the order of its lines. `unanswered` None: omit those lines."""
         batch.request_counts = self._counts(batch.id)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")

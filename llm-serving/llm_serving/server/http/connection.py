@@ -166,7 +166,6 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _advance(self) -> None:
-        """Pass to uvicorn as many buffered bytes as it may receive in the state of the current request."""
         try:
             while self._held and not self._is_closing:
                 before = len(self._held)

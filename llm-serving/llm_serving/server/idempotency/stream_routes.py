@@ -44,10 +44,6 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
 
 ENDPOINTS: Final = (
     Endpoint(
-        "GET",
-        "/v1/streams/{stream_id}",
-        resume_stream,
-        "Resume a stream",
-        query={RESUME_FROM: {"type": "string"}},
+        "GET", "/v1/streams/{stream_id}", resume_stream, "Resume a stream", query={RESUME_FROM: {"type": "string"}}
     ),
 )

@@ -143,7 +143,6 @@ def requested_priority(
 
 
 def _with_headers(http_request: Request, priority: int | None, class_name: str | None) -> tuple[int | None, str | None]:
-    """Return priority and class of the request, from the body or from headers, which a gateway may add."""
     number, name = (read_header(http_request, header) for header in (PRIORITY_HEADER, CLASS_HEADER))
     if number is not None:
         if not NUMBER.fullmatch(number):

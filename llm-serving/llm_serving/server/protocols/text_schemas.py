@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
-from llm_serving.server.protocols.openai.unsupported_fields import (
-    BodyFields,
-    IgnoredField,
-    RefusedField,
-    Rows,
-    named,
-)
+from llm_serving.server.protocols.openai.unsupported_fields import BodyFields, IgnoredField, RefusedField, Rows, named
 
 
 class TGIParameters(CallerFields):

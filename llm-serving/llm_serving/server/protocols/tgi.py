@@ -64,13 +64,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool 
 
 class _TGIRequest(ProtocolRequest):
     def __init__(
-        self,
-        engine: AsyncEngine,
-        http_request: Request,
-        body: TGIRequest,
-        parameters: TGIParameters,
-        *,
-        streams: bool,
+        self, engine: AsyncEngine, http_request: Request, body: TGIRequest, parameters: TGIParameters, *, streams: bool
     ) -> None:
         super().__init__(engine, http_request, body, parameters)
         self._inputs = body.inputs

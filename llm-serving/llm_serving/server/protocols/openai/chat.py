@@ -211,11 +211,6 @@ class ChatBuilder(OpenAIResponseBuilder):
 
 ENDPOINTS: Final = (
     Endpoint(
-        "POST",
-        PATH,
-        create_chat_completion,
-        "Answer a conversation",
-        body=ChatCompletionRequest,
-        answer=ChatCompletion,
+        "POST", PATH, create_chat_completion, "Answer a conversation", body=ChatCompletionRequest, answer=ChatCompletion
     ),
 )

@@ -279,7 +279,6 @@ class ResponsesBuilder(ResponseBuilder):
         self._close("cancelled", "incomplete")
 
     def _add(self, output: RequestOutput) -> list[BlockDelta]:
-        """Add an output. After the last one, close and store the response."""
         deltas = self._blocks.add(output)
         if not output.finished:
             return deltas
