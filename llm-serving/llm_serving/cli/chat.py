@@ -142,18 +142,16 @@ class Command(NamedTuple):
     help: str
 
 
+@dataclass(eq=False)
 class Chat:
     """The terminal side of a conversation. `read`: shows a prompt and returns a line, or raises EOFError at the end."""
 
-    def __init__(
-        self, client: ChatClient, read: Callable[[str], str], out: TextIO, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.client = client
-        self._read = read
-        self._out = out
-        self._clock = clock
-        self._is_dim = False
-        self.has_ended = False
+    client: ChatClient
+    read: Callable[[str], str]
+    out: TextIO
+    clock: Callable[[], float] = time.monotonic
+    has_ended: bool = False
+    _is_dim: bool = False
 
     def run(self) -> None:
         while not self.has_ended:
@@ -173,10 +171,10 @@ class Chat:
                 self.say("\n(ended)")
 
     def say(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        print(text, file=self.out, flush=True)
 
     def answer(self, text: str) -> None:
-        began = self._clock()
+        began = self.clock()
         first: float | None = None
         last = Piece()
         pieces = self.client.say(text)
@@ -184,7 +182,7 @@ class Chat:
             with closing(pieces):
                 for piece in pieces:
                     if first is None and (piece.text or piece.reasoning):
-                        first = self._clock()
+                        first = self.clock()
                     self._write(piece.reasoning, dim=True)
                     self._write(piece.text, dim=False)
                     last = Piece(finish_reason=piece.finish_reason or last.finish_reason, usage=piece.usage)
@@ -198,10 +196,10 @@ class Chat:
         self._summarise(last, began, first)
 
     def _line(self) -> str:
-        lines = [self._read(PROMPT)]
+        lines = [self.read(PROMPT)]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
-            lines.append(self._read(MORE))
+            lines.append(self.read(MORE))
         return "\n".join(lines)
 
     def _process(self, line: str) -> None:
@@ -215,26 +213,26 @@ class Chat:
 
     def _write(self, text: str, *, dim: bool) -> None:
         if self._is_dim and not dim:
-            self._out.write(PLAIN if self._out.isatty() else "\n")
+            self.out.write(PLAIN if self.out.isatty() else "\n")
             self._is_dim = False
         if not text:
             return
         if dim and not self._is_dim:
-            self._out.write(DIM if self._out.isatty() else "")
+            self.out.write(DIM if self.out.isatty() else "")
             self._is_dim = True
-        self._out.write(text.translate(_CONTROL))
-        self._out.flush()
+        self.out.write(text.translate(_CONTROL))
+        self.out.flush()
 
     def _summarise(self, last: Piece, began: float, first: float | None) -> None:
         if last.usage is None:
             return
-        count, seconds = int(last.usage["completion_tokens"]), self._clock() - began
+        count, seconds = int(last.usage["completion_tokens"]), self.clock() - began
         parts = [f"{count} tokens in {seconds:.1f} s"]
         if first is not None:
             parts.append(f"the first after {first - began:.2f} s")
         if last.finish_reason == "length":
             parts.append("cut off by its length")
-        self.say(f"{DIM}({', '.join(parts)}){PLAIN}" if self._out.isatty() else f"({', '.join(parts)})")
+        self.say(f"{DIM}({', '.join(parts)}){PLAIN}" if self.out.isatty() else f"({', '.join(parts)})")
 
 
 def _help(chat: Chat, rest: str) -> None:

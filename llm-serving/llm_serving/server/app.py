@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -24,7 +24,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.files import lock_file
 from llm_serving.core.memory import describe_address_space_limit, periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
@@ -127,7 +126,7 @@ def build_site(
             if authentication is not None:
                 authentication.reload(config.api_keys)
             reload_quotas(quotas, config.api_keys, engine.clock)
-            client.reload({key.name: key for key in config.api_keys})
+            client.keys = {key.name: key for key in config.api_keys}
             routes.live.policy = config.scheduler.policy
             buffers.max_bytes = config.serving.max_buffered_response_bytes
 
@@ -140,7 +139,7 @@ def build_site(
     for each in (OpenedModel(engine), *others):
         models.add(each)
     routes: ASGIApp = models.default.routes if open_model is None else models
-    paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
+    paths = frozenset((OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)))
     internal = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
     application: ASGIApp = routes
     authentication: ApiKeyAuthentication | None = None
@@ -167,33 +166,26 @@ def _encoded_document(*, with_keys: bool) -> bytes:
     return json.encode(openapi_document(ENDPOINTS, with_keys=with_keys))
 
 
+@dataclass(eq=False)
 class Application:
     """Passes each request to its route, and responds with 404 or 405 if there is none. Unlike Starlette's application
     it does not wrap `send`, which would cost time for each chunk of a stream.
     """
 
-    def __init__(
-        self,
-        routes: Sequence[Route],
-        responses: ResponseStore,
-        receipts: ReceiptHook,
-        live: LiveFeed,
-        accepted: AcceptedRequests,
-        model_state: ModelState,
-        advisor: Advisor,
-        response_buffers: ResponseBuffers,
-    ) -> None:
-        self.responses = responses
-        self.receipts = receipts
-        self.live = live
-        self.accepted = accepted
-        self.model_state = model_state
-        self.advisor = advisor
-        self.response_buffers = response_buffers
-        self.batches: Batches | None = None
-        """None: the server does not run yet, or batches are not configured."""
-        self.models: ServedModels | None = None
-        """None: the server has one model."""
+    routes: InitVar[Sequence[Route]]
+    responses: ResponseStore
+    receipts: ReceiptHook
+    live: LiveFeed
+    accepted: AcceptedRequests
+    model_state: ModelState
+    advisor: Advisor
+    response_buffers: ResponseBuffers
+    batches: Batches | None = None
+    """None: the server does not run yet, or batches are not configured."""
+    models: ServedModels | None = None
+    """None: the server has one model."""
+
+    def __post_init__(self, routes: Sequence[Route]) -> None:
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,7 +193,9 @@ class Application:
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
-            await _no_such_route(error)(scope, receive, send)
+            rule = f"{HTTPStatus(error.status_code).phrase.lower()}: this server has no such route and method"
+            content = ErrorResponse(ErrorDetail(rule, "invalid_request_error", None, None))
+            await json_response(content, error.status_code, dict(error.headers or {}))(scope, receive, send)
 
 
 def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
@@ -241,7 +235,8 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
         tracer = None if endpoint is None else Tracer(send_to(endpoint), engine.config.model.model_name)
         request_log: LogFile | None = None
         try:
-            request_log = open_request_log(serving)
+            if serving.request_log == "disk" and serving.request_log_path is not None:
+                request_log = LogFile(serving.request_log_path, serving.request_log_bytes)
             accepted = open_accepted(engine, request_log)
             site = build_site(engine, access_log, tracer, accepted, others, open_model and open_locked)
             reload = partial(_reload_files, site.models, access_log)
@@ -322,12 +317,6 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
         os.close(lock)
 
 
-def open_request_log(serving: ServerConfig) -> LogFile | None:
-    if serving.request_log != "disk" or serving.request_log_path is None:
-        return None
-    return LogFile(serving.request_log_path, serving.request_log_bytes)
-
-
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
     """Return the quota by which tenants share the store whose size `key` of `serving_config` sets."""
     limit = getattr(engine.config.serving, key)
@@ -383,9 +372,3 @@ async def run_file(
     unfinished.unlink()
     lock_of(unfinished).unlink()
     return counts
-
-
-def _no_such_route(error: HTTPException) -> Response:
-    phrase = HTTPStatus(error.status_code).phrase.lower()
-    detail = ErrorDetail(f"{phrase}: this server has no such route and method", "invalid_request_error", None, None)
-    return json_response(ErrorResponse(detail), error.status_code, dict(error.headers or {}))

@@ -107,15 +107,15 @@ class Endpoint:
         return response
 
 
+@dataclass(frozen=True)
 class _EndpointApplication:
-    def __init__(self, endpoint: Endpoint, engine: AsyncEngine) -> None:
-        self._endpoint = endpoint
-        self._engine = engine
+    endpoint: Endpoint
+    engine: AsyncEngine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        request_context_of(request).route = self._endpoint.path
-        response = await self._endpoint.respond(self._engine, request)
+        request_context_of(request).route = self.endpoint.path
+        response = await self.endpoint.respond(self.engine, request)
         if (quota := quota_of(request)) is not None:
             response.headers.update(quota.headers())
         await response(scope, receive, send)

@@ -115,18 +115,8 @@ LIMITS: Final[dict[str, str]] = {
     "allowed_token_ids": f"Ids of the vocabulary, not empty. {_UNBOUND}",
     "logit_bias": "Up to 1024 ids of the vocabulary, each -100 to 100.",
     **dict.fromkeys(
-        (
-            "response_format",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "json_schema",
-            "regex",
-            "ebnf",
-            "grammar",
-        ),
+        "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex "
+        "ebnf grammar".split(),
         "Must compile; at most one of these fields; not with a beam search, `min_tokens`, `ignore_eos`, "
         "`bad_words` or `allowed_token_ids`.",
     ),
@@ -239,11 +229,6 @@ def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonO
     return document
 
 
-def _path_parameter(name: str) -> JsonObject:
-    schema = {"type": "string", "minLength": 1, "pattern": "^[^/]+$"}
-    return {"name": name, "in": "path", "required": True, "description": LIMITS[name], "schema": schema}
-
-
 def _shown_path(endpoint: Endpoint) -> str:
     return re.sub(r":path\}", "}", endpoint.path)
 
@@ -260,7 +245,11 @@ def _operation(endpoint: Endpoint, path: str, references: dict[type, JsonObject]
         "operationId": f"{endpoint.method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}".rstrip("_"),
         "responses": {"200": answer, "default": error},
     }
-    parameters = [_path_parameter(name) for name in re.findall(r"\{(\w+)\}", path)]
+    text: JsonObject = {"type": "string", "minLength": 1, "pattern": "^[^/]+$"}
+    parameters: list[JsonObject] = [
+        {"name": name, "in": "path", "required": True, "description": LIMITS[name], "schema": text}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
     parameters += [
         {"name": name, "in": "query", "description": LIMITS[name], "schema": schema}
         for name, schema in endpoint.query.items()

@@ -12,7 +12,7 @@ from llm_serving.server.app import build_site
 from llm_serving.server.batches import runner as module
 from llm_serving.server.batches.runner import Answered
 from llm_serving.server.batches.schemas import Batch
-from llm_serving.server.batches.store import BatchStore, new_id
+from llm_serving.server.batches.store import BatchStore, new_file, new_id
 from llm_serving.server.tenant_quota import TenantQuota
 from support.batch_site import Site, jsonl, line, run
 from support.fakes import FakeEngine
@@ -273,7 +273,7 @@ def test_retried_batch_line_holds_no_concurrency_slot(tmp_path):
         return Answered(429 if tenant == "refused" else 200, b"{}", 3600.0)
 
     async def begin(batches, tenant):
-        about = module.new_file(new_id("file"), "in.jsonl", "batch", batches.now())
+        about = new_file(new_id("file"), "in.jsonl", "batch", batches.now())
         await batches.stored(BatchStore.add_file, about, tenant, [jsonl(line("a"), line("b"))], batches.now())
         created = int(batches.now())
         batch = Batch(

@@ -13,7 +13,7 @@ from llm_serving.errors import (
 )
 from llm_serving.server.batches import runner as module
 from llm_serving.server.batches.schemas import Batch
-from llm_serving.server.batches.store import BatchStore
+from llm_serving.server.batches.store import KEPT_S, BatchStore, new_file
 from llm_serving.server.tenant_quota import TenantQuota
 
 
@@ -24,7 +24,7 @@ def test_batch_inputs_are_limited_like_files(tmp_path):
         return new
 
     with contextlib.closing(BatchStore(tmp_path / "batches.db", TenantQuota(10**5))) as store:
-        store.add_file(module.new_file("f", "in.jsonl", "batch", 0.0), "", [b"x" * 40_000], 0.0)
+        store.add_file(new_file("f", "in.jsonl", "batch", 0.0), "", [b"x" * 40_000], 0.0)
         first, _ = begin("a"), begin("b")
         with pytest.raises(StoreFullError, match="batch_store_bytes"):
             begin("c")
@@ -37,7 +37,7 @@ def test_empty_files_count_against_the_quota(tmp_path):
     with contextlib.closing(BatchStore(tmp_path / "batches.db", TenantQuota(10**4))) as store:
         with pytest.raises(RequestTooLargeError):
             for number in range(100):
-                store.add_file(module.new_file(f"f{number}", "n" * 200, "batch", 0.0), "", [b"x"], 0.0)
+                store.add_file(new_file(f"f{number}", "n" * 200, "batch", 0.0), "", [b"x"], 0.0)
         assert len(store.files(None, None, 100, None)) > 10
         with pytest.raises(StoreFullError, match="batch_store_bytes"):
             for number in range(100):
@@ -59,10 +59,10 @@ def test_batch_cancelled_before_validation_stays_cancelled(tmp_path):
 
 def test_old_files_and_batches_are_deleted(tmp_path):
     with contextlib.closing(BatchStore(tmp_path / "x.db", TenantQuota(2**20))) as store:
-        store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", [b"x"], 100.0)
-        store.expire(100.0 + module.KEPT_S, module.KEPT_S)
+        store.add_file(new_file("file_a", "x", "batch", 100.0), "", [b"x"], 100.0)
+        store.expire(100.0 + KEPT_S)
         assert len(store.files(None, None, 9, None)) == 1
-        store.expire(102.0 + module.KEPT_S, module.KEPT_S)
+        store.expire(102.0 + KEPT_S)
         assert store.files(None, None, 9, None) == []
 
 
@@ -89,7 +89,7 @@ def test_failed_write_releases_disk_space(tmp_path):
     path = tmp_path / "x.db"
     with contextlib.closing(BatchStore(path, TenantQuota(2**30))) as store:
         with pytest.raises(sqlite3.OperationalError):
-            store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", pieces(), 100.0)
+            store.add_file(new_file("file_a", "x", "batch", 100.0), "", pieces(), 100.0)
         assert sum(each.stat().st_size for each in tmp_path.iterdir()) > 2**22
         store.release_disk_space()
         assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 2**18

@@ -275,7 +275,7 @@ def test_access_log_is_written_to_the_configured_file(tmp_path):
     path = tmp_path / "access.log"
     log, close = open_access_log(ServerConfig(access_log=path))
     site = Site(FakeEngine())
-    site.app._access_log = log
+    site.app.access_log = log
     site.send("GET", "/version", 3)
     close()
     assert [json.loads(text)["route"] for text in path.read_text().splitlines()] == ["/version"] * 3
@@ -284,7 +284,7 @@ def test_access_log_is_written_to_the_configured_file(tmp_path):
 def test_access_log_is_written_to_standard_output(capsys):
     log, close = open_access_log(ServerConfig(access_log=Path("-")))
     site = Site(FakeEngine())
-    site.app._access_log = log
+    site.app.access_log = log
     site.send("GET", "/version")
     close()
     assert json.loads(capsys.readouterr().out)["route"] == "/version"
@@ -298,7 +298,7 @@ def test_unwritable_access_log_is_refused_at_start(tmp_path):
 def test_requests_are_counted_without_an_access_log():
     engine = FakeEngine()
     site = Site(engine)
-    site.app._access_log = None
+    site.app.access_log = None
     site.send("GET", "/health")
     assert (site.lines, site.counts) == ([], {("GET", "/health", "200"): 1})
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -44,27 +45,21 @@ MINUTES: Final = 5
 MAX_MINUTES: Final = 60
 
 
+@dataclass(eq=False)
 class Advisor:
-    """Runs one simulator process at a time for all waiting clients. Only the event loop may use it. `command` reads a
-    request from standard input and writes advice to standard output. `refused`: returns the requests refused since a
-    time on `clock`, the clock of the recordings.
-    """
+    """Runs one simulator process at a time for all waiting clients. Only the event loop may use it."""
 
-    def __init__(
-        self,
-        config: Callable[[], ServingConfig],
-        clock: Clock,
-        command: Sequence[str] = COMMAND,
-        refused: Callable[[float], Sequence[RefusedRequests]] = lambda since: (),
-    ) -> None:
-        self._config = config
-        self._clock = clock
-        self._command = command
-        self._refused = refused
-        self._minutes = 0
-        self._task: asyncio.Task[dict[str, Any]] | None = None
-        self._num_waiting = 0
-        """At 0, `_task` has ended or is being cancelled."""
+    config: Callable[[], ServingConfig]
+    clock: Clock
+    """The clock of the recordings."""
+    command: Sequence[str] = COMMAND
+    """Reads a request from standard input and writes advice to standard output."""
+    refused: Callable[[float], Sequence[RefusedRequests]] = lambda since: ()
+    """Returns the requests refused since a time on `clock`."""
+    _minutes: int = 0
+    _task: asyncio.Task[dict[str, Any]] | None = None
+    _num_waiting: int = 0
+    """At 0, `_task` has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
         """Return advice on the last `minutes`. If the last waiting client disconnects, the simulation is cancelled.
@@ -73,7 +68,7 @@ class Advisor:
         """
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")
-        folder = self._config().scheduler.record_path
+        folder = self.config().scheduler.record_path
         if folder is None:
             rule = "must name a folder, so that the server records the inputs and decisions of its schedulers"
             raise RequestError("record_path", f"{rule} (scheduler_config.record_path; a change requires a restart)")
@@ -101,19 +96,19 @@ class Advisor:
                 await self._task
 
     async def _simulate(self, folder: str, minutes: int) -> dict[str, Any]:
-        config = self._config()
-        since = self._clock() - 60.0 * minutes
+        config = self.config()
+        since = self.clock() - 60.0 * minutes
         question = {
             "yaml": describe(config),
             "sources": dict(config.sources),
             "folder": folder,
             "since": since,
-            "refused": self._refused(since),
+            "refused": self.refused(since),
             "budget_s": BUDGET_S,
         }
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *self.command,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -81,10 +82,6 @@ ROWS: Final[Mapping[str, type[Struct]]] = {
     "ended": EndedRequest,
     "steps": ComputedStep,
 }
-
-
-def columns_event() -> bytes:
-    return named_event("columns", {name: kind.__struct_fields__ for name, kind in ROWS.items()})
 
 
 def snapshot_event(
@@ -223,37 +220,26 @@ class Viewer:
         return snapshot
 
 
+@dataclass(eq=False)
 class LiveFeed:
-    """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it. A tenant may
-    have at most half of the `max_viewers` clients. `cpu_clock`: returns the thread's CPU seconds.
-    """
+    """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it."""
 
-    def __init__(
-        self,
-        watched: Watched,
-        metrics: Metrics,
-        policy: str,
-        max_viewers: int,
-        clock: Clock,
-        *,
-        cpu_clock: Clock = time.thread_time,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._watched = watched
-        self._metrics = metrics
-        self.policy = policy
-        self._max_viewers = max_viewers
-        self._clock = clock
-        self._cpu_clock = cpu_clock
-        self._sleep = sleep
-        self._viewers: list[Viewer] = []
-        self._task: asyncio.Task[None] | None = None
-        self._number = 0
-        self._closed = False
+    watched: Watched
+    metrics: Metrics
+    policy: str
+    max_viewers: int
+    """A tenant may have at most half of them."""
+    clock: Clock
+    cpu_clock: Clock = time.thread_time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    _viewers: list[Viewer] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+    _number: int = 0
+    _closed: bool = False
 
     def join(self, tenant: str | None) -> Viewer:
         """Add a client. Call `leave` to remove it. Raise CapacityError if there are too many clients."""
-        most = self._max_viewers
+        most = self.max_viewers
         if self._closed or len(self._viewers) >= most:
             rule = f"{most} clients are already watching /v1/live (serving_config.max_live_viewers)"
             raise CapacityError(rule, RETRY_AFTER_S)
@@ -281,25 +267,25 @@ class LiveFeed:
             viewer.end()
 
     async def _run(self) -> None:
-        since = self._clock()
+        since = self.clock()
         while True:
             try:
-                snapshots = await self._watched.snapshots(since, TIMEOUT_S)
+                snapshots = await self.watched.snapshots(since, TIMEOUT_S)
                 since = min((each.state.now for each in snapshots.values() if each is not None), default=since)
                 spent_s = await self._show(snapshots)
             except Exception:
                 logger.exception("Failed to take a snapshot of the engines for GET /v1/live")
                 spent_s = MOST_PAUSE_S
-            await self._sleep(pause_s(spent_s))
+            await self.sleep(pause_s(spent_s))
 
     async def _show(self, snapshots: Mapping[int, EngineSnapshot | None]) -> float:
         self._number += 1
-        now = self._clock()
+        now = self.clock()
         spent_s = sum(each.cpu_s for each in snapshots.values() if each is not None)
         for tenant in dict.fromkeys(each.tenant for each in self._viewers):
-            began = self._cpu_clock()
-            snapshot = snapshot_event(self._number, now, snapshots, self.policy, tenant, self._metrics)
-            spent_s += self._cpu_clock() - began
+            began = self.cpu_clock()
+            snapshot = snapshot_event(self._number, now, snapshots, self.policy, tenant, self.metrics)
+            spent_s += self.cpu_clock() - began
             for viewer in self._viewers:
                 if viewer.tenant == tenant:
                     viewer.show(snapshot)
@@ -335,7 +321,8 @@ class _LiveResponse(Response):
 
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": columns_event(), "more_body": True})
+        columns = named_event("columns", {name: kind.__struct_fields__ for name, kind in ROWS.items()})
+        await send({"type": "http.response.body", "body": columns, "more_body": True})
         # A HEAD request ends here: its response has no body, and its client may stay connected.
         while self._with_body and (snapshot := await self._viewer.next()) is not None:
             await send({"type": "http.response.body", "body": snapshot, "more_body": True})

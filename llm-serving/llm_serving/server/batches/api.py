@@ -23,7 +23,7 @@ from llm_serving.errors import (
     RequestTimeoutError,
     RequestTooLargeError,
 )
-from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, Batches, new_file
+from llm_serving.server.batches.runner import WINDOW_S, Batches
 from llm_serving.server.batches.schemas import (
     ENDPOINTS_OF_LINES,
     Batch,
@@ -33,7 +33,7 @@ from llm_serving.server.batches.schemas import (
     FileList,
     FileObject,
 )
-from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
+from llm_serving.server.batches.store import CHUNK_BYTES, KEPT_S, BatchStore, new_file, new_id
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.http.request import MAX_WEIGHT_KEY
 from llm_serving.server.middleware.authentication import tenant_seen

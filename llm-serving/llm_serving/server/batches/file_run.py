@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.errors import ConfigError, LLMServingError
-from llm_serving.server.batches.runner import Batches, first_url, new_file
+from llm_serving.server.batches.runner import Batches, first_url
 from llm_serving.server.batches.schemas import Batch, RequestCounts
-from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
+from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_file, new_id
 
 POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40

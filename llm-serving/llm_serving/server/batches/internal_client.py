@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.types import ASGIApp, Message
@@ -19,29 +20,24 @@ from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY
 READY_EVERY_S: Final = 0.5
 
 
+@dataclass(eq=False)
 class InternalClient:
-    """A client within the process. API keys and rate limits (tenant -> limits) apply to it as to other clients. `keys`:
-    tenant -> its API key; empty: the server requires no keys. Requests wait while `ready` returns False.
-    """
+    """A client within the process. API keys and rate limits apply to it as to other clients."""
 
-    def __init__(
-        self, app: ASGIApp, keys: Mapping[str, ApiKey], quotas: Mapping[str, Quota], ready: Callable[[], bool]
-    ) -> None:
-        self._app = app
-        self._ready = ready
-        self._keys = keys
-        self._quotas = quotas
-
-    def reload(self, keys: Mapping[str, ApiKey]) -> None:
-        self._keys = keys
+    app: ASGIApp
+    keys: Mapping[str, ApiKey]
+    """Tenant -> its API key; empty: the server requires no keys."""
+    quotas: Mapping[str, Quota]
+    ready: Callable[[], bool]
+    """While it returns False, requests wait."""
 
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:
         """Send a POST and return the response. Its status is 401 if the tenant's key no longer exists."""
-        key = self._keys.get(tenant)
-        if self._keys and key is None:
+        key = self.keys.get(tenant)
+        if self.keys and key is None:
             gone = openai_error_response(AuthenticationError("the API key of this tenant no longer exists"))
             return Answered(gone.status_code, bytes(gone.body))
-        while not self._ready():
+        while not self.ready():
             await asyncio.sleep(READY_EVERY_S)
         scope = {
             "type": "http",
@@ -57,10 +53,10 @@ class InternalClient:
             "client": None,
             "server": None,
             API_KEY_KEY: key,
-            QUOTA_KEY: self._quotas.get(tenant),
+            QUOTA_KEY: self.quotas.get(tenant),
         }
         request = _InternalRequest(body)
-        await self._app(scope, request.receive, request.send)
+        await self.app(scope, request.receive, request.send)
         return request.answered()
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from llm_serving.errors import RequestError, UnavailableError
 from llm_serving.log import get_logger
-from llm_serving.server.batches.schemas import Batch, Failure, FileObject, Line, LineError, LineErrors
+from llm_serving.server.batches.schemas import Batch, Failure, Line, LineError, LineErrors
 from llm_serving.server.batches.store import BatchStore, PendingLine
 from llm_serving.server.parsing.body import check_json_limits, malformed, repeated_name
 from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 WINDOW_S: Final = 24 * 3600
 """Seconds until a batch expires. Lines without an answer then fail."""
-KEPT_S: Final = 30 * 24 * 3600
 MAX_AT_ONCE: Final = 8
 """Maximum number of a tenant's batches in progress, the oldest first."""
 MAX_LINES: Final = 50_000
@@ -215,7 +214,7 @@ class Batches:
         setattr(batch, f"{batch.status}_at", int(now))
         if batch.status == "cancelled":
             batch.cancelling_at = batch.cancelling_at or int(now)
-        await self.stored(BatchStore.finish, batch, tenant, unanswered, now, int(now) + KEPT_S)
+        await self.stored(BatchStore.finish, batch, tenant, unanswered, now)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
         """Answer the remaining lines. Return the final status, and the error of lines without an answer."""
@@ -307,7 +306,7 @@ class Batches:
     async def _expire_old(self) -> None:
         while True:
             try:
-                await self.stored(BatchStore.expire, self.now(), KEPT_S)
+                await self.stored(BatchStore.expire, self.now())
             except UnavailableError as error:
                 logger.warning("Failed to delete old files and batches; retrying in an hour: %s", error)
             await asyncio.sleep(EXPIRE_EVERY_S)
@@ -398,10 +397,3 @@ def _timeout_s(given: msgspec.Raw) -> float:
     except msgspec.DecodeError:
         return math.inf
     return math.inf if seconds is None or seconds <= 0 else seconds
-
-
-def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObject:
-    created = int(now)
-    return FileObject(
-        id=file_id, bytes=0, created_at=created, expires_at=created + KEPT_S, filename=filename, purpose=purpose
-    )

@@ -21,6 +21,8 @@ from llm_serving.server.tenant_quota import TenantQuota
 T = TypeVar("T")
 
 CHUNK_BYTES: Final = 2**18
+KEPT_S: Final = 30 * 24 * 3600
+"""Lifetime of files and of batches that have ended."""
 MAX_IDLE_LOG_BYTES: Final = 2**22
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
@@ -223,14 +225,14 @@ class BatchStore:
                 query = "INSERT INTO outputs VALUES (?, ?) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes"
                 self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
-    def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
+    def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float) -> None:
         """Write a batch's output and error files, in the order of its lines. `unanswered` None: omit those lines."""
         batch.request_counts = self._counts(batch.id)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             for answered in (True, False):
                 lines = self._output(batch.id, answered, unanswered)
-                file_id = self._write(batch, tenant, answered, lines, now, expires_at)
+                file_id = self._write(batch, tenant, answered, lines, now)
                 if answered:
                     batch.output_file_id = file_id
                 else:
@@ -240,10 +242,10 @@ class BatchStore:
             self._db.execute("DELETE FROM outputs WHERE batch = ?", (batch.id,))
             self._save(batch)
 
-    def expire(self, now: float, kept_s: float) -> None:
+    def expire(self, now: float) -> None:
         with self._db:
             self._db.execute("DELETE FROM files WHERE expires < ?", (now,))
-            self._db.execute("DELETE FROM batches WHERE ended AND created < ?", (now - kept_s,))
+            self._db.execute("DELETE FROM batches WHERE ended AND created < ?", (now - KEPT_S,))
 
     def _output(self, batch_id: str, answered: bool, unanswered: Failure | None) -> Iterator[bytes]:
         query = """SELECT number, custom_id, status, answer, names FROM lines LEFT JOIN ignored USING (batch, number)
@@ -258,21 +260,12 @@ class BatchStore:
                 line.response = LineAnswer(status, f"{batch_id}-{number}", msgspec.Raw(answer), ignored)
             yield msgspec.json.encode(line) + b"\n"
 
-    def _write(
-        self, batch: Batch, tenant: str, answered: bool, lines: Iterator[bytes], now: float, expires_at: int
-    ) -> str | None:
+    def _write(self, batch: Batch, tenant: str, answered: bool, lines: Iterator[bytes], now: float) -> str | None:
         first = next(lines, None)
         if first is None:
             return None
         name = f"{batch.id}_{'output' if answered else 'error'}.jsonl"
-        about = FileObject(
-            id=new_id("file"),
-            bytes=0,
-            created_at=int(now),
-            expires_at=expires_at,
-            filename=name,
-            purpose="batch_output",
-        )
+        about = new_file(new_id("file"), name, "batch_output", now)
         self._insert(about, tenant, _chunks(first, lines), now)
         return about.id
 
@@ -319,6 +312,13 @@ def _locked(path: Path) -> int:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObject:
+    created = int(now)
+    return FileObject(
+        id=file_id, bytes=0, created_at=created, expires_at=created + KEPT_S, filename=filename, purpose=purpose
+    )
 
 
 def _decoded(row: tuple[bytes] | None, kind: type[T], field: str) -> T:

@@ -101,8 +101,9 @@ class ConversationRequest(ProtocolRequest):
         if self._sampling.prompt_logprobs is not None:
             check_prompt_logprobs(chat, "prompt_logprobs", self.choices)
         self._least_tokens = least
+        read = (chat.messages, chat.chat_template_kwargs, chat.tools)
         return PrecheckInput(
-            [await off_loop(_is_long(chat), lambda: _template_input(chat))],
+            [await off_loop(_is_long(chat), lambda: msgspec.json.encode(read).decode())],
             least,
             {"prompt": "messages", "max_tokens": limited_by, "n": self.choices.counted_by},
             self.choices.best_of,
@@ -163,7 +164,7 @@ async def encode_chat(
 
     def render() -> tuple[str, str]:
         plain = [adapted_message(template, template_message(i, message)) for i, message in enumerate(messages)]
-        if offered is not None and offered.format.describe_tools is not None and not shows_tools(template):
+        if offered is not None and offered.format.describe_tools is not None and not _TOOLS.search(template):
             plain = with_system_text(plain, offered.format.describe_tools(offered.for_template))
         plain, sentinel = engine.tokenizer.typed_text.insert_sentinels(plain) if is_typed else (plain, "")
         plain = with_shown_calls(template, plain)  # with special tokens without sentinels
@@ -236,10 +237,6 @@ def _is_long(request: ChatCompletionRequest) -> bool:
     return sum(len(text) if isinstance(text, str) else INLINE_BYTES for text in texts) >= INLINE_BYTES
 
 
-def _template_input(request: ChatCompletionRequest) -> str:
-    return msgspec.json.encode((request.messages, request.chat_template_kwargs, request.tools)).decode()
-
-
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
     """Return (name of the field that limits the output, its value; None: as many tokens as fit)."""
     newer, older = request.max_completion_tokens, request.max_tokens
@@ -272,10 +269,6 @@ def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
             for call in calls
         ]
     return adapted
-
-
-def shows_tools(template: str) -> bool:
-    return _TOOLS.search(template) is not None
 
 
 def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

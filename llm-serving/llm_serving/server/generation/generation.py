@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
@@ -40,38 +41,36 @@ T = TypeVar("T")
 Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 
+@dataclass(eq=False)
 class Generation:
-    """Merges the streams of all sequences of a request into one stream of outputs, in order of arrival. Call `aclose`
-    also after an error: it aborts unfinished sequences. `select` None: each sequence is a choice. `on_output`: called
-    with each output of a choice before it is yielded. `on_close`: called with the number of generated tokens.
+    """Merges the streams of all sequences of a request into one stream of outputs, in order of arrival.
+
+    Call `aclose` also after an error: it aborts unfinished sequences.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[RequestStream],
-        select: Select | None = None,
-        *,
-        on_output: Callable[[int, RequestOutput], None] | None = None,
-        on_close: Callable[[int], None] | None = None,
-    ) -> None:
-        self._streams = streams
-        self._select = select
-        self._on_output = on_output
-        self._on_close = on_close
-        self.on_read: Callable[[RequestOutput], None] | None = None
-        """Called with every output, including those of sequences that are not selected."""
-        self._tasks: list[asyncio.Task[None]] = []
-        self.latest: list[RequestOutput | None] = [None] * len(streams)
+    streams: Sequence[RequestStream]
+    select: Select | None = None
+    """None: each sequence is a choice."""
+    on_output: Callable[[int, RequestOutput], None] | None = None
+    """Called with each output of a choice before it is yielded."""
+    on_close: Callable[[int], None] | None = None
+    """Called with the number of generated tokens."""
+    on_read: Callable[[RequestOutput], None] | None = None
+    """Called with every output, including those of sequences that are not selected."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.latest: list[RequestOutput | None] = [None] * len(self.streams)
 
     @property
     def num_streams(self) -> int:
-        return len(self._streams)
+        return len(self.streams)
 
     @property
     def headers(self) -> dict[str, str]:
         """Response header with the predicted time to first token, in ms since the request's arrival."""
         predicted_s = -1.0
-        for stream in self._streams:
+        for stream in self.streams:
             if stream.predicted_s is not None:
                 predicted_s = max(predicted_s, stream.predicted_s)
         return {PREDICTED_TTFT_HEADER: str(math.ceil(1000 * predicted_s))} if predicted_s >= 0.0 else {}
@@ -79,16 +78,16 @@ class Generation:
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Yield every output of every choice. Iterate only once."""
         merged = self._merged()
-        selected = merged if self._select is None else self._select(merged)
-        return selected if self._on_output is None else _observed(selected, self._on_output)
+        selected = merged if self.select is None else self.select(merged)
+        return selected if self.on_output is None else _observed(selected, self.on_output)
 
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
         """Offer each output to `deliver`, which returns whether it has sent the output, before `outputs` yields it.
         Final outputs, outputs of several sequences, and outputs of a generation with `on_output` are not offered.
         """
-        if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
+        if len(self.streams) != 1 or self.select is not None or self.on_output is not None:
             return
-        latest, stream = self.latest, self._streams[0]
+        latest, stream = self.latest, self.streams[0]
 
         def deliver_first(output: RequestOutput) -> bool:
             latest[0] = output
@@ -98,12 +97,12 @@ class Generation:
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
         """Call `listener` with each change of the number of bytes that the reader of `outputs` has not read."""
-        for stream in self._streams:
+        for stream in self.streams:
             stream.report_waiting(listener)
 
     async def _merged(self) -> AsyncIterator[ChoiceOutput]:
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
+        if len(self.streams) == 1:
+            async for output in self.streams[0]:
                 self.latest[0] = output
                 if self.on_read is not None:
                     self.on_read(output)
@@ -111,7 +110,7 @@ class Generation:
             return
         # The queue is short: further outputs wait in the streams, which count their bytes.
         queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue(READ_AT_ONCE)
-        self._tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
+        self._tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self.streams)]
         num_read = 0
         for _ in self._tasks:
             while (item := await queue.get()) is not None:
@@ -126,12 +125,12 @@ class Generation:
                     await asyncio.sleep(0)
 
     async def aclose(self) -> None:
-        if self._on_close is not None:
-            on_close, self._on_close = self._on_close, None
+        if self.on_close is not None:
+            on_close, self.on_close = self.on_close, None
             on_close(sum(output.num_output_tokens for output in self.latest if output is not None))
         for task in self._tasks:
             task.cancel()
-        for stream in self._streams:  # before the first await, at which this task may be cancelled itself
+        for stream in self.streams:  # before the first await, at which this task may be cancelled itself
             await stream.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

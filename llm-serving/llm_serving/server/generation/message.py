@@ -26,23 +26,17 @@ from llm_serving.text.tool_parsers import Call, Part, Thought
 CALLED: Final = "tool_calls"
 
 
+@dataclass(eq=False)
 class MessageParser:
     """Splits the outputs of one choice into deltas. Without a `parser`, all text is content."""
 
-    def __init__(
-        self,
-        parser: AnswerParser | None,
-        offered: OfferedTools | None,
-        rng: Random | None = None,
-        counter: ReasoningTokenCounter | None = None,
-    ) -> None:
-        self._parser = parser
-        self._counter = counter
-        self._rng = rng or SystemRandom()
-        self._offered = offered
-        self._has_reasoning = False
-        self._num_calls = 0
-        self._call_ids: set[str] = set()
+    parser: AnswerParser | None
+    offered: OfferedTools | None
+    rng: Random = field(default_factory=SystemRandom)
+    counter: ReasoningTokenCounter | None = None
+    _has_reasoning: bool = False
+    _num_calls: int = 0
+    _call_ids: set[str] = field(default_factory=set)
 
     def delta(self, output: RequestOutput) -> ChatDelta | None:
         deltas = self.deltas(output)
@@ -59,12 +53,12 @@ class MessageParser:
         )
 
     def deltas(self, output: RequestOutput) -> list[ChatDelta]:
-        if self._parser is None:
+        if self.parser is None:
             parts: list[Part] = [output.text] if output.text else []
         else:
-            parts = self._parser.add(output.text, ended=output.finished)
-        if self._counter is not None:
-            self._counter.add(output.token_ids)
+            parts = self.parser.add(output.text, ended=output.finished)
+        if self.counter is not None:
+            self.counter.add(output.token_ids)
         deltas: list[ChatDelta] = []
         for part in parts:
             if isinstance(part, Call):
@@ -78,13 +72,13 @@ class MessageParser:
 
     @property
     def is_plain(self) -> bool:
-        return self._parser is None and self._counter is None
+        return self.parser is None and self.counter is None
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        if self._counter is None:
+        if self.counter is None:
             return None
-        return self._counter.num_tokens if self._has_reasoning else 0
+        return self.counter.num_tokens if self._has_reasoning else 0
 
     def finish_reason(self, output: RequestOutput) -> str | None:
         return CALLED if self._num_calls and output.finish_reason is FinishReason.STOP else output.finish_reason
@@ -92,13 +86,13 @@ class MessageParser:
     def _call(self, call: Call) -> ToolCallDelta:
         if not call.name:
             return ToolCallDelta(index=self._num_calls - 1, function=FunctionDelta(call.arguments))
-        assert self._offered is not None
+        assert self.offered is not None
         self._num_calls += 1
         is_new = bool(call.id) and call.id not in self._call_ids
         self._call_ids.add(call.id)
         return ToolCallDelta(
             index=self._num_calls - 1,
-            id=call.id if is_new else self._offered.new_id(self._rng),
+            id=call.id if is_new else self.offered.new_id(self.rng),
             type="function",
             function=FunctionDelta(call.arguments, call.name),
         )
@@ -173,9 +167,6 @@ class MessageBlocks:
     def add(self, output: RequestOutput) -> list[BlockDelta]:
         return [self._add_delta(delta) for delta in self.parser.deltas(output)]
 
-    def add_empty_block(self) -> BlockDelta:
-        return self._add(self._open(BlockKind.TEXT), True, "")
-
     def _add_delta(self, delta: ChatDelta) -> BlockDelta:
         if delta.tool_calls is not UNSET:
             [call] = delta.tool_calls
@@ -185,11 +176,11 @@ class MessageBlocks:
                 block.id, block.name = call.id, call.function.name
             return self._add(block, is_new, call.function.arguments)
         if delta.content is not UNSET:
-            return self._add_text(BlockKind.TEXT, delta.content)
+            return self.add_text(BlockKind.TEXT, delta.content)
         assert delta.reasoning_content is not UNSET
-        return self._add_text(BlockKind.REASONING, delta.reasoning_content)
+        return self.add_text(BlockKind.REASONING, delta.reasoning_content)
 
-    def _add_text(self, kind: BlockKind, text: str) -> BlockDelta:
+    def add_text(self, kind: BlockKind, text: str) -> BlockDelta:
         is_new = not self.blocks or self.blocks[-1].kind is not kind
         return self._add(self._open(kind) if is_new else self.blocks[-1], is_new, text)
 

@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_serving.config.sections.server import ServerConfig
@@ -114,38 +115,35 @@ class ConnectionLimits:
         return False
 
 
+@dataclass(eq=False)
 class Acceptor:
-    """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers. Few TLS
-    handshakes begin at a time, from each address in turn, so that many handshakes of one client do not delay other
-    clients. If no file descriptor is free, connections wait in the kernel. `limits` may be replaced later, for new
-    connections. The caller closes `listener`.
+    """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
+
+    Few TLS handshakes begin at a time, from each address in turn, so that many handshakes of one client do not delay
+    other clients. If no file descriptor is free, connections wait in the kernel.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        registry: ConnectionLimits,
-        new_connection: Callable[[ServerConfig, ConnectionLimits, str, socket.socket], Connection],
-        context: ssl.SSLContext | None,
-        limits: ServerConfig,
-    ) -> None:
-        self._listener = listener
-        self._registry = registry
-        self._new_connection = new_connection
-        self._context = context
-        self.limits = limits
-        self._loop = asyncio.get_running_loop()
-        self._handshakes: set[asyncio.Task[Any]] = set()
-        self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
-        """Address -> connections whose TLS handshake has not begun. The first address is next."""
-        self._pause: asyncio.TimerHandle | None = None
-        self._is_exhausted = False
-        listener.setblocking(False)
-        self._loop.add_reader(listener, self._accept)
+    listener: socket.socket
+    """The caller closes it."""
+    registry: ConnectionLimits
+    new_connection: Callable[[ServerConfig, ConnectionLimits, str, socket.socket], Connection]
+    context: ssl.SSLContext | None
+    limits: ServerConfig
+    """May be replaced later, for new connections."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _handshakes: set[asyncio.Task[Any]] = field(default_factory=set)
+    _waiting: dict[str, deque[tuple[Connection, socket.socket]]] = field(default_factory=dict)
+    """Address -> connections whose TLS handshake has not begun. The first address is next."""
+    _pause: asyncio.TimerHandle | None = None
+    _is_exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        self.listener.setblocking(False)
+        self._loop.add_reader(self.listener, self._accept)
 
     def close(self) -> None:
         """Stop accepting connections and end handshakes. Established connections stay."""
-        self._loop.remove_reader(self._listener)
+        self._loop.remove_reader(self.listener)
         if self._pause is not None:
             self._pause.cancel()
         for handshake in self._handshakes:
@@ -161,7 +159,7 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                client, peer = self._listener.accept()
+                client, peer = self.listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:  # the client has disconnected already
@@ -172,9 +170,9 @@ class Acceptor:
                         "the server cannot accept new connections: %s; they wait in the kernel", error.strerror
                     )
                 self._is_exhausted = True
-                self._loop.remove_reader(self._listener)
+                self._loop.remove_reader(self.listener)
                 self._pause = self._loop.call_later(
-                    EXHAUSTED_PAUSE_S, self._loop.add_reader, self._listener, self._accept
+                    EXHAUSTED_PAUSE_S, self._loop.add_reader, self.listener, self._accept
                 )
                 return
             if self._is_exhausted:
@@ -184,16 +182,16 @@ class Acceptor:
             self._admit(client, network_of(str(peer[0]) if peer else ""))
 
     def _admit(self, client: socket.socket, address: str) -> None:
-        connection = self._new_connection(self.limits, self._registry, address, client)
-        if not self._registry.admit(connection):
-            self._registry.on_refused(address, TOO_MANY_CONNECTIONS.status)
+        connection = self.new_connection(self.limits, self.registry, address, client)
+        if not self.registry.admit(connection):
+            self.registry.on_refused(address, TOO_MANY_CONNECTIONS.status)
             connection.connection_lost(None)
             with client, contextlib.suppress(OSError):
-                if self._context is None:
-                    client.send(TOO_MANY_CONNECTIONS.to_bytes(self._registry.retry_after_s()))
+                if self.context is None:
+                    client.send(TOO_MANY_CONNECTIONS.to_bytes(self.registry.retry_after_s()))
                     client.recv(2**16)  # to close a socket with unread bytes would reset it
             return
-        if self._context is None:
+        if self.context is None:
             self._establish(connection, client)
             return
         if not self._waiting:
@@ -218,10 +216,10 @@ class Acceptor:
 
     def _establish(self, connection: Connection, client: socket.socket) -> None:
         timeouts: dict[str, Any] = {}
-        if self._context is not None:
+        if self.context is not None:
             timeouts = {"ssl_handshake_timeout": self.limits.header_timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
         handshake = self._loop.create_task(
-            self._loop.connect_accepted_socket(lambda: connection, client, ssl=self._context, **timeouts)
+            self._loop.connect_accepted_socket(lambda: connection, client, ssl=self.context, **timeouts)
         )
         connection.handshake = handshake
         self._handshakes.add(handshake)

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from random import Random, SystemRandom
 from typing import Final, NamedTuple
@@ -86,29 +87,21 @@ class SharingRules(NamedTuple):
     """Seconds for which a stream without a reader continues."""
 
 
+@dataclass(eq=False)
 class IdempotentRequest:
-    """A request that may be retried or resumed, or whose response identical requests share. `seeded`: whether the
-    client gave a seed. `record`: None: the client can neither retry nor resume the request. `known`: whether the server
-    accepted a request with this key earlier. `add`: stores the record.
-    """
+    """A request that may be retried or resumed, or whose response identical requests share."""
 
-    def __init__(
-        self,
-        rules: SharingRules,
-        *,
-        seeded: bool,
-        record: AcceptedRequest | None = None,
-        known: bool = False,
-        position: Position = BEGINNING,
-        add: Callable[[AcceptedRequest], Awaitable[None]] | None = None,
-    ) -> None:
-        self.known = known
-        self.record = record
-        self._rules = rules
-        self._seeded = seeded
-        self.position = position
-        self._add = add
-        self._prompts = b""
+    rules: SharingRules
+    seeded: bool
+    """Whether the client gave a seed."""
+    record: AcceptedRequest | None = None
+    """None: the client can neither retry nor resume the request."""
+    known: bool = False
+    """Whether the server accepted a request with this key earlier."""
+    position: Position = BEGINNING
+    add: Callable[[AcceptedRequest], Awaitable[None]] | None = None
+    """Stores the record."""
+    _prompts: bytes = b""
 
     @property
     def stream_id(self) -> str:
@@ -130,7 +123,7 @@ class IdempotentRequest:
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
         """Return how identical or repeated requests share the response; None: they do not."""
-        if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
+        if self.rules.coalesces_identical and caller.deadline is None and (self.seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
             scope = self.record.stream_id
@@ -140,7 +133,7 @@ class IdempotentRequest:
         self._prompts = await off_loop(sum(map(len, prompts)) > INLINE_ITEMS, lambda: _digest_of_ids(prompts))
         key = digest_of(_encode((owner, self._prompts, _distinctive(sampling), choices)))
         keeps = self.record is not None and bool(self.record.key)
-        return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
+        return Sharing(key, keeps, self.rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
         """Store the record of a new request, with the prompts given to `sharing`. Raise GoneError if the request is
@@ -151,9 +144,9 @@ class IdempotentRequest:
         if self.known:
             if not hmac.compare_digest(self.record.prompts, self._prompts):
                 raise GoneError("the chat template now renders the conversation to different tokens")
-        elif self._add is not None:
+        elif self.add is not None:
             self.record = msgspec.structs.replace(self.record, prompts=self._prompts)
-            await self._add(self.record)
+            await self.add(self.record)
 
 
 def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
@@ -212,7 +205,7 @@ async def claim_request(
         raise RequestError("Last-Event-ID", f"may be given only for a stream that can be resumed: {_RESUMABLE}")
     if resumed is None and not key and not streams:
         yield ClaimedRequest(
-            identify(engine, http_request, request.request_id, prefix), IdempotentRequest(rules, seeded=seeded)
+            identify(engine, http_request, request.request_id, prefix), IdempotentRequest(rules, seeded)
         )
         return
     claim: Claim | None = None
@@ -222,7 +215,9 @@ async def claim_request(
         size = int(http_request.headers.get("content-length", INLINE_BYTES + 1))
         digest = digest_of(await off_loop(size > INLINE_BYTES, lambda: route.encode() + _encode_json(request)))
         if event_id:
-            record, position = _by_event(accepted, http_request, event_id, digest)
+            record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
+            if record.digest != digest:
+                raise IdempotencyError("Last-Event-ID", "must be the id of an event of the same request", event_id)
         elif key:
             found = await within_deadline(caller.deadline, engine.clock, accepted.claim(caller.tenant, key, digest))
             record, claim = (None, found) if isinstance(found, Claim) else (found, None)
@@ -231,8 +226,12 @@ async def claim_request(
         state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest, caller.adapter)
         if record is not None:
             position.check(num_streams)
-            resumed = ResumedStream(record, position)
-            yield _known_request(engine, http_request, request, resumed, prefix, rules, state)
+            if record.model != state:
+                raise GoneError("the request was accepted by another model or adapter, or with other kernels")
+            request.seed, request_id, name = record.seed, record.request_id, engine.config.model.model_name
+            request_context_of(http_request).request_id = request_id
+            identity = ResponseIdentity(f"{prefix}-{request_id}", request_id, record.created, name)
+            yield ClaimedRequest(identity, IdempotentRequest(rules, record.seeded, record, True, position))
             return
         if request.seed is None:
             request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
@@ -254,31 +253,10 @@ async def claim_request(
             accepted_at=time.time(),
         )
         add = partial(_add, accepted, claim)
-        yield ClaimedRequest(identity, IdempotentRequest(rules, seeded=seeded, record=record, add=add))
+        yield ClaimedRequest(identity, IdempotentRequest(rules, seeded, record, add=add))
     finally:
         if claim is not None:
             accepted.settle(claim)
-
-
-def _known_request(
-    engine: AsyncEngine,
-    http_request: Request,
-    request: GenerationRequest,
-    resumed: ResumedStream,
-    prefix: str,
-    rules: SharingRules,
-    state: bytes,
-) -> ClaimedRequest:
-    record, position = resumed
-    if record.model != state:
-        raise GoneError("the request was accepted by another model or adapter, or with other kernels")
-    request.seed = record.seed
-    request_context_of(http_request).request_id = record.request_id
-    name = engine.config.model.model_name
-    identity = ResponseIdentity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
-    return ClaimedRequest(
-        identity, IdempotentRequest(rules, seeded=record.seeded, record=record, known=True, position=position)
-    )
 
 
 async def _add(accepted: AcceptedRequests, claim: Claim | None, record: AcceptedRequest) -> None:
@@ -297,13 +275,6 @@ def _key(http_request: Request) -> str:
     if len(key) > MAX_KEY_CHARS:
         raise RequestError("Idempotency-Key", f"must be text of at most {MAX_KEY_CHARS} characters", len(key))
     return key
-
-
-def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> ResumedStream:
-    record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
-    if record.digest != digest:
-        raise IdempotencyError("Last-Event-ID", "must be the id of an event of the same request", event_id)
-    return ResumedStream(record, position)
 
 
 def resumed_by(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
@@ -86,19 +87,14 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     suppressed: int | None = None
 
 
+@dataclass(eq=False)
 class AccessLog:
     """Writes one line for each request with `put`, which must not block. Lines of refused requests are limited."""
 
-    def __init__(
-        self,
-        put: Callable[[str], None],
-        wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-        reopen: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._put = put
-        self.reopen = reopen
-        self._wall_clock = wall_clock
-        self._refusals = LineBudget(REFUSED_BURST, REFUSED_PER_SECOND)
+    put: Callable[[str], None]
+    wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    reopen: Callable[[], None] = lambda: None
+    _refusals: LineBudget = field(default_factory=lambda: LineBudget(REFUSED_BURST, REFUSED_PER_SECOND))
 
     def write(self, context: RequestContext, status: int, now: float) -> None:
         suppressed: int | None = 0
@@ -108,7 +104,7 @@ class AccessLog:
                 return
         began = context.http_timings.received_time
         line = AccessLine(
-            time=self._wall_clock().isoformat(timespec="milliseconds"),
+            time=self.wall_clock().isoformat(timespec="milliseconds"),
             client=context.client,
             method=context.method,
             route=context.route,
@@ -124,7 +120,7 @@ class AccessLog:
             _add_usage(line, context, context.outputs)
             first = context.http_timings.first_token_time
             line.ttft_ms = None if first is None else _ms(first - began)
-        self._put(_encode(line).decode())
+        self.put(_encode(line).decode())
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
@@ -165,41 +161,33 @@ def _ms(seconds: float) -> float:
     return round(1000 * seconds, 3)
 
 
+@dataclass(eq=False)
 class Accounting:
     """Outermost ASGI middleware: records timings, metrics, access log and trace of every request."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        clock: Clock,
-        metrics: HttpMetrics,
-        access_log: AccessLog | None,
-        paths: Collection[str],
-        tracer: Tracer | None = None,
-    ) -> None:
-        self._tracer = tracer
-        self._app = app
-        self._clock = clock
-        self._metrics = metrics
-        self._access_log = access_log
-        self._paths = frozenset(paths)
-        self._refusals = LineBudget(REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND)
+    app: ASGIApp
+    clock: Clock
+    metrics: HttpMetrics
+    access_log: AccessLog | None
+    paths: frozenset[str]
+    tracer: Tracer | None = None
+    _refusals: LineBudget = field(default_factory=lambda: LineBudget(REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        http_timings = HttpTimings(scope.get(ARRIVED_KEY) or self._clock())
+        http_timings = HttpTimings(scope.get(ARRIVED_KEY) or self.clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
         # A trusted proxy may pass on any text that its client sent as its address.
         if client and not (len(client[0]) <= MAX_ADDRESS_CHARS and client[0].isascii() and client[0].isprintable()):
             scope["client"] = client = None
         context = RequestContext(
-            http_timings, method if method in METHODS else OTHER, path if path in self._paths else OTHER
+            http_timings, method if method in METHODS else OTHER, path if path in self.paths else OTHER
         )
         context.client = client[0] if client else ""
         scope[CONTEXT_KEY] = context
-        trace = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
+        trace = None if self.tracer is None or path in PROBES else context_of(scope["headers"])
 
         def send_and_record(message: Message) -> Awaitable[None]:
             if message["type"] != "http.response.body":
@@ -208,38 +196,38 @@ class Accounting:
                     message["headers"] = [*message.get("headers", ()), (HEADER, trace.header)]
             elif not message.get("more_body", False):
                 # Set the time before sending, so that no client measures a shorter time than the server.
-                http_timings.response_sent_time = self._clock()
+                http_timings.response_sent_time = self.clock()
             return send(message)
 
         failed = True
         try:
-            await self._app(scope, receive, send_and_record)
+            await self.app(scope, receive, send_and_record)
             failed = False
         except asyncio.CancelledError:  # the client has disconnected
             failed = False
             raise
         finally:
             if http_timings.response_sent_time is None:  # the client has disconnected
-                http_timings.response_sent_time = self._clock()
+                http_timings.response_sent_time = self.clock()
             status = context.status
             if status is None:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if failed else CLIENT_LEFT
             self._record(context, int(status), http_timings.response_sent_time)
-            if self._tracer is not None and trace is not None:
-                self._tracer.answered(trace, context, int(status), http_timings.response_sent_time)
+            if self.tracer is not None and trace is not None:
+                self.tracer.answered(trace, context, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
         """Record a connection that was refused before it became a request."""
-        now = self._clock()
+        now = self.clock()
         context = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._record(context, int(status), now)
 
     def _record(self, context: RequestContext, status: int, now: float) -> None:
-        self._metrics.answered(context.method, context.route, status, context.longest_answers)
+        self.metrics.answered(context.method, context.route, status, context.longest_answers)
         if context.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
             return
-        if self._access_log is not None:
-            self._access_log.write(context, status, now)
+        if self.access_log is not None:
+            self.access_log.write(context, status, now)
         if status < 400 or status == CLIENT_LEFT:
             return
         suppressed = self._refusals.take(now)

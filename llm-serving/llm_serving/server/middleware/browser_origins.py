@@ -77,7 +77,7 @@ class BrowserGuard:
                 fetched[name] = value
         try:
             self._check_hosts(hosts)
-            if origin is not None and not self._is_known(origin):
+            if origin is not None and self._origins.isdisjoint((origin, "*")):
                 self._check_origin(origin, hosts)
                 origin = None
             elif origin is None and fetched:
@@ -87,9 +87,6 @@ class BrowserGuard:
             await openai_error_response(error)(scope, receive, send)
             return
         await (self._app if origin is None else self._cors)(scope, receive, send)
-
-    def _is_known(self, origin: str) -> bool:
-        return origin in self._origins or "*" in self._origins
 
     def _check_hosts(self, hosts: list[str]) -> None:
         if self._hosts is None:

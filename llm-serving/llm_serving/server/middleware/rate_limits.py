@@ -66,7 +66,12 @@ class Quota:
         if "tokens" not in self._buckets:
             return None
         self._take("tokens", num_prompt + num_output)
-        return lambda num_generated: self._refund("tokens", num_output - num_generated)
+
+        def refund(num_generated: int) -> None:
+            if (bucket := self._buckets.get("tokens")) is not None:
+                bucket.take(num_generated - num_output, self._clock())
+
+        return refund
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's `x-ratelimit-*` headers: limit, remaining amount, and time until the bucket is full."""
@@ -89,10 +94,6 @@ class Quota:
             limit = f"{bucket.capacity:.0f} {what} a minute ({place})"
             raise RateLimitError(f"{amount} more would exceed {limit}; {max(0, int(bucket.level(now)))} remain", wait_s)
         bucket.take(amount, now)
-
-    def _refund(self, what: str, amount: int) -> None:
-        if (bucket := self._buckets.get(what)) is not None:
-            bucket.take(-amount, self._clock())
 
 
 def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:

@@ -9,43 +9,26 @@ from typing import Final
 
 from starlette.responses import Response
 
-from llm_serving.errors import (
-    AuthenticationError,
-    CapacityError,
-    ContextLengthError,
-    GoneError,
-    IdempotencyError,
-    LLMServingError,
-    ModelNotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestCancelledError,
-    RequestError,
-    RequestNotFoundError,
-    StoreFullError,
-    TimedOutError,
-    TooLateError,
-    UnavailableError,
-)
+from llm_serving import errors
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
 
-_CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
-    (AuthenticationError, "authentication_error", "invalid_api_key"),
-    (PermissionDeniedError, "permission_error", None),
-    (ModelNotFoundError, "not_found_error", "model_not_found"),
-    (RequestNotFoundError, "not_found_error", "request_not_found"),
-    (IdempotencyError, "idempotency_error", "idempotency_key_reused"),
-    (GoneError, "gone_error", "gone"),
-    (RequestCancelledError, "request_cancelled_error", "cancelled"),
-    (TimedOutError, "timeout_error", "timeout"),
-    (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
-    (RequestError, "invalid_request_error", None),
-    (RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
-    (TooLateError, "rate_limit_error", "deadline"),
-    (StoreFullError, "rate_limit_error", "store_full"),
-    (CapacityError, "rate_limit_error", "queue_full"),
-    (UnavailableError, "service_unavailable_error", "unavailable"),
+_CODES: tuple[tuple[type[errors.LLMServingError], str, str | None], ...] = (
+    (errors.AuthenticationError, "authentication_error", "invalid_api_key"),
+    (errors.PermissionDeniedError, "permission_error", None),
+    (errors.ModelNotFoundError, "not_found_error", "model_not_found"),
+    (errors.RequestNotFoundError, "not_found_error", "request_not_found"),
+    (errors.IdempotencyError, "idempotency_error", "idempotency_key_reused"),
+    (errors.GoneError, "gone_error", "gone"),
+    (errors.RequestCancelledError, "request_cancelled_error", "cancelled"),
+    (errors.TimedOutError, "timeout_error", "timeout"),
+    (errors.ContextLengthError, "invalid_request_error", "context_length_exceeded"),
+    (errors.RequestError, "invalid_request_error", None),
+    (errors.RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.TooLateError, "rate_limit_error", "deadline"),
+    (errors.StoreFullError, "rate_limit_error", "store_full"),
+    (errors.CapacityError, "rate_limit_error", "queue_full"),
+    (errors.UnavailableError, "service_unavailable_error", "unavailable"),
 )
 """(exception class, type and code of OpenAI's error body). The first match is used."""
 
@@ -57,58 +40,60 @@ PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
 """Predicted ms from a request's arrival to its first token; if refused, with a retry after `Retry-After`."""
 
 
-def openai_error(error: LLMServingError) -> ErrorResponse:
+def openai_error(error: errors.LLMServingError) -> ErrorResponse:
     kind, code = next(((kind, code) for cls, kind, code in _CODES if isinstance(error, cls)), ("server_error", None))
-    return ErrorResponse(ErrorDetail(str(error), kind, error.field if isinstance(error, RequestError) else None, code))
+    return ErrorResponse(
+        ErrorDetail(str(error), kind, error.field if isinstance(error, errors.RequestError) else None, code)
+    )
 
 
-def openai_error_response(error: LLMServingError) -> Response:
+def openai_error_response(error: errors.LLMServingError) -> Response:
     return json_response(openai_error(error), error.http_status, error_headers(error))
 
 
-def tgi_error_content(error: LLMServingError) -> dict[str, str]:
-    if isinstance(error, RequestError):
+def tgi_error_content(error: errors.LLMServingError) -> dict[str, str]:
+    if isinstance(error, errors.RequestError):
         kind = "validation"
-    elif isinstance(error, CapacityError | UnavailableError):
+    elif isinstance(error, errors.CapacityError | errors.UnavailableError):
         kind = "overloaded"
-    elif isinstance(error, RequestCancelledError | TimedOutError):
+    elif isinstance(error, errors.RequestCancelledError | errors.TimedOutError):
         kind = "incomplete_generation"
     else:
         kind = "generation"
     return {"error": str(error), "error_type": kind}
 
 
-def tgi_error_response(error: LLMServingError) -> Response:
+def tgi_error_response(error: errors.LLMServingError) -> Response:
     status = HTTPStatus.UNPROCESSABLE_ENTITY if error.http_status == HTTPStatus.BAD_REQUEST else error.http_status
     return json_response(tgi_error_content(error), status, error_headers(error))
 
 
-def legacy_error_response(error: LLMServingError) -> Response:
+def legacy_error_response(error: errors.LLMServingError) -> Response:
     """Return the older servers' error response: 422 and `{"detail": [...]}` for a malformed request, else OpenAI's."""
-    if isinstance(error, RequestError) and error.http_status == HTTPStatus.BAD_REQUEST:
+    if isinstance(error, errors.RequestError) and error.http_status == HTTPStatus.BAD_REQUEST:
         detail = [{"loc": ["body", *error.field.split(".")], "msg": str(error), "type": "value_error"}]
         return json_response({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
     return openai_error_response(error)
 
 
-def kind_of(error: LLMServingError) -> str:
+def kind_of(error: errors.LLMServingError) -> str:
     """Return what logs may contain about an error: its class and, if that looks like a field name, the wrong field."""
-    field = error.field if isinstance(error, RequestError) else ""
+    field = error.field if isinstance(error, errors.RequestError) else ""
     return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 
 
-def error_headers(error: LLMServingError) -> dict[str, str]:
+def error_headers(error: errors.LLMServingError) -> dict[str, str]:
     """Return the headers of an error response. If the body was not read completely, the connection is closed."""
     headers = {}
-    if isinstance(error, CapacityError | UnavailableError):
+    if isinstance(error, errors.CapacityError | errors.UnavailableError):
         seconds = getattr(error, "retry_after", None)
         seconds = max(1.0, UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)
         headers["retry-after"], headers[RETRY_AFTER_MS_HEADER] = str(math.ceil(seconds)), str(math.ceil(1000 * seconds))
-    if isinstance(error, CapacityError) and error.queue_estimate_ms is not None:
+    if isinstance(error, errors.CapacityError) and error.queue_estimate_ms is not None:
         headers["x-queue-estimate-ms"] = str(math.ceil(error.queue_estimate_ms))
-    if isinstance(error, CapacityError) and error.predicted_s is not None:
+    if isinstance(error, errors.CapacityError) and error.predicted_s is not None:
         headers[PREDICTED_TTFT_HEADER] = str(math.ceil(1000 * error.predicted_s))
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = 'Bearer realm="llm-serving"'
     if error.http_status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         headers["connection"] = "close"

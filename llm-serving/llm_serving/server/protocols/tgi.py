@@ -140,32 +140,22 @@ class _Sequence:
         return sum(logprobs) / max(len(logprobs), 1)
 
 
+@dataclass(eq=False)
 class TGIBuilder(ResponseBuilder):
-    """Builds TGI's response. `as_list`: whether a response that is no stream is a list."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        inputs: str,
-        prompt: Sequence[int],
-        parameters: TGIParameters,
-        sampling: SamplingParams,
-        *,
-        as_list: bool,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._prompt = prompt
-        self._parameters = parameters
-        self._sampling = sampling
-        self._as_list = as_list
-        self._beginning = inputs if parameters.return_full_text else ""
-        self._num_events = 0
-        self._sequences: dict[int, _Sequence] = {}
-        self._prompt_logprobs: PromptLogprobs | None = None
+    tokenizer: Tokenizer
+    inputs: str
+    prompt: Sequence[int]
+    parameters: TGIParameters
+    sampling: SamplingParams
+    as_list: bool
+    """Whether a response that is no stream is a list."""
+    _num_events: int = 0
+    _sequences: dict[int, _Sequence] = field(default_factory=dict)
+    _prompt_logprobs: PromptLogprobs | None = None
 
     def _add(self, index: int, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
         if (sequence := self._sequences.get(index)) is None:
-            sequence = self._sequences[index] = _Sequence([self._beginning])
+            sequence = self._sequences[index] = _Sequence([self.inputs if self.parameters.return_full_text else ""])
         sequence.texts.append(output.text)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
@@ -179,11 +169,11 @@ class TGIBuilder(ResponseBuilder):
         for i, token in enumerate(tokens):
             self._num_events += 1
             content: JsonObject = {"index": self._num_events, "token": token}
-            if self._parameters.top_n_tokens:
+            if self.parameters.top_n_tokens:
                 content["top_tokens"] = top_tokens[i]
             is_last = output.finished and i == len(tokens) - 1
             content["generated_text"] = "".join(sequence.texts) if is_last else None
-            content["details"] = sequence.details if is_last and self._parameters.details else None
+            content["details"] = sequence.details if is_last and self.parameters.details else None
             events.append(_event(content))
         return b"".join(events)
 
@@ -199,31 +189,31 @@ class TGIBuilder(ResponseBuilder):
         in_order = [self._sequences[index] for index in sorted(self._sequences)]
         best, *others = sorted(in_order, key=lambda sequence: -sequence.mean_logprob)
         whole: JsonObject = {"generated_text": "".join(best.texts)}
-        if not (self._parameters.details or self._parameters.decoder_input_details):
-            return json_response([whole] if self._as_list else whole, headers=headers)
-        prefill = self._prefill() if self._parameters.decoder_input_details else []
+        if not (self.parameters.details or self.parameters.decoder_input_details):
+            return json_response([whole] if self.as_list else whole, headers=headers)
+        prefill = self._prefill() if self.parameters.decoder_input_details else []
         sequences = [{"generated_text": "".join(each.texts), **self._whole_details(each, prefill)} for each in others]
         whole["details"] = self._whole_details(best, prefill) | {"best_of_sequences": sequences or None}
-        return await large_json_response([whole] if self._as_list else whole, headers)
+        return await large_json_response([whole] if self.as_list else whole, headers)
 
     def _whole_details(self, sequence: _Sequence, prefill: list[JsonObject]) -> JsonObject:
         details = sequence.details | {"prefill": prefill, "tokens": sequence.tokens}
-        return details | {"top_tokens": sequence.top_tokens} if self._parameters.top_n_tokens else details
+        return details | {"top_tokens": sequence.top_tokens} if self.parameters.top_n_tokens else details
 
     def _prefill(self) -> list[JsonObject]:
         values = [] if self._prompt_logprobs is None else self._prompt_logprobs.logprobs.tolist()
         logprobs = [None, *(max(value, MIN_LOGPROB) for value in values)]
         return [
-            {"id": token_id, "text": self._tokenizer.token_text(token_id), "logprob": logprob}
-            for token_id, logprob in zip(self._prompt, logprobs, strict=True)
+            {"id": token_id, "text": self.tokenizer.token_text(token_id), "logprob": logprob}
+            for token_id, logprob in zip(self.prompt, logprobs, strict=True)
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
         """Return a token with the text that it completes. A token with text is not marked as special."""
-        special = token_id in self._tokenizer.special_token_ids and not text
+        special = token_id in self.tokenizer.special_token_ids and not text
         return {
             "id": token_id,
-            "text": self._tokenizer.token_text(token_id) if special else text,
+            "text": self.tokenizer.token_text(token_id) if special else text,
             "logprob": logprob,
             "special": special,
         }
@@ -231,9 +221,9 @@ class TGIBuilder(ResponseBuilder):
     def _likely(self, token_id: int, logprob: float) -> JsonObject:
         return {
             "id": token_id,
-            "text": self._tokenizer.token_text(token_id),
+            "text": self.tokenizer.token_text(token_id),
             "logprob": max(logprob, MIN_LOGPROB),
-            "special": token_id in self._tokenizer.special_token_ids,
+            "special": token_id in self.tokenizer.special_token_ids,
         }
 
     def _likely_tokens(self, output: RequestOutput) -> list[list[JsonObject]]:
@@ -253,7 +243,7 @@ class TGIBuilder(ResponseBuilder):
         return {
             "finish_reason": reason,
             "generated_tokens": output.num_output_tokens,
-            "seed": None if self._sampling.greedy else with_choice_seed(self._sampling, index).seed,
+            "seed": None if self.sampling.greedy else with_choice_seed(self.sampling, index).seed,
             "input_length": output.num_prompt_tokens,
         }
 

@@ -10,21 +10,10 @@ from msgspec import DecodeError, Raw, json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llm_serving import errors
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import (
-    AuthenticationError,
-    CapacityError,
-    LLMServingError,
-    ModelNotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestError,
-    RequestTooLargeError,
-    TimedOutError,
-    UnavailableError,
-)
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.conversation import ConversationRequest, encode_chat, flat_error
 from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageBlocks
@@ -36,6 +25,7 @@ from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import error_headers
 from llm_serving.server.parsing.headers import REQUEST_ID_HEADER, ResponseIdentity
 from llm_serving.server.parsing.offload import json_response
+from llm_serving.server.protocols.anthropic import schemas
 from llm_serving.server.protocols.anthropic.conversation import (
     budget_of,
     choice_of,
@@ -44,38 +34,19 @@ from llm_serving.server.protocols.anthropic.conversation import (
     response_format_of,
     tools_of,
 )
-from llm_serving.server.protocols.anthropic.schemas import (
-    ConversationTurn,
-    CountTokensRequest,
-    CountTokensResponse,
-    ErrorBody,
-    InputDelta,
-    MessageDelta,
-    MessagesError,
-    MessagesRequest,
-    MessagesResponse,
-    MessagesUsage,
-    ResponseBlock,
-    StreamEvent,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ToolUseBlock,
-)
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest
 from llm_serving.server.request_context import source_of
 
-_ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
-    (AuthenticationError, "authentication_error"),
-    (PermissionDeniedError, "permission_error"),
-    (ModelNotFoundError, "not_found_error"),
-    (RequestTooLargeError, "request_too_large"),
-    (RequestError, "invalid_request_error"),
-    (RateLimitError, "rate_limit_error"),
-    (CapacityError, "rate_limit_error"),
-    (UnavailableError, "overloaded_error"),
-    (TimedOutError, "timeout_error"),
+_ERROR_TYPES: Final[tuple[tuple[type[errors.LLMServingError], str], ...]] = (
+    (errors.AuthenticationError, "authentication_error"),
+    (errors.PermissionDeniedError, "permission_error"),
+    (errors.ModelNotFoundError, "not_found_error"),
+    (errors.RequestTooLargeError, "request_too_large"),
+    (errors.RequestError, "invalid_request_error"),
+    (errors.RateLimitError, "rate_limit_error"),
+    (errors.CapacityError, "rate_limit_error"),
+    (errors.UnavailableError, "overloaded_error"),
+    (errors.TimedOutError, "timeout_error"),
 )
 """(exception class, error type). The first match is used."""
 _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
@@ -83,7 +54,7 @@ _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
 
 
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_fields(engine, http_request, MessagesRequest)
+    body = await read_fields(engine, http_request, schemas.MessagesRequest)
     check_model(engine, body.model)
     continues = _continues_last(body.messages)
     chat = ChatCompletionRequest(
@@ -110,7 +81,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
 
 
 async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_fields(engine, http_request, CountTokensRequest)
+    body = await read_fields(engine, http_request, schemas.CountTokensRequest)
     check_model(engine, body.model)
     budget_of(body.thinking)
     response_format_of(body.output_config)
@@ -121,9 +92,9 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     )
     try:
         tokens = await encode_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
-    except RequestError as error:
+    except errors.RequestError as error:
         raise _translate_error(error) from None
-    return json_response(CountTokensResponse(len(tokens)))
+    return json_response(schemas.CountTokensResponse(len(tokens)))
 
 
 _FIELDS: Final = {
@@ -134,12 +105,12 @@ _FIELDS: Final = {
 _TOOL_SCHEMA: Final = re.compile(r"^(tools\[\d+\])\.parameters\b")
 
 
-def _translate_error(error: RequestError) -> RequestError:
+def _translate_error(error: errors.RequestError) -> errors.RequestError:
     if error.field in _FIELDS:
         return error.renamed(_FIELDS[error.field])
     if error.field == "continue_final_message":
         rule = error.rule.removeprefix("must be false, ")
-        return RequestError("messages", f"must not end with the assistant's: {rule}")
+        return errors.RequestError("messages", f"must not end with the assistant's: {rule}")
     flat = flat_error(error, "output_config.format")
     return flat.renamed(re.sub(_TOOL_SCHEMA, r"\1.input_schema", flat.field))
 
@@ -149,7 +120,7 @@ class _MessagesRequest(ConversationRequest):
     translate_error = staticmethod(_translate_error)
 
 
-def _continues_last(turns: list[ConversationTurn]) -> bool:
+def _continues_last(turns: list[schemas.ConversationTurn]) -> bool:
     return bool(turns) and turns[-1].role == "assistant"
 
 
@@ -161,28 +132,24 @@ class MessagesBuilder(ResponseBuilder):
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
         is_first, self._last = self._last is None, output
-        chunk = _event(StreamEvent(type="message_start", message=self._message(output, []))) if is_first else b""
+        chunk = _event("message_start", message=self._message(output, [])) if is_first else b""
         for block, is_new, text in self._blocks.add(output):
             if is_new:
                 if block.index:
-                    chunk += _block_stop(block.index - 1)
-                opening = _OPENINGS[block.kind](block)
-                chunk += _event(StreamEvent(type="content_block_start", index=block.index, content_block=opening))
-            delta = _DELTAS[block.kind](text)
-            chunk += _event(StreamEvent(type="content_block_delta", index=block.index, delta=delta))
+                    chunk += _event("content_block_stop", index=block.index - 1)
+                chunk += _event("content_block_start", index=block.index, content_block=_OPENINGS[block.kind](block))
+            chunk += _event("content_block_delta", index=block.index, delta=_DELTAS[block.kind](text))
         return chunk
 
     async def finish(self) -> bytes:
         assert self._last is not None
         count = len(self._blocks.blocks)
-        return (
-            (_block_stop(count - 1) if count else b"")
-            + _event(StreamEvent(type="message_delta", delta=self._ending(self._last), usage=_usage(self._last)))
-            + _event(StreamEvent(type="message_stop"))
-        )
+        chunk = _event("content_block_stop", index=count - 1) if count else b""
+        chunk += _event("message_delta", delta=self._ending(self._last), usage=_usage(self._last))
+        return chunk + _event("message_stop")
 
-    def error_chunk(self, error: LLMServingError) -> bytes:
-        return _event(_error(error))
+    def error_chunk(self, error: errors.LLMServingError) -> bytes:
+        return named_event("error", _error(error))
 
     def fold(self, index: int, output: RequestOutput) -> None:
         self._last = output
@@ -190,42 +157,44 @@ class MessagesBuilder(ResponseBuilder):
 
     async def response(self, headers: dict[str, str]) -> Response:
         assert self._last is not None
-        message = self._message(self._last, [_content(each) for each in self._blocks.blocks] or [TextBlock("")])
+        message = self._message(self._last, [_content(each) for each in self._blocks.blocks] or [schemas.TextBlock("")])
         ending = self._ending(self._last)
         message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
         return json_response(message, headers=headers)
 
-    def _message(self, output: RequestOutput, content: list[ResponseBlock]) -> MessagesResponse:
-        return MessagesResponse(id=self._identity.id, model=self._identity.model, content=content, usage=_usage(output))
+    def _message(self, output: RequestOutput, content: list[schemas.ResponseBlock]) -> schemas.MessagesResponse:
+        return schemas.MessagesResponse(
+            id=self._identity.id, model=self._identity.model, content=content, usage=_usage(output)
+        )
 
-    def _ending(self, output: RequestOutput) -> MessageDelta:
+    def _ending(self, output: RequestOutput) -> schemas.MessageDelta:
         if output.finish_reason is not FinishReason.STOP:
-            return MessageDelta("max_tokens", None)
+            return schemas.MessageDelta("max_tokens", None)
         if self._blocks.parser.finish_reason(output) == CALLED:
-            return MessageDelta("tool_use", None)
+            return schemas.MessageDelta("tool_use", None)
         if isinstance(output.stop_reason, str):
-            return MessageDelta("stop_sequence", output.stop_reason)
-        return MessageDelta("end_turn", None)
+            return schemas.MessageDelta("stop_sequence", output.stop_reason)
+        return schemas.MessageDelta("end_turn", None)
 
 
-_OPENINGS: Final[dict[BlockKind, Callable[[MessageBlock], ResponseBlock]]] = {
-    BlockKind.TEXT: lambda block: TextBlock(""),
-    BlockKind.REASONING: lambda block: ThinkingBlock(""),
-    BlockKind.CALL: lambda block: ToolUseBlock(block.id, block.name, Raw(b"{}")),
+_OPENINGS: Final[dict[BlockKind, Callable[[MessageBlock], schemas.ResponseBlock]]] = {
+    BlockKind.TEXT: lambda block: schemas.TextBlock(""),
+    BlockKind.REASONING: lambda block: schemas.ThinkingBlock(""),
+    BlockKind.CALL: lambda block: schemas.ToolUseBlock(block.id, block.name, Raw(b"{}")),
 }
-_DELTAS: Final[dict[BlockKind, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]] = {
-    BlockKind.TEXT: TextDelta,
-    BlockKind.REASONING: ThinkingDelta,
-    BlockKind.CALL: InputDelta,
+_DELTAS: Final[dict[BlockKind, Callable[[str], schemas.TextDelta | schemas.ThinkingDelta | schemas.InputDelta]]] = {
+    BlockKind.TEXT: schemas.TextDelta,
+    BlockKind.REASONING: schemas.ThinkingDelta,
+    BlockKind.CALL: schemas.InputDelta,
 }
 
 
-def _content(block: MessageBlock) -> ResponseBlock:
+def _content(block: MessageBlock) -> schemas.ResponseBlock:
     if block.kind is BlockKind.TEXT:
-        return TextBlock(block.text)
+        return schemas.TextBlock(block.text)
     if block.kind is BlockKind.REASONING:
-        return ThinkingBlock(block.text)
-    return ToolUseBlock(block.id, block.name, _object(block.text))
+        return schemas.ThinkingBlock(block.text)
+    return schemas.ToolUseBlock(block.id, block.name, _object(block.text))
 
 
 def _object(arguments: str) -> Raw:
@@ -236,25 +205,21 @@ def _object(arguments: str) -> Raw:
     return Raw(arguments.encode())
 
 
-def _block_stop(index: int) -> bytes:
-    return _event(StreamEvent(type="content_block_stop", index=index))
-
-
-def _usage(output: RequestOutput) -> MessagesUsage:
+def _usage(output: RequestOutput) -> schemas.MessagesUsage:
     num_cached = output.num_cached_tokens
-    return MessagesUsage(output.num_prompt_tokens - num_cached, output.num_output_tokens, num_cached)
+    return schemas.MessagesUsage(output.num_prompt_tokens - num_cached, output.num_output_tokens, num_cached)
 
 
-def _event(content: StreamEvent | MessagesError) -> bytes:
-    return named_event(content.type, content)
+def _event(kind: str, **fields: object) -> bytes:
+    return named_event(kind, schemas.StreamEvent(type=kind, **fields))  # type: ignore[arg-type]
 
 
-def _error(error: LLMServingError) -> MessagesError:
+def _error(error: errors.LLMServingError) -> schemas.MessagesError:
     kind = next((kind for cls, kind in _ERROR_TYPES if isinstance(error, cls)), "api_error")
-    return MessagesError(ErrorBody(kind, str(error)))
+    return schemas.MessagesError(schemas.ErrorBody(kind, str(error)))
 
 
-def _error_response(error: LLMServingError) -> Response:
+def _error_response(error: errors.LLMServingError) -> Response:
     return json_response(_error(error), error.http_status, error_headers(error))
 
 
@@ -264,8 +229,8 @@ ENDPOINTS: Final = (
         "/v1/messages",
         create_message,
         "Answer a conversation (Anthropic)",
-        body=MessagesRequest,
-        answer=MessagesResponse,
+        body=schemas.MessagesRequest,
+        answer=schemas.MessagesResponse,
         error_response=_error_response,
         id_headers=_ID_HEADERS,
     ),
@@ -274,8 +239,8 @@ ENDPOINTS: Final = (
         "/v1/messages/count_tokens",
         count_tokens,
         "Count the tokens of a conversation (Anthropic)",
-        body=CountTokensRequest,
-        answer=CountTokensResponse,
+        body=schemas.CountTokensRequest,
+        answer=schemas.CountTokensResponse,
         error_response=_error_response,
         id_headers=_ID_HEADERS,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -49,6 +50,7 @@ COUNTED_CHARS: Final = 2**18
 """Maximum characters of a text that is tokenized, which takes a second, even if it seems too long for the model. The
 request may truncate it, or an encoder may replace a long unknown word by one token.
 """
+_DOCUMENT_ROLE: Final = re.compile(r"\"document\"|'document'")
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
 MAX_VALUES: Final = 2**22
@@ -282,7 +284,7 @@ def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> 
     if pair.max_document_tokens is not None:
         pair = pair._replace(document=_cut(tokenizer, pair.document, pair.max_document_tokens))
     template = None if not engine.model_spec.network.causal else pooling.pair_template
-    by_chat_template = engine.model_spec.network.causal and _has_document_role(tokenizer.chat_template())
+    by_chat_template = engine.model_spec.network.causal and bool(_DOCUMENT_ROLE.search(tokenizer.chat_template()))
     if template is None and not by_chat_template:
         ids, types = tokenizer.encode_pair(pair.query, pair.document, max_tokens)
         _check_room(len(ids), max_tokens)
@@ -324,10 +326,6 @@ def _check_room(num_tokens: int, max_tokens: int | None) -> None:
 def _cut(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
-
-
-def _has_document_role(template: str) -> bool:
-    return '"document"' in template or "'document'" in template
 
 
 ENDPOINTS: Final = (

@@ -25,7 +25,6 @@ from llm_serving.core.sampling_params import (
     DEFAULTS,
     RULES,
     Flag,
-    ParameterRule,
     Real,
     SomeTokenIds,
     Texts,
@@ -107,41 +106,33 @@ def meanings() -> Mapping[str, str]:
     }
 
 
+_KINDS: Final[Mapping[type, str]] = {
+    Whole: "integer",
+    Real: "number",
+    Flag: "boolean",
+    Texts: "strings",
+    TokenIds: "token_ids",
+    SomeTokenIds: "token_ids",
+}
+
+
 def _parameter(name: str, of_model: Mapping[str, Any]) -> Parameter:
     rule = REQUEST_RULES[name]
-    kind, low, high = _kind(rule)
     default = chat_default = None if name == "seed" else of_model.get(name, DEFAULTS[name])
     if name == "max_tokens":
         default, chat_default = DEFAULTS[name], of_model.get(name)
-    bodies = (CompletionRequest, ChatCompletionRequest)
-    in_completions, in_chat = (name in {each.encode_name for each in msgspec.structs.fields(body)} for body in bodies)
     return Parameter(
         name=name,
-        kind=kind,
+        kind=_KINDS.get(type(rule), "other"),
         default=default,
         chat_default=chat_default,
         rule=rule.text,
         meaning=meanings()[name],
-        minimum=low,
-        maximum=high,
-        completions=in_completions,
-        chat=in_chat,
+        minimum=getattr(rule, "low", None),
+        maximum=getattr(rule, "high", None),
+        completions=name in CompletionRequest.__struct_fields__,
+        chat=name in ChatCompletionRequest.__struct_fields__,
     )
-
-
-def _kind(rule: ParameterRule) -> tuple[str, float | int | None, float | int | None]:
-    match rule:
-        case Whole(low, high):
-            return "integer", low, high
-        case Real(low, high):
-            return "number", low, high
-        case Flag():
-            return "boolean", None, None
-        case Texts():
-            return "strings", None, None
-        case TokenIds() | SomeTokenIds():
-            return "token_ids", None, None
-    return "other", None, None
 
 
 def _classes(engine: AsyncEngine, key: ApiKey | None) -> list[ClassCard]:

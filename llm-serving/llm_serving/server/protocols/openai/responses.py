@@ -26,6 +26,7 @@ from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.offload import json_response, large_json_response
+from llm_serving.server.protocols.openai import responses_schemas as schemas
 from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
 from llm_serving.server.protocols.openai.response_store import ResponseStore, StoredResponse
 from llm_serving.server.protocols.openai.responses_conversation import (
@@ -34,25 +35,6 @@ from llm_serving.server.protocols.openai.responses_conversation import (
     messages_of,
     response_format_of,
     tools_of,
-)
-from llm_serving.server.protocols.openai.responses_schemas import (
-    DeletedResponse,
-    FunctionCallItem,
-    IncompleteDetails,
-    InputItemList,
-    InputTokensDetails,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    OutputTokensDetails,
-    Reasoning,
-    ReasoningItem,
-    ReasoningText,
-    ResponseEvent,
-    ResponseFailure,
-    ResponseObject,
-    ResponsesRequest,
-    ResponseUsage,
 )
 from llm_serving.server.protocols.openai.schemas import (
     ChatCompletionRequest,
@@ -69,7 +51,7 @@ _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reaso
 
 
 async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_fields(engine, http_request, ResponsesRequest)
+    body = await read_fields(engine, http_request, schemas.ResponsesRequest)
     check_model(engine, body.model)
     store = store_of(http_request)
     _check(body, store)
@@ -93,7 +75,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
     request = _ResponsesRequest(engine, http_request, body, chat)
     started = await start_generation(request)
     [parser] = request.message_parsers(started)
-    response = ResponseObject(
+    response = schemas.ResponseObject(
         id=f"resp_{secrets.token_hex(24)}",  # not the request id: clients can choose that
         created_at=started.identity.created,
         status="in_progress",
@@ -104,7 +86,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         model=started.identity.model,
         previous_response_id=body.previous_response_id,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning=body.reasoning or Reasoning(),
+        reasoning=body.reasoning or schemas.Reasoning(),
         store=body.store is not False and store.keeps,
         temperature=body.temperature,
         text={"format": {"type": "text"}} | (body.text or {}),
@@ -143,7 +125,7 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
         raise RequestError("after", "must be the id of one of these items", after)
     first = 0 if after is None else ids.index(after) + 1
     shown = items[first : first + limit]
-    page = InputItemList(
+    page = schemas.InputItemList(
         data=shown,
         first_id=shown[0].id if shown else None,
         last_id=shown[-1].id if shown else None,
@@ -156,7 +138,7 @@ async def delete_response(engine: AsyncEngine, http_request: Request) -> Respons
     stored = _find(http_request)
     await _cancel(stored)
     store_of(http_request).remove(stored.response.id)
-    return json_response(DeletedResponse(stored.response.id))
+    return json_response(schemas.DeletedResponse(stored.response.id))
 
 
 async def cancel_response(engine: AsyncEngine, http_request: Request) -> Response:
@@ -204,7 +186,7 @@ def _conversation(store: ResponseStore, response_id: str, tenant: str | None) ->
     return stored.messages
 
 
-def _check(request: ResponsesRequest, store: ResponseStore) -> None:
+def _check(request: schemas.ResponsesRequest, store: ResponseStore) -> None:
     if request.background and request.stream:
         raise RequestError("background", "must not be given together with stream: true")
     if request.background and request.store is False:
@@ -283,17 +265,17 @@ class ResponsesBuilder(ResponseBuilder):
         if not output.finished:
             return deltas
         if not self._blocks.blocks:
-            deltas.append(self._blocks.add_empty_block())
+            deltas.append(self._blocks.add_text(BlockKind.TEXT, ""))
         num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
-        self._response.usage = ResponseUsage(
+        self._response.usage = schemas.ResponseUsage(
             num_prompt,
-            InputTokensDetails(output.num_cached_tokens),
+            schemas.InputTokensDetails(output.num_cached_tokens),
             num_output,
-            OutputTokensDetails(self._blocks.parser.num_reasoning_tokens or 0),
+            schemas.OutputTokensDetails(self._blocks.parser.num_reasoning_tokens or 0),
             num_prompt + num_output,
         )
         if output.finish_reason is FinishReason.LENGTH:
-            self._response.incomplete_details = IncompleteDetails("max_output_tokens")
+            self._response.incomplete_details = schemas.IncompleteDetails("max_output_tokens")
             self._close("incomplete", "incomplete")
         else:
             self._close("completed", "completed")
@@ -306,7 +288,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._keep()
 
     def _set_failure(self, code: str, message: str) -> None:
-        self._response.status, self._response.error = "failed", ResponseFailure(code, message)
+        self._response.status, self._response.error = "failed", schemas.ResponseFailure(code, message)
 
     def _keep(self) -> None:
         """Store the response. If it is too large, set `store` to false; a background response fails instead."""
@@ -326,14 +308,16 @@ class ResponsesBuilder(ResponseBuilder):
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
-    def _item(self, block: MessageBlock) -> OutputItem:
+    def _item(self, block: MessageBlock) -> schemas.OutputItem:
         is_last = block.index == len(self._blocks.blocks) - 1
         status, item_id, text = self._last_item_status if is_last else "completed", self._item_id(block), block.text
         if block.kind is BlockKind.CALL:
-            return FunctionCallItem(id=item_id, call_id=block.id, name=block.name, arguments=text, status=status)
+            return schemas.FunctionCallItem(
+                id=item_id, call_id=block.id, name=block.name, arguments=text, status=status
+            )
         if block.kind is BlockKind.REASONING:
-            return ReasoningItem(id=item_id, content=[ReasoningText(text)], status=status)
-        return OutputMessage(id=item_id, status=status, content=[OutputText(text)])
+            return schemas.ReasoningItem(id=item_id, content=[schemas.ReasoningText(text)], status=status)
+        return schemas.OutputMessage(id=item_id, status=status, content=[schemas.OutputText(text)])
 
     def _item_id(self, block: MessageBlock) -> str:
         return f"{self._response.id.replace('resp', _PREFIXES[block.kind], 1)}_{block.index}"
@@ -341,7 +325,7 @@ class ResponsesBuilder(ResponseBuilder):
     def _opened(self, block: MessageBlock) -> bytes:
         item = self._item(MessageBlock(block.kind, block.index, block.id, block.name))
         item.status = "in_progress"
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, schemas.FunctionCallItem):
             return self._of_block("output_item.added", block, item=item)
         part, item.content = item.content[0], []
         return self._of_block("output_item.added", block, item=item) + self._of_block(
@@ -350,7 +334,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _closed(self, block: MessageBlock) -> bytes:
         item = self._item(block)
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, schemas.FunctionCallItem):
             kind = "function_call_arguments.done"
             done = self._of_block(kind, block, arguments=item.arguments, name=item.name)
         else:
@@ -367,7 +351,7 @@ class ResponsesBuilder(ResponseBuilder):
         return self._event(f"response.{kind}", output_index=block.index, **fields)
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        content = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
+        content = schemas.ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
         self._num_events += 1
         return named_event(kind, content)
 
@@ -406,18 +390,18 @@ ENDPOINTS: Final = (
         "/v1/responses",
         create_response,
         "Answer a conversation (OpenAI's responses)",
-        body=ResponsesRequest,
-        answer=ResponseObject,
+        body=schemas.ResponsesRequest,
+        answer=schemas.ResponseObject,
     ),
-    Endpoint("GET", _PATH, show_response, "Show a stored response", answer=ResponseObject),
+    Endpoint("GET", _PATH, show_response, "Show a stored response", answer=schemas.ResponseObject),
     Endpoint(
         "GET",
         f"{_PATH}/input_items",
         list_input_items,
         "List the input items of a stored response",
         query={**PAGE, "order": {"type": "string", "enum": list(ORDERS)}},
-        answer=InputItemList,
+        answer=schemas.InputItemList,
     ),
-    Endpoint("DELETE", _PATH, delete_response, "Delete a stored response", answer=DeletedResponse),
-    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "Cancel a background response", answer=ResponseObject),
+    Endpoint("DELETE", _PATH, delete_response, "Delete a stored response", answer=schemas.DeletedResponse),
+    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "Cancel a background response", answer=schemas.ResponseObject),
 )

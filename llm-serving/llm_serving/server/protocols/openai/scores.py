@@ -143,15 +143,14 @@ async def _scores(computed: TextVectors, num_first: int) -> list[float]:
     return await off_loop(len(computed.vectors) > _INLINE_PAIRS, compute)
 
 
-def _ranking(path: str) -> Endpoint:
-    return Endpoint(
-        "POST", path, create_ranking, "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking
-    )
-
-
 ENDPOINTS: Final = (
     Endpoint(
         "POST", "/v1/score", create_scores, "Compute the similarity of texts", body=ScoreRequest, answer=ScoreList
     ),
-    *(_ranking(path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    *(
+        Endpoint(
+            "POST", path, create_ranking, "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
 )
