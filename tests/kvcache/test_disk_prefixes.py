@@ -6,9 +6,8 @@ import pytest
 from llm_serving.core.foreign_blocks import DiskPrefix
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove, BlockMoveKind
-from llm_serving.kvcache import BlockManager, disk_prefixes
-from llm_serving.kvcache.disk_prefixes import DiskPrefixes
-from llm_serving.kvcache.transfer_pool import TransferPool
+from llm_serving.kvcache import BlockManager, transfer_pool
+from llm_serving.kvcache.transfer_pool import DiskPrefixes, TransferPool
 from support.factories import create_request
 
 BLOCK_SIZE = 4
@@ -97,7 +96,7 @@ def test_a_full_pool_ends_the_storing_of_a_prompt() -> None:
 
 
 def test_a_step_exports_a_limited_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_prefixes, "MAX_EXPORTS", 3)
+    monkeypatch.setattr(transfer_pool, "MAX_EXPORTS", 3)
     blocks, disk = manager()
     request = create_request(18)
     disk.add(request.request_id, DiskPrefix(0))

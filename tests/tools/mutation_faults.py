@@ -16,7 +16,7 @@ from llm_serving.executor.cluster.listener import PendingStarts
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
-from llm_serving.kvcache.prefix_search import PrefixSearch
+from llm_serving.kvcache.block_table import PrefixSearch
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler import scheduler as scheduler_module
 from llm_serving.scheduler.preemption import Preemptor

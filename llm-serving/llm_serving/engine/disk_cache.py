@@ -26,8 +26,7 @@ from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache.block_table import BlockTable
-from llm_serving.kvcache.disk_prefixes import StoredBlocks
-from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
+from llm_serving.kvcache.transfer_pool import StoredBlocks, TransferBlock, TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.observability.transfer_metrics import DiskMetrics

@@ -18,8 +18,7 @@ from llm_serving.engine.engine_requests import Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.adapter_slots import AdapterSlots
-from llm_serving.kvcache.disk_prefixes import DiskPrefixes
-from llm_serving.kvcache.transfer_pool import TransferPool
+from llm_serving.kvcache.transfer_pool import DiskPrefixes, TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics

@@ -8,11 +8,11 @@ from llm_serving.core.request import Request
 
 
 class AdapterSlots:
-    """The adapter in each slot, and the running requests that use it.
+    """The LoRA adapter in each slot of a WorkAgent, and the running requests that use it.
 
-    The adapter in a slot is replaced only while no running request uses it; empty slots are filled first, then those
-    released first. A step fills at most one slot, so running requests wait for the copy of at most one adapter. The
-    WorkAgent copies an adapter into a slot when a step names an adapter that is not in the slot (`StepInput.adapters`).
+    An adapter is replaced only while no running request uses it; empty slots are filled first, then those released
+    first. A step fills at most one slot, so running requests wait for the copy of at most one adapter. The WorkAgent
+    makes the copy when a step names an adapter that is not in its slot (`StepInput.adapters`).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -33,7 +33,7 @@ class AdapterSlots:
         return self._adapters.index(adapter)
 
     def waits_for_a_step(self, request: Request, step: int) -> bool:
-        """Return whether the request must wait for the next step, because step `step` already fills one slot."""
+        """Return whether the request must wait, because `step` already fills one slot."""
         return self._filled_step == step and request.adapter not in self._adapters
 
     def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:
@@ -62,7 +62,6 @@ class AdapterSlots:
             self._free.append(self.slot_of(request.adapter))
 
     def release_all(self) -> None:
-        """Release all adapters, because no request runs any more."""
         for adapter in self._users:
             self._free.append(self.slot_of(adapter))
         self._users.clear()

@@ -11,8 +11,16 @@ from llm_serving.core.foreign_blocks import Transfer
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.step import BlockMove, BlockMoveKind
-from llm_serving.kvcache.block_table import BlockTable, Tables, block_hash, block_moves, namespace_hash
-from llm_serving.kvcache.prefix_search import PrefixSearch, group_hash, kept_ends
+from llm_serving.kvcache.block_table import (
+    BlockTable,
+    PrefixSearch,
+    Tables,
+    block_hash,
+    block_moves,
+    group_hash,
+    kept_ends,
+    namespace_hash,
+)
 from llm_serving.kvcache.request_blocks import RequestBlocks
 from llm_serving.kvcache.transfer_pool import TransferBlock
 
@@ -20,13 +28,11 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 class BlockManager(RequestBlocks):
     """Allocates and frees the blocks for the tokens of each request.
 
-    In a group of layers with a sliding window, a request frees the blocks that the window has passed, so it holds at
-    most the blocks of the window and of a step. Only full blocks are shared: with earlier requests of the same
-    namespace and prefix (found by hash), and with the parent of a fork. A shared block is never written; a fork that
-    starts inside a block gets a copy of it. A step executes its block moves in order before it computes.
-
-    If the model has recurrent states, a request with blocks also has a slot of `states`. A shared prefix then ends at a
-    checkpoint, and a fork recomputes the tokens after it.
+    Only full blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the
+    parent of a fork. A shared block is never written; a fork that starts inside a block gets a copy of it. In a group
+    of layers with a sliding window, a request frees the blocks that the window has passed. If the model has recurrent
+    states, a request with blocks also has a slot of `states`. A shared prefix then ends at a checkpoint, and a fork
+    recomputes the tokens after it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, **options: Any) -> None:
@@ -36,7 +42,6 @@ class BlockManager(RequestBlocks):
         """Blocks of other replicas' transfer pools. Their owners can reclaim them after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
         self._kept_ends: dict[str, tuple[int, ...]] = {}
-        """Request id -> result of `prefix_search.kept_ends`. Used only with several groups."""
         self._block_moves: list[BlockMove] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -56,7 +61,7 @@ class BlockManager(RequestBlocks):
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return how many free blocks `admit` needs, if the tables of the requests `without` are freed first."""
+        """Return how many free blocks `admit` needs if the requests `without` are preempted first."""
         uses: Counter[int] = Counter()
         num_free = 0
         for other in without:
@@ -80,13 +85,9 @@ class BlockManager(RequestBlocks):
     ) -> int:
         """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
-        Return the number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`. With a
-        sliding window, a guaranteed request shares no blocks: it reuses the blocks that its window passes, and a shared
-        block would not become free.
-
-        Args:
-            parent: A running request whose computed prefix is shared.
-            guaranteed: Whether the request must never lack a block up to `num_tokens` tokens.
+        Return how many of its tokens are already computed. A guaranteed request never lacks a block up to `num_tokens`
+        tokens. With a sliding window it shares no blocks: it reuses the blocks that its window passes, and a shared
+        block would not become free. `parent`: a running request whose computed prefix is shared.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -137,7 +138,7 @@ class BlockManager(RequestBlocks):
 
     def free_outside_window(self, request_id: str, num_computed: int) -> int:
         """Free the blocks that no token after the first `num_computed` attends to, and return their number. The steps
-        that compute these first tokens must have been submitted.
+        that compute these tokens must have been submitted.
         """
         count = 0
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
@@ -159,7 +160,7 @@ class BlockManager(RequestBlocks):
         return self._num_missing_blocks(self.tables[request_id], num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> int:
-        """Extend the request's tables to `num_tokens`. Return the number of new blocks. Call `can_grow` before."""
+        """Extend the request's tables to `num_tokens`. Return the number of new blocks."""
         tables = self.tables[request_id]
         missing = self._num_missing_blocks(tables, num_tokens)
         if missing:
@@ -181,7 +182,7 @@ class BlockManager(RequestBlocks):
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, if any: the last one first, because it is the least likely to be reused."""
+        """Free all blocks of a request, the last one first, because it is the least likely to be reused."""
         if request_id in self.tables:
             for table in reversed(self.tables.pop(request_id)):
                 self.pool.free(reversed(table.ids[table.start :]))
@@ -199,7 +200,7 @@ class BlockManager(RequestBlocks):
             self._kept_ends.pop(request_id, None)
 
     def num_blocks_to_swap(self, request: Request) -> int:
-        """Return the number of computed blocks to which later tokens of the request attend."""
+        """Return the number of computed blocks to which later tokens attend."""
         end = self.num_blocks_for(request.num_computed_tokens)
         starts = self._starts(request.request_id, request.num_computed_tokens)
         return sum(max(0, end - start) for start in starts)
@@ -231,7 +232,7 @@ class BlockManager(RequestBlocks):
     # --- KV transfer between replicas -------------------------------------------------------------------------------
 
     def add_import(self, request_id: str, transfer: Transfer) -> None:
-        """Record the transfer pool blocks of a request that migrates from another replica. `admit` imports them."""
+        """Record the blocks of a request that migrates from another replica. `admit` imports them."""
         if transfer.block_ids:
             blocks = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
             starts = [each.first_block(transfer.num_tokens, self.block_size) for each in self.groups.windows]
@@ -242,8 +243,7 @@ class BlockManager(RequestBlocks):
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
         """Export the blocks of the first `num_tokens` tokens into the transfer pool, if later tokens attend to them.
 
-        Return the moves for the step that computes the last of these tokens; None: the transfer pool is full. With
-        recurrent states, the moves of the request's state follow the block moves.
+        Return the moves for the step that computes the last of these tokens; None: the transfer pool is full.
         """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
@@ -261,9 +261,8 @@ class BlockManager(RequestBlocks):
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Import blocks that were read from disk. Return how many tokens of the request are computed then.
-
-        The request has just been admitted with `num_shared` computed tokens.
+        """Import a request's blocks that were read from disk. Return how many of its tokens are computed then; before,
+        they were `num_shared`.
         """
         assert self.disk is not None
         table, hashes = self.table(request.request_id), self.prompt_hashes(request)
@@ -272,7 +271,7 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the blocks imported since the last call. Owners may reclaim them after the steps formed so far."""
+        """Return the blocks imported since the last call. Their owners may reclaim them after the steps formed so far."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []
@@ -281,8 +280,7 @@ class BlockManager(RequestBlocks):
     def reset(self) -> None:
         """Drop all tables, hashes and pending moves, because the cache and the host pool are lost.
 
-        Blocks handed over to other replicas stay valid. Imports are dropped, because reading them may have caused the
-        loss.
+        Blocks handed over to other replicas stay valid. Imports are dropped too: reading them may have caused the loss.
         """
         for request_id in [*self.tables, *self._host_tables, *self._import_tables]:
             self.free(request_id)
@@ -295,14 +293,12 @@ class BlockManager(RequestBlocks):
             self.disk.reset()
 
     def pop_block_moves(self) -> list[BlockMove]:
-        """Return the block moves since the last call, in the order of execution."""
         moves, self._block_moves = self._block_moves, []
         return moves
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _recycles_blocks(self, num_tokens: int) -> bool:
-        """Return whether, in some group, a guaranteed request frees one block for each block that it allocates."""
         return self.num_blocks_for(num_tokens) > min(self.max_blocks)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> Tables:

@@ -12,9 +12,8 @@ MAX_EPOCH: Final = 2**31 - 1
 class BlockPool:
     """Allocates and frees the block ids 0 .. num_blocks - 1.
 
-    A block is free, or it has at least one reference. A free block can be found by its hash until it is allocated
-    again. Blocks are allocated in this order: blocks without a hash, latest freed first; blocks freed `early`; all
-    others. Blocks of the last two kinds are allocated least recently used first.
+    A free block can be found by its hash until it is allocated again. Blocks without a hash are allocated first, then
+    those freed `early`, then all others, least recently used first.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
@@ -44,7 +43,6 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of blocks, free or used, that have a hash."""
         return len(self._blocks_by_hash)
 
     def ref_count(self, block_id: int) -> int:
@@ -55,7 +53,7 @@ class BlockPool:
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks with one reference each. The caller must have checked `num_free_blocks`."""
+        """Allocate blocks with one reference each."""
         assert count <= self.num_free_blocks, f"cannot allocate {count} blocks: {self.num_free_blocks} are free"
         block_ids = []
         for _ in range(count):
@@ -80,10 +78,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int], *, early: bool = False) -> None:
-        """Drop one reference of each block. A block without references becomes free.
-
-        `early`: these blocks are less likely to be found by their hash than other free blocks.
-        """
+        """Drop one reference of each block. `early`: later requests are less likely to look for these blocks."""
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             assert count > 0, f"block {block_id} freed twice"
@@ -120,7 +115,7 @@ class BlockPool:
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """Function that returns whether a block has this hash. It is valid as long as the pool exists."""
+        """Function that returns whether a block has a hash. It is valid as long as the pool exists."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:
@@ -129,10 +124,7 @@ class BlockPool:
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError if a block is neither free nor used, or if its reference count is wrong.
-
-        `references`: the block id of each reference.
-        """
+        """Raise AssertionError unless `references` (a block id for each) explain all counts, and no block is lost."""
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1

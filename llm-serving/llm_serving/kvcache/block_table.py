@@ -1,17 +1,18 @@
-"""The block table of a request, and the hashes of full blocks for prefix caching."""
+"""Block tables of requests, hashes of full blocks, and the search for a computed prefix that a request can share."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
+from llm_serving.core.window import Window
 from llm_serving.kvcache.block_pool import BlockPool
 
 
 class BlockTable:
-    """Block ids in token order, each with the epoch of its allocation, as two arrays of 32-bit integers.
+    """Block ids in token order, each with the epoch of its allocation.
 
     The first `start` entries have no block, because the sliding window has passed them. A WorkAgent tags each block
     that it writes with the epoch in the step's table. So it detects two writers of a block, and reads of a block that
@@ -21,7 +22,7 @@ class BlockTable:
     __slots__ = ("epochs", "ids", "start")
 
     def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
-        """`ids`, `epochs`: entries from index `start` on. The entries before it have no blocks."""
+        """`ids`, `epochs`: entries from index `start` on."""
         self.start = start
         self.ids = array("i", [NO_BLOCK]) * start
         self.epochs = array("i", [0]) * start
@@ -30,7 +31,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
-        """Return a table of the blocks `block_ids`, each with its current epoch. The first block is entry `start`."""
+        """Return a table of the pool's blocks `block_ids`, the first of which is entry `start`."""
         return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
@@ -49,14 +50,13 @@ class BlockTable:
         return block_ids
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
-        """Return (block id, epoch) of the entries from `start` on. All of them must have blocks."""
+        """Return (block id, epoch) of the entries from `start` on."""
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
-        """Split this table, in which the blocks of several groups follow one another, into one table for each group.
+        """Split a table with the blocks of several groups one after another into one table for each group.
 
-        `starts`: index of the first entry with a block in each table. Each table ends with the block of token
-        `num_tokens` - 1. If there is only one group, it gets all blocks.
+        `starts`: first entry with a block in each table. Each table ends with the block of token `num_tokens` - 1.
         """
         if len(starts) == 1:
             return (self,)
@@ -84,10 +84,7 @@ Tables = tuple[BlockTable, ...]
 def block_moves(
     kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
 ) -> list[BlockMove]:
-    """Return the moves of the first `num_tokens` tokens between the same entries of two requests' tables.
-
-    The moves begin at entry `start`, or at the first entry with a block in the target, if that is later.
-    """
+    """Return the moves of the first `num_tokens` tokens, from entry `start` on, between the tables of two requests."""
     moves = []
     for source, target in zip(sources, targets, strict=True):
         for index in range(max(start, target.start), -(-num_tokens // block_size)):
@@ -100,14 +97,106 @@ DIGEST_BYTES = 16
 
 
 def namespace_hash(namespace: str) -> bytes:
-    """Return the hash before the first block of a namespace. Blocks of different namespaces have different hashes."""
+    """Return the hash before the first block of a namespace."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest()
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a block that holds `token_ids`. `previous`: hash of the block before it.
-
-    Hashes form a chain, because keys and values depend on all earlier tokens. They are cryptographic, because clients
-    choose the tokens and must not find two texts with the same block hash.
+    """Return the hash of a block, chained to the hash of the block before it, because KV depends on all earlier tokens.
+    It is cryptographic, because clients choose the tokens and must not find two texts with the same block hash.
     """
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def group_hash(block_hash: bytes, group: int) -> bytes:
+    """Return the hash of a block of a group of layers; for the first group, `block_hash` itself."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
+    """Return the prefix lengths, in blocks, after which later prompts probably differ from this one: that of the shared
+    prefix, that of the prefix that the first group of layers has in the cache, and that of the prompt.
+    """
+    num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
+    return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
+
+
+class PrefixSearch:
+    """The cached blocks of one request's prefix.
+
+    A prefix of n blocks can be shared if each group of layers has those blocks to which the next token attends: all n,
+    or, with a window, those of the window.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        block_size: int,
+        pool: BlockPool,
+        sources: Tables,
+        num_common: int,
+        hashes: Sequence[bytes],
+    ) -> None:
+        """`sources`: tables of a running request whose first `num_common` blocks can be shared; or empty."""
+        self._windows, self._block_size, self._pool = windows, block_size, pool
+        self._sources, self._num_common, self._hashes = sources, num_common, hashes
+
+    def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
+        """Return the tables of the longest prefix. `is_checkpoint`: whether a prefix may end with the block of a hash."""
+        found: list[list[int]] = []
+        limit = max(self._num_common, len(self._hashes))
+        runs: dict[Window, list[int]] = {}
+        for group, window in enumerate(self._windows):
+            blocks = self._find(group, limit, stops=not window.is_sliding)
+            found.append(blocks)
+            limit = len(blocks)
+            if window.is_sliding:
+                of_group = _runs(blocks)
+                runs[window] = list(map(min, runs.get(window, of_group), of_group))
+        for end in range(limit, 0, -1):
+            if is_checkpoint is not None and not (self._hashes and is_checkpoint(self._hashes[end - 1])):
+                continue
+            if all(run[end - 1] >= end - self._start(window, end) for window, run in runs.items()):
+                return tuple(
+                    self._table(group, found[group], self._start(window, end), end)
+                    for group, window in enumerate(self._windows)
+                )
+        return tuple([BlockTable() for _ in self._windows])
+
+    def _start(self, window: Window, end: int) -> int:
+        return window.first_block(end * self._block_size, self._block_size)
+
+    def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
+        """Return a group's first `limit` block ids. A missing block is `NO_BLOCK`; if `stops`, it ends the list."""
+        blocks: list[int] = []
+        find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
+        if self._sources:
+            source, start = self._sources[group].ids, self._sources[group].start
+        for index in range(limit):
+            if start <= index < num_common:
+                blocks.append(source[index])
+                continue
+            found = None
+            if hashes:
+                found = find(group_hash(hashes[index], group) if group else hashes[index])
+            if found is None and stops:
+                break
+            blocks.append(NO_BLOCK if found is None else found)
+        return blocks
+
+    def _table(self, group: int, blocks: Sequence[int], start: int, end: int) -> BlockTable:
+        table = BlockTable.of(self._pool, blocks[start:end], start)
+        if self._sources:  # the request expects the epochs that the other one does
+            source = self._sources[group]
+            shared = slice(max(start, source.start), max(start, source.start, min(end, self._num_common)))
+            table.epochs[shared] = source.epochs[shared]
+        return table
+
+
+def _runs(blocks: Sequence[int]) -> list[int]:
+    """Return for each block the length of the gapless run of blocks that ends with it."""
+    runs, run = [], 0
+    for block in blocks:
+        run = 0 if block == NO_BLOCK else run + 1
+        runs.append(run)
+    return runs

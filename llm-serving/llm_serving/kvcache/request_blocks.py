@@ -9,9 +9,8 @@ from llm_serving.core.window import ONE_GROUP, CacheGroups
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, Tables
-from llm_serving.kvcache.disk_prefixes import DiskPrefixes
 from llm_serving.kvcache.state_slots import StateSlots
-from llm_serving.kvcache.transfer_pool import TransferPool
+from llm_serving.kvcache.transfer_pool import DiskPrefixes, TransferPool
 
 
 class RequestBlocks:
@@ -22,9 +21,7 @@ class RequestBlocks:
     """
 
     states: StateSlots | None = None
-    """State slots; None: the model has no states, or a recording without them is replayed."""
     disk: DiskPrefixes | None = None
-    """None: there is no disk cache. With a disk cache, there is only one group."""
 
     adapters: AdapterSlots | None = None
 
@@ -50,7 +47,6 @@ class RequestBlocks:
         self.has_sliding_window = self.groups.is_sliding
         self.max_blocks = self.groups.max_blocks(block_size, num_blocks)
         self.max_request_tokens = self.groups.max_request_tokens(block_size, num_blocks)
-        """Length of the longest request that fits into an empty cache, in tokens."""
         self._unshared: set[str] = set()
         self.tables: dict[str, Tables] = {}
         self._host_tables: dict[str, Tables] = {}
@@ -71,7 +67,7 @@ class RequestBlocks:
         return count
 
     def num_tokens_with_blocks(self, request_id: str) -> int:
-        """Return how many tokens from the start have, or had, a block in each of the request's tables."""
+        """Return how many tokens from the start have, or had, a block in every group."""
         return min([len(table.ids) for table in self.tables[request_id]]) * self.block_size
 
     @property
@@ -79,7 +75,7 @@ class RequestBlocks:
         return len(self._host_tables)
 
     def table(self, request_id: str) -> BlockTable:
-        """Return the table of the first group. The caller must neither change nor keep it."""
+        """Return the table of the first group. The caller must not change or keep it."""
         return self.tables[request_id][0]
 
     def block_table(self, request_id: str) -> list[int]:

@@ -16,16 +16,15 @@ class StateSlots:
 
     `max_running` slots are reserved, one for each running request. The spare slots hold checkpoints, states after draft
     tokens, and states of swapped requests. A checkpoint is the state after a full block. It is found by the block's
-    hash until its slot is allocated again. A checkpoint is never overwritten: a request that continues from one stores
-    its next state in its own slot. Each row of a step stores the state after its last known token, after each draft
-    token, and at each checkpoint.
+    hash until its slot is allocated again, and is never overwritten: a request that continues from one stores its next
+    state in its own slot.
 
     A WorkAgent runs steps in order, so the next step may use a freed slot. Rows of one step run concurrently, so a slot
     that a row reads is freed only after the whole step is planned.
     """
 
     def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
-        """`num_pieces`: number of transfer pool blocks that one state occupies."""
+        """`num_pieces`: number of transfer pool blocks that hold one state."""
         assert num_slots >= max_running, f"{num_slots} slots cannot hold the states of {max_running} requests"
         self.pool = BlockPool(num_slots)
         self.max_running = max_running
@@ -45,7 +44,6 @@ class StateSlots:
         """Request id -> (number of tokens, slot) of checkpoints that a step in flight stores."""
         self._accesses: list[StateAccess] = []
         self._read: list[int] = []
-        """Slots of the checkpoints that the planned step reads. They are freed once the step is planned."""
 
     @property
     def num_spare(self) -> int:
@@ -53,8 +51,8 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request may continue from the checkpoint of this block. A checkpoint that no request uses
-        takes a spare slot.
+        """Return whether a request may continue from the checkpoint of this block. If no request uses the checkpoint,
+        it takes a spare slot.
         """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
@@ -69,10 +67,8 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        It stores a checkpoint after the last full block of its prompt. It stores a second one after the cached prefix
-        of its prompt, because later requests probably have this prefix too.
-
-        `hashes`: hashes of all blocks that the request may share; None: it neither uses nor stores checkpoints.
+        It stores a checkpoint after the last full block of its prompt, and one after the cached prefix, because later
+        requests probably share this prefix. `hashes`: of all blocks that it may share; None: it uses no checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -104,8 +100,8 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether one more request can be swapped out. A swapped-out request keeps its state slot, and one slot must
-        stay free, because the request that runs instead may need a slot to continue from a checkpoint.
+        """Whether one more request can be swapped out. It keeps its slot, and the request that runs instead may need
+        one to continue from a checkpoint.
         """
         return self.num_spare > 1
 
@@ -128,7 +124,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def reset(self) -> None:
-        """Drop all checkpoints and the planned step, because the states are lost. No request may have a slot."""
+        """Drop all checkpoints and the planned step, because the states are lost."""
         assert not self._own, "a request without blocks has a state"
         self._accesses.clear()
         self.pool.free(self._read)
@@ -138,13 +134,11 @@ class StateSlots:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def add_drafts(self, request_id: str, num_drafts: int) -> None:
-        """Allocate slots for states after draft tokens, at most `num_spare`. Call this before `add_row`."""
+        """Allocate slots for the states after draft tokens. Call this before `add_row`."""
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan row `row` of a step, which computes `query_len` tokens after the first `start`. The draft tokens of
-        `add_drafts` are the last tokens of the row.
-        """
+        """Plan row `row` of a step, which computes `query_len` tokens after the first `start`, draft tokens last."""
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
             self._access(row, STATE_BEFORE, own if source is None else source)
@@ -161,7 +155,7 @@ class StateSlots:
             self._access(row, last, own)
 
     def pop_accesses(self) -> list[StateAccess]:
-        """Return the reads and writes of states since the last call, and free the checkpoints that are read."""
+        """Return the reads and writes since the last call, and free the checkpoints that are read."""
         accesses, self._accesses = self._accesses, []
         self.pool.free(self._read)
         self._read.clear()
@@ -178,7 +172,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the request's stored checkpoints. `hashes`: hashes of its first computed blocks."""
+        """Let other requests find the request's stored checkpoints. `hashes`: of its first computed blocks."""
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -187,7 +181,7 @@ class StateSlots:
                 self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
 
     def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
-        """Raise AssertionError unless only running and swapped requests have slots, and each slot is free or used."""
+        """Raise AssertionError unless exactly the running and swapped requests have slots, and no slot is lost."""
         assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
         assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
         assert self.num_spare >= 0, "too few slots are free for the states of further running requests"
@@ -198,8 +192,8 @@ class StateSlots:
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
         """Plan the checkpoints that a row stores.
 
-        In the prompt, these are the checkpoints of `_checkpoint_ends`. In the output, a row of one token that completes
-        a block stores one, which replaces the previous checkpoint of the output.
+        In the prompt, these are at `_checkpoint_ends`. In the output, a row of one token that completes a block stores
+        one, which replaces the previous checkpoint of the output.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends
@@ -221,7 +215,7 @@ class StateSlots:
                 self._latest[request_id] = slot, self.pool.epoch(slot)
 
     def _prompt_checkpoint(self, request: Request) -> int:
-        """Return the number of tokens after which the checkpoint of a prompt is stored; 0: the prompt has none."""
+        """Return the number of tokens after which the checkpoint of a prompt is stored; 0: there is none."""
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _access(self, row: int, token: int, slot: int) -> None:

@@ -1,13 +1,16 @@
-"""The transfer pool, through which replicas pass KV blocks to each other."""
+"""The transfer pool, through which replicas pass KV blocks to each other and to the disk cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from typing import Final, NamedTuple
 
-from llm_serving.core.foreign_blocks import Transfer
+from llm_serving.core.foreign_blocks import DiskPrefix, Transfer
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.kvcache.block_pool import BlockPool
-from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.block_table import BlockTable, block_moves
 
 TransferBlock = tuple[int, int]
 """(block id, epoch). The ids are unique in the pool that all replicas share."""
@@ -17,14 +20,10 @@ class TransferPool:
     """Allocates the blocks of one replica's part of the transfer pool.
 
     A block is free, pending (its exporting step has no reply yet) or handed over to another replica. Only this
-    replica's WorkAgent writes the block, in the order of steps. So the block can be allocated again once its reader has
-    returned it (`reclaim`).
+    replica's WorkAgent writes it, in the order of steps. So it can be allocated again once its reader has returned it.
 
-    Args:
-        num_blocks: 0: requests do not migrate.
-        first: Id of the first block.
-        last_epoch: The first allocation has the next epoch. Engines that use the same part one after another must not
-            repeat epochs.
+    `first`: id of the first block. `last_epoch`: engines that use the same part one after another must not repeat
+    epochs.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
@@ -35,7 +34,7 @@ class TransferPool:
         """Id of a block that another replica may read -> its epoch."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Allocate blocks for the entries [start, end) of a table of `num_tokens` tokens; None: too few are free."""
+        """Allocate blocks for the entries [start, end) of a table; None: too few are free."""
         count = end - start
         if count > self.pool.num_free_blocks:
             return None
@@ -45,7 +44,7 @@ class TransferPool:
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """Hand a request's blocks over to another replica. The reply to the exporting step must have arrived."""
+        """Hand a request's blocks over to another replica, after the reply to the exporting step."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
@@ -71,3 +70,99 @@ class TransferPool:
     def check_integrity(self) -> None:
         pending = chain.from_iterable(table for table, _ in self._pending.values())
         self.pool.check_integrity(each - self._first for each in chain(pending, self._handed_over))
+
+
+MAX_EXPORTS: Final = 128
+
+
+class StoredBlocks(NamedTuple):
+    """Full blocks of a prompt in the transfer pool, which the WorkAgent writes to disk."""
+
+    key: str
+    """Key of the export in `DiskPrefixes.exports`."""
+    hashes: list[bytes]
+    blocks: list[TransferBlock]
+
+
+class DiskPrefixes:
+    """Blocks in the transfer pool that were read from disk or will be written to it.
+
+    The engine reads a prefix from disk before it adds a request. When the request is admitted, it imports those blocks
+    that are not in the KV cache. A step that completes full blocks of a prompt exports those that are not on disk. If
+    the transfer pool is full, the rest of the prompt is not stored, because a prefix is found only from its start.
+    """
+
+    def __init__(self, block_size: int, exports: TransferPool) -> None:
+        self.exports = exports
+        self._block_size = block_size
+        self._found: dict[str, BlockTable] = {}
+        self._num_stored: dict[str, int] = {}
+        """Request id -> number of blocks from the start of the prompt that are on disk or were exported."""
+        self._released: list[TransferBlock] = []
+
+    def add(self, request_id: str, prefix: DiskPrefix) -> None:
+        self._num_stored[request_id] = prefix.num_stored
+        if prefix.blocks:
+            ids, epochs = zip(*prefix.blocks, strict=True)
+            self._found[request_id] = BlockTable(ids, epochs, prefix.start)
+
+    def free(self, request_id: str) -> None:
+        self._num_stored.pop(request_id, None)
+        if (found := self._found.pop(request_id, None)) is not None:
+            self._released += found.blocks(found.start)
+
+    def reset(self) -> None:
+        for request_id in list(self._num_stored):
+            self.free(request_id)
+        self.exports.cancel_all()
+
+    def imports(
+        self, request_id: str, table: BlockTable, num_shared: int, hashes: list[bytes], pool: BlockPool
+    ) -> list[BlockMove]:
+        """Return the moves that import a request's blocks into its new table, after its `num_shared` shared blocks.
+
+        Other requests can share these blocks at once, because a step executes its moves before it computes tokens.
+        """
+        found = self._found.pop(request_id, None)
+        if found is None:
+            return []
+        self._released += found.blocks(found.start)
+        if found.start > num_shared:  # the cache evicted blocks before `start` since the disk was read
+            return []
+        end, size = min(found.end, table.end), self._block_size
+        for index in range(num_shared, end):
+            pool.register_hash(table.ids[index], table.epochs[index], hashes[index])
+        return block_moves(BlockMoveKind.IMPORT, (found,), (table,), num_shared, end * size, size)
+
+    def stores(self, request_id: str) -> bool:
+        return request_id in self._num_stored
+
+    def store(
+        self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
+    ) -> tuple[StoredBlocks, list[BlockMove]] | None:
+        """Export the full blocks of a prompt that a step completes and that are not on disk. Return them and the moves.
+
+        `num_computed`: computed tokens after this step. `hashes`: of the full blocks of the prompt.
+        """
+        start = self._num_stored[request.request_id]
+        wanted = min(num_computed // self._block_size - start, len(hashes) - start, MAX_EXPORTS)
+        stop = start + min(max(0, wanted), self.exports.pool.num_free_blocks)
+        if stop - start < wanted or stop == len(hashes):
+            del self._num_stored[request.request_id]
+        else:
+            self._num_stored[request.request_id] = stop
+        if stop == start:
+            return None
+        key = f"{request.request_id} {start}"
+        size = self._block_size
+        target = self.exports.allocate(key, start, stop, stop * size)
+        assert target is not None, "the free blocks were counted"
+        moves = block_moves(BlockMoveKind.EXPORT, (table,), (target,), start, stop * size, size)
+        return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
+
+    def pop_released(self) -> list[TransferBlock]:
+        """Return the blocks released since the last call. They can be reused after the steps formed so far."""
+        if not self._released:
+            return []
+        released, self._released = self._released, []
+        return released

@@ -12,7 +12,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import BlockMove, StateAccess
 from llm_serving.kvcache import BlockManager, StateSlots
-from llm_serving.kvcache.disk_prefixes import DiskPrefixes, StoredBlocks
+from llm_serving.kvcache.transfer_pool import DiskPrefixes, StoredBlocks
 from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.waiting import WaitingRequests
 
