@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from llm_serving.core.generation_defaults import PARAMETERS
-from llm_serving.core.sampling_params import DEFAULTS, RULES
+from llm_serving.core.sampling_params import DEFAULTS, PARAMETERS, RULES
 from llm_serving.server.generation.sampling import REQUEST_RULES
 from llm_serving.server.parsing.body import BODIES
 from llm_serving.server.protocols.anthropic.schemas import MessagesRequest

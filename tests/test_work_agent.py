@@ -18,7 +18,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.fingerprint import code_fingerprint
-from llm_serving.core.memory import describe_address_space_limit
+from llm_serving.core.process import describe_address_space_limit
 from llm_serving.core.step import AllowedTokens, BlockMoveKind, DraftRequest
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings

@@ -26,8 +26,7 @@ import msgspec
 
 from llm_serving.core.enums import AgentExit
 from llm_serving.core.fingerprint import code_fingerprint
-from llm_serving.core.memory import explain_address_space_limit, release_library_pages, trim_heap
-from llm_serving.core.process import die_with_parent
+from llm_serving.core.process import die_with_parent, explain_address_space_limit, release_library_pages, trim_heap
 from llm_serving.core.step import AllowedTokens, StepOutput
 from llm_serving.errors import (
     ChannelClosedError,

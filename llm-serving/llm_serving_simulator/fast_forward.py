@@ -17,7 +17,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.sinks import SequenceSink, SinkContext
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
+from llm_serving.scheduler.fair_sharing import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.policies import PolicyInput
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
 from llm_serving.scheduler.scheduler import Scheduler

@@ -23,7 +23,7 @@ from pathlib import Path
 from harness.figures import FIRST_PLAIN_TOKEN
 from harness.random_work_agent import random_executor
 from llm_serving.config import load_config
-from llm_serving.core.memory import periodic_heap_trim, return_large_blocks
+from llm_serving.core.process import periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.figures import Figure, greedy
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.memory import resident_bytes
+from llm_serving.core.process import resident_bytes
 from llm_serving.core.request import Request
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from llm_serving.core.generation_defaults import generation_defaults, generation_end_ids
-from llm_serving.core.sampling_params import as_float32
+from llm_serving.core.sampling_params import as_float32, generation_defaults, generation_end_ids
 from llm_serving.errors import ModelError
 
 

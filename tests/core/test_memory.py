@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from llm_serving.core.memory import (
+from llm_serving.core.process import (
     describe_address_space_limit,
     explain_address_space_limit,
     periodic_heap_trim,
@@ -24,7 +24,7 @@ MEBI = 2**20
 HELPERS = """
 import ctypes
 from pathlib import Path
-from llm_serving.core.memory import return_large_blocks, trim_heap
+from llm_serving.core.process import return_large_blocks, trim_heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -80,7 +80,7 @@ print(resident() - before)
 
 def test_library_pages_are_unmapped_and_reloaded_on_access():
     kept = growth("""
-from llm_serving.core.memory import release_library_pages
+from llm_serving.core.process import release_library_pages
 before = resident()
 release_library_pages()
 import json, decimal
@@ -93,7 +93,7 @@ print(resident() - before)
 def test_release_of_a_range_frees_whole_pages_only():
     released = growth("""
 import mmap
-from llm_serving.core.memory import release_pages
+from llm_serving.core.process import release_pages
 memory = mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 memory.write(b"x" * len(memory))
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.core.foreign_blocks import DiskPrefix
-from llm_serving.core.request import Request
+from llm_serving.core.request import DiskPrefix, Request
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.kvcache import BlockManager, transfer_pool
 from llm_serving.kvcache.transfer_pool import DiskPrefixes, TransferPool

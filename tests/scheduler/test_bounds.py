@@ -13,8 +13,7 @@ from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import PreemptionMode, Scheduler
 from llm_serving.scheduler.bounds import WaitMonitor, longest_waits
-from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policies import POLICIES
+from llm_serving.scheduler.policies import ORDERS, POLICIES
 from support.factories import create_classes, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 

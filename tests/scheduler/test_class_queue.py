@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llm_serving.core.request import Request
-from llm_serving.scheduler.orders import ORDERS
+from llm_serving.scheduler.policies import ORDERS
 from llm_serving.scheduler.queues import ClassQueue
 from support.factories import create_classes, create_request
 

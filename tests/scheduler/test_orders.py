@@ -6,7 +6,7 @@ import pytest
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.scheduler import Scheduler
-from llm_serving.scheduler.orders import ORDERS, DeadlineOrder, ShortestOrder
+from llm_serving.scheduler.policies import ORDERS, DeadlineOrder, ShortestOrder
 from support.factories import create_classes, create_request, create_scheduler, run_step
 
 
@@ -76,7 +76,7 @@ def test_predicted_length_is_at_most_max_tokens() -> None:
 
 
 def test_number_of_predicted_lengths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_serving.scheduler.orders.MAX_TENANTS", 3)
+    monkeypatch.setattr("llm_serving.scheduler.policies.MAX_TENANTS", 3)
     order = ShortestOrder()
     for number in range(10):
         request = named("any", tenant=str(number))

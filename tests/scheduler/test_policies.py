@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from llm_serving.core.enums import OrderName, PolicyName
 from llm_serving.scheduler import Schedule
-from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policies import POLICIES, PolicyInput, Preference, Throughput
+from llm_serving.scheduler.policies import ORDERS, POLICIES, PolicyInput, Preference, Throughput
 from support.factories import create_config, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.components import SchedulingRules
-from llm_serving.scheduler.orders import ShortestOrder
+from llm_serving.scheduler.policies import ShortestOrder
 from support.factories import create_request, create_scheduler
 from support.scheduler_loads import arrivals, arrive, create_load, other_rules, scheduler_options
 from support.scheduler_run import SchedulerRun

@@ -7,8 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from llm_serving.core.foreign_blocks import Transfer
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request import FinishReason, Transfer
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.observability.event_log import EventLog
 from llm_serving.recording.report import describe_state

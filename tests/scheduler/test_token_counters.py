@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.scheduler import orders
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, TenantTokenCounters
+from llm_serving.scheduler import fair_sharing
+from llm_serving.scheduler.fair_sharing import OUTPUT_TOKEN_WEIGHT, TenantTokenCounters
 from support.factories import create_classes, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 
@@ -56,7 +56,7 @@ def test_joining_tenant_starts_from_the_last_to_leave_if_none_waits() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_number_of_token_counters_is_bounded(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "MAX_TENANTS", 10)
+    monkeypatch.setattr(fair_sharing, "MAX_TENANTS", 10)
     shares = TenantTokenCounters()
     for index in range(200):
         shares.join(f"user-{index}", shares.served(f"user-{index - 1}") if waits and index else None)
@@ -68,7 +68,7 @@ def test_number_of_token_counters_is_bounded(waits: bool, monkeypatch: pytest.Mo
 
 def test_served_tenants_are_evicted_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a tenant without service waits, every served tenant is above the floor of a new one."""
-    monkeypatch.setattr(orders, "MAX_TENANTS", 10)
+    monkeypatch.setattr(fair_sharing, "MAX_TENANTS", 10)
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=1)
     shares = scheduler.waiting.queues["normal"].token_counters
     run = SchedulerRun(scheduler)
@@ -81,7 +81,7 @@ def test_served_tenants_are_evicted_while_others_wait(monkeypatch: pytest.Monkey
 
 
 def test_tenant_with_the_most_service_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "MAX_TENANTS", 10)
+    monkeypatch.setattr(fair_sharing, "MAX_TENANTS", 10)
     shares = TenantTokenCounters()
     for index in range(60):
         shares.join(f"user-{index}", 0)

@@ -8,7 +8,7 @@ from typing import Any
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.scheduler import SchedulerLimits
-from llm_serving.scheduler.orders import ArrivalOrder
+from llm_serving.scheduler.policies import ArrivalOrder
 from llm_serving.scheduler.queues import WaitingQueue
 from support.factories import create_classes, create_request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from llm_serving.core.constraint import Constraint
+from llm_serving.core.request import Constraint
 from support.fakes import DEMO_TOKENIZER
 
 END = DEMO_TOKENIZER.eos_token_ids[0]

@@ -17,8 +17,7 @@ from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
-from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policies import POLICIES
+from llm_serving.scheduler.policies import ORDERS, POLICIES
 
 _names = (f"request-{count}" for count in itertools.count())
 

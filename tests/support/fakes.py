@@ -17,9 +17,8 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tables import ApiKey
-from llm_serving.core.constraint import Constraint
 from llm_serving.core.fingerprint import ComputeFingerprint
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request import Constraint, FinishReason
 from llm_serving.core.request_class import ANONYMOUS, Caller
 from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.components import SchedulingRules
-from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policies import POLICIES
+from llm_serving.scheduler.policies import ORDERS, POLICIES
 from support.factories import create_classes, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 from support.simulated_settings import GROUPS

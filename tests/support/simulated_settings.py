@@ -12,7 +12,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.window import LayerWindow
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.scheduler.orders import ORDERS
+from llm_serving.scheduler.policies import ORDERS
 from support.factories import create_classes
 from support.simulated_client import MAX_MODEL_LEN
 from support.simulated_clock import Clock

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llm_serving.backends.base import Array, BlockMemory
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.core.memory import release_pages
+from llm_serving.core.process import release_pages
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 

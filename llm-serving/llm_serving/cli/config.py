@@ -20,7 +20,7 @@ from llm_serving.cli.arguments import (
 )
 from llm_serving.config import ServingConfig
 from llm_serving.config.report import describe, reference_yaml
-from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_defaults
+from llm_serving.core.sampling_params import GENERATION_CONFIG, generation_defaults
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
 

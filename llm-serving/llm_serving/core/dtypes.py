@@ -15,12 +15,10 @@ from llm_serving.errors import shorten
 class ModelDtype:
     name: str
     numpy: type[np.generic]
-    """NumPy type of arrays. NumPy has no bfloat16, so the 16 bits are stored as uint16."""
+    """Type of arrays. NumPy has no bfloat16, so its 16 bits are stored as uint16."""
     safetensors: str
     checkpoint: str
-    """Name in MindSpore's `.ckpt` files."""
     on_ascend: bool
-    """Whether MindSpore's primitives for Ascend support the dtype."""
     aliases: tuple[str, ...]
 
     @property
@@ -60,7 +58,7 @@ _GROUPS: Final = ("group_size", "q_group_size")
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str | None:
-    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128"; None: there is none."""
+    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128"."""
     given = config.get("quantization_config")
     if given is None:
         return None
@@ -92,7 +90,7 @@ def _bits_by_name(given: Mapping[str, Any]) -> int | None:
 
 
 def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the values of `config_groups`, the groups of modules in a quantization config of compressed-tensors."""
+    """Return the values of `config_groups` in a quantization config of compressed-tensors."""
     groups = given.get("config_groups")
     rows = list(groups.values()) if isinstance(groups, Mapping) else []
     return [row for row in rows if isinstance(row, Mapping)]

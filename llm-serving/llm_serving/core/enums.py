@@ -17,7 +17,7 @@ class PolicyName(enum.StrEnum):
 
 
 class OrderName(enum.StrEnum):
-    """Order of requests within a class; see `scheduler.orders`."""
+    """Order of requests within a class; see `scheduler.policies`."""
 
     FAIR = "fair"
     ARRIVAL = "arrival"
@@ -65,9 +65,8 @@ class SpreadName(enum.StrEnum):
 
 
 class QuantizationName(enum.StrEnum):
-    """Quantization of a model. `wNaM` means weights of N bits and activations of M bits.
-
-    `blocks_a16` means the blocks of a GGUF file and activations in the model dtype.
+    """Quantization of a model. `wNaM` means weights of N bits and activations of M bits; `blocks_a16` means the blocks
+    of a GGUF file and activations in the model dtype.
     """
 
     W8A8 = "w8a8"
@@ -82,11 +81,9 @@ class PoolingMode(enum.StrEnum):
     """How an embedding is computed from the last layer's hidden states of a prompt."""
 
     LAST = "last"
-    """The hidden state of the last token."""
     FIRST = "cls"
-    """The hidden state of the first token."""
     MEAN = "mean"
-    """The mean of the hidden states of all tokens. One step must compute the whole prompt."""
+    """The mean over all tokens. One step must compute the whole prompt."""
 
 
 class KVCacheDtypeName(enum.StrEnum):
@@ -177,19 +174,18 @@ class Proposer(enum.StrEnum):
     """Component that proposes draft tokens."""
 
     NGRAM = "ngram"
-    """The n-gram lookup: tokens that followed an earlier occurrence of the same n-gram."""
+    """Tokens that followed an earlier occurrence of the same n-gram."""
     DRAFT_MODEL = "draft_model"
     MTP = "mtp"
     """The model's layer for multi-token prediction."""
     FORCED = "forced"
-    """The constraint: tokens that it forces, because it allows no others."""
+    """Tokens that the constraint forces, because it allows no others."""
 
 
 class AgentExit(IntEnum):
     """Exit code of a WorkAgent. After a signal, the code is the negative signal number."""
 
     ENDED = 0
-    """The master stopped the WorkAgent or has exited."""
     BROKEN = 1
     """The connection to the master broke in the middle of a frame."""
     NO_SECRET = 3

@@ -13,7 +13,7 @@ from llm_serving.errors import ModelError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, unbuffered. Raise ModelError if it is not regular or cannot be opened."""
+    """Open a regular file, or a link to one, unbuffered. Raise ModelError if that fails."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer; without O_NOCTTY, a terminal could control the process.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -41,9 +41,8 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, and create it if it is missing. Return a descriptor, which holds the lock while it is open.
-
-    Return None if another process holds the lock. Raise OSError if the file cannot be locked.
+    """Lock a file, created if it is missing. Return a descriptor, which holds the lock while it is open; None: another
+    process holds the lock. Raise OSError if the file cannot be locked.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -35,7 +35,7 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """Return the SHA-256 over path and content of all Python and C++ files of the package. It is computed once.
+    """Return the SHA-256 over path and content of all Python and C++ files of the package.
 
     All processes of a server must have the same hash, because answers depend on the code.
     """

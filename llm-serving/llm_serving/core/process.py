@@ -1,15 +1,24 @@
-"""Helpers to start processes: commands, exit with the parent, environment of MindSpore, optional packages."""
+"""A process of the server: its start, its exit with the parent, its environment, and its memory."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
+import mmap
 import os
+import resource
 import signal
 import sys
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
+
+import psutil
 
 from llm_serving.errors import ConfigError
 
@@ -27,28 +36,25 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which an NPU adds in a fixed order. Two of them turn shuffling off, so that each core
-starts the sums of a matrix product at the first element."""
+"""Environment variables with which an NPU adds in a fixed order. Without shuffling, each core starts a sum at element
+0.
+"""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of the package with this Python interpreter.
-
-    `-P` keeps the working directory out of the module search path, because it may contain a file such as `random.py`.
+    """Return the command that runs a module of the package. `-P` keeps the working directory out of the module search
+    path.
     """
     return [sys.executable, "-Pm", module, *arguments]
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends.
-
-    If that thread has ended before the call, this process keeps running.
-    """
+    """Ask the kernel to kill this process when the thread that started it ends, unless that thread has ended before."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that MindSpore needs on an NPU. Call this before MindSpore is imported.
+    """Set the environment variables that MindSpore needs on an NPU, before MindSpore is imported.
 
     Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
     """
@@ -62,16 +68,10 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of the simulator or of the receipts. These packages may not be installed.
+    """Import a module of the simulator or of the receipts, whose packages may not be installed.
 
-    Args:
-        module: Full name.
-        user: The command or key that needs the module.
-        remedy: End of the error message.
-
-    Raises:
-        ConfigError: The package is not installed.
-        ModuleNotFoundError: The package lacks a dependency.
+    `user`: the command or key that needs the module. `remedy`: end of the error message. Raise ConfigError if the
+    package is not installed, ModuleNotFoundError if it lacks a dependency.
     """
     package = module.partition(".")[0]
     try:
@@ -80,3 +80,121 @@ def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ConfigError(f"`{user}` needs the package {package}, which is not installed{remedy}") from None
+
+
+M_MMAP_THRESHOLD: Final = -3
+LARGE_BYTES: Final = 128 * 1024
+"""Minimum bytes of an allocation with a memory mapping of its own. It is glibc's initial threshold."""
+KEPT_BYTES: Final = 2**20
+PERIOD_S: Final = 1.0
+"""Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
+
+_NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
+"""Errors that mean a shortage of descriptors or memory. EAGAIN: there are too many processes or threads."""
+_NO_THREAD: Final = "can't start new thread"
+"""Python's message if it cannot start a thread. This error has no errno."""
+ENOUGH_GB: Final = 4
+"""Address space in GB that MindSpore and its threads need besides weights and KV blocks."""
+_WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
+"""Parts of the messages, in lower case, by which frameworks report a shortage without an errno."""
+
+
+def return_large_blocks() -> bool:
+    """Let glibc return large allocations to the system when they are freed. Return False for another C library.
+
+    By default, glibc raises its threshold to the size of each freed mapping (mallopt(3), M_MMAP_THRESHOLD). Later
+    allocations of this size come from the heap, which cannot shrink below a live allocation.
+    """
+    mallopt = _of_allocator("mallopt")
+    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES))
+
+
+def trim_heap() -> None:
+    """Return all free pages of the heap to the system, including those below live allocations (malloc_trim(3))."""
+    malloc_trim = _of_allocator("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(ctypes.c_size_t(KEPT_BYTES))
+
+
+def release_pages(address: int, num_bytes: int) -> None:
+    """Release the whole pages in a memory range. Private pages then read as zero; pages of files are read again."""
+    madvise = _of_allocator("madvise")
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if madvise is not None and size > 0:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+def release_library_pages() -> None:
+    """Release pages of libraries that only the start used. Those of MindSpore take more than 200 MB."""
+    start = size = 0
+    with suppress(OSError), Path("/proc/self/smaps").open() as mappings:
+        for line in mappings:
+            name, *values = line.split()
+            if not name.endswith(":"):
+                start, end = (int(each, 16) for each in name.split("-"))
+                is_library = values[0] in ("r-xp", "r--p") and values[3] != "0"
+                size = end - start if is_library else 0
+            elif name == "Anonymous:" and values[0] == "0" and size:
+                release_pages(start, size)
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Return the resident memory of processes in bytes. A process that has exited counts as 0."""
+    total = 0
+    for pid in pids:
+        with suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total
+
+
+@contextmanager
+def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
+    """Trim the heap every `period_s` seconds in a thread, while the context is open."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(period_s):
+            trim()
+
+    thread = threading.Thread(target=run, name="heap-trim", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@cache
+def _of_allocator(name: str) -> Any:
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None
+
+
+def shortage(error: BaseException) -> str | None:
+    """Return the system's description of a shortage of descriptors, memory or threads; None: another error."""
+    if isinstance(error, OSError) and error.errno in _NUMBERS:
+        return os.strerror(error.errno)
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    return _NO_THREAD if isinstance(error, RuntimeError) and str(error) == _NO_THREAD else None
+
+
+def describe_address_space_limit() -> str | None:
+    """Describe the limit of the address space (`ulimit -v`) and its remedy; None: there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return (
+        f"a process may map {limit / 1e9:.1f} GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs {ENOUGH_GB} GB "
+        "in addition to weights and blocks: remove the limit (`ulimit -v unlimited`) or raise it"
+    )
+
+
+def explain_address_space_limit(error: BaseException) -> str | None:
+    """Return `describe_address_space_limit()` if that limit may have caused the error."""
+    lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
+    return describe_address_space_limit() if lacks_memory else None

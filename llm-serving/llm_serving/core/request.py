@@ -12,17 +12,77 @@ Three slotted dataclasses extend one another:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from llm_serving.core.constraint import Constraint, ConstraintMatcher
-from llm_serving.core.foreign_blocks import DiskPrefix, Transfer
 from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
+from llm_serving.core.step import Int32Array
 from llm_serving.core.timings import HttpTimings
 
 if TYPE_CHECKING:
     from llm_serving.core.request_output import OutputSink
+
+
+class ConstraintMatcher(Protocol):
+    """Determines which tokens a constraint allows in one output. Only one thread may use it at a time."""
+
+    def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
+        """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow the output.
+
+        Only the tokens since the previous call are processed if the output extends that call's. End tokens are allowed
+        only if the constraint is satisfied. If the matcher fails, no bit is set.
+        """
+
+    def allowed_words_after_drafts(
+        self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
+    ) -> list[Int32Array]:
+        """Return `allowed_words` for the output, for the output with one draft token, with two, and so on."""
+
+    def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
+        """Return the draft tokens before the first forbidden one, then the tokens that the constraint forces; at most
+        `count`. If several tokens spell the same forced text, the longest token is used.
+        """
+
+
+class Constraint(Protocol):
+    """A compiled constraint (structured output). It is immutable, so requests may share it."""
+
+    def create_matcher(self) -> ConstraintMatcher: ...
+
+
+class DiskPrefix(NamedTuple):
+    """The blocks of a request's prompt that are in the disk cache, `num_stored` from the start of the prompt."""
+
+    num_stored: int
+    start: int = 0
+    """Index, in the prompt, of the block that `blocks` begins with."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """(block id, epoch) of the blocks that were read from disk into the transfer pool, in token order."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The KV blocks of a migrating request in the transfer pool, and the request's history.
+
+    The blocks do not change until the importing replica releases them. Without blocks, it recomputes all tokens.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    epochs: tuple[int, ...] = ()
+    start: int = 0
+    """Number of blocks that are not transferred, because later tokens do not attend to them."""
+    num_tokens: int = 0
+    num_waited: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        return list(zip(self.block_ids, self.epochs, strict=True))
+
+    def without_blocks(self) -> Transfer:
+        return replace(self, block_ids=(), epochs=(), start=0, num_tokens=0)
 
 
 class RequestStatus(enum.Enum):
@@ -44,14 +104,13 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
-    """The request exceeded its deadline, or could not meet it."""
     UNAVAILABLE = "unavailable"
     """No WorkAgent could compute the request. The client may send it again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
 FINISHED: Final = RequestStatus.FINISHED
-"""Alias of the enum member. In Python 3.11, looking up the member takes five times as long as the comparison."""
+"""Looking up an enum member takes five times as long as the comparison in Python 3.11."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -75,7 +134,6 @@ class ClientRequest:
     beam_search: Final[BeamSearchParams | None] = None
     constraint: Final[Constraint | None] = None
     arrival_time: Final[float] = 0.0
-    """Time of arrival in seconds, on the engine's clock."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -83,7 +141,6 @@ class ClientRequest:
 
     @property
     def max_num_tokens(self) -> int:
-        """Maximum number of tokens: prompt and output together."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
@@ -108,37 +165,33 @@ class ScheduledRequest(ClientRequest):
     num_confirmed_tokens: int = 0
     """Number of tokens that steps with a reply have computed."""
     num_tokens_in_flight: int = 0
-    """Number of sampled tokens whose ids have not arrived."""
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache at the first admission."""
     num_new_tokens: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the latest token. The next step verifies some. The request is in no other step until then."""
+    """Draft tokens after the latest token. No other step computes the request until one has verified them."""
     num_prompt_logprobs_wanted: int = 0
-    """Number of prompt tokens, from the first, after which log-probabilities are requested."""
     num_prompt_logprobs_received: int = 0
     """Number of prompt tokens, from the first, after which log-probabilities have arrived."""
     needs_known_output: bool = False
-    """Whether each step needs the ids of all earlier tokens. Such a step is formed only after the latest reply."""
+    """Whether each step needs the ids of all earlier tokens, so that it is formed only after the latest reply."""
     is_beam: bool = False
-    """Whether the request is a beam. A beam pauses after each token until all beams have a token."""
+    """Whether the request is a beam. It pauses after each token until all beams have a token."""
     paused: bool = False
-    """Whether the request waits for its beam search. A paused request is not scheduled, and is preempted first."""
+    """Whether the request waits for its beam search. It is not scheduled, and is preempted first."""
 
     # Order
     priority: int = 0
-    """Requests with a smaller number run first. The priority also selects the request class."""
     deadline: float | None = None
-    """Time on the engine's clock, in seconds, after which the client does not need the answer; None: no deadline."""
+    """Time in seconds, on the engine's clock, after which the client does not need the answer."""
     request_class: RequestClass = STANDARD
     sequence: int = 0
-    """Number of the request in order of arrival at the scheduler. It is unique, so it breaks ties."""
+    """Number of the request in order of arrival at the scheduler."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
-    """Sort key of waiting and running requests, see `scheduler.queues.Key`."""
+    """Sort key, see `scheduler.queues.Key`."""
     class_sequence: int = 0
     """Number of the request in order of arrival in its class. It is comparable with `sequence`."""
     class_entry_step: int = 0
-    """Number of the first step that could schedule the request in its class."""
     class_change_step: int = -1
     """Number of the first step after a change of class while the request ran; -1: no change."""
 
@@ -146,32 +199,30 @@ class ScheduledRequest(ClientRequest):
     arrival_clock: int = 0
     """Value of the class's clock at the arrival. The clock counts the steps that could have scheduled the class."""
     wait_bound: int | None = None
-    """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee."""
+    """Guaranteed maximum number of steps from arrival to first admission."""
     num_steps_waited: int | None = None
-    """Number of steps before the first admission that counted against `wait_bound`; None: not admitted yet."""
+    """Number of steps before the first admission that counted against `wait_bound`."""
     admission_number: int = 0
     """Sequence number of the latest admission. Prefills continue in this order."""
     running_since: tuple[int, float] = (0, 0.0)
     """(step number, time in seconds on the engine's clock) of the latest admission."""
     first_scheduled_time: float | None = None
     last_scheduled_step: int = -1
-    """Number of the latest step that computed a token of the request; after an admission, of the step before that."""
+    """Number of the latest step that computed a token; after an admission, of the step before that."""
     num_preemptions: int = 0
 
     # Migration
     wants_migration: bool = False
-    """Whether the request migrates to another replica once its prompt is computed, if its KV blocks can be exported."""
+    """Whether the request migrates to another replica once its prompt is computed."""
     is_migrating: bool = False
-    """Whether the request's blocks are being exported. No further step of this replica computes the request."""
+    """Whether its blocks are being exported. No further step of this replica computes it."""
     transfer: Transfer | None = None
-    """KV blocks and state from the replica that computed the prompt; None: this replica computes it."""
+    """KV blocks and state from the replica that computed the prompt."""
     disk_prefix: DiskPrefix | None = None
-    """Blocks of the prompt in the disk cache; None: the request does not use the disk cache."""
 
     # End
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the output; None: none did."""
 
     @property
     def has_prompt_results(self) -> bool:
@@ -180,7 +231,6 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of sampled tokens, including those in flight."""
         return len(self.output_token_ids) + self.num_tokens_in_flight
 
     @property
@@ -197,10 +247,10 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length of the prefix that the request may share, in tokens.
+        """Maximum length, in tokens, of the prefix that the request may share.
 
-        Tokens that give a result must be computed for the request itself. So the prefix ends before the latest token,
-        and before the first token after which log-probabilities are missing.
+        Tokens that give a result must be computed for the request itself: the latest token, and those whose
+        log-probabilities are missing.
         """
         received = self.num_prompt_logprobs_received
         return received if received < self.num_prompt_logprobs_wanted else self.num_tokens_known - 1
@@ -220,7 +270,6 @@ class ScheduledRequest(ClientRequest):
         return self.status is FINISHED
 
     def known_token_ids(self, start: int, end: int) -> list[int]:
-        """Return the tokens [start, end) of the prompt and the known output."""
         split = len(self.prompt_token_ids)
         if end <= split:
             return self.prompt_token_ids[start:end]
@@ -234,14 +283,12 @@ class Request(ScheduledRequest):
     """A request, with the engine's state of it."""
 
     sink: OutputSink | None = None
-    """Receives the results. The engine sets it when it accepts the request."""
+    """Receives the results."""
     matcher: ConstraintMatcher | None = None
     http_timings: HttpTimings | None = None
-    """Times of the HTTP request, to which several engine requests may belong."""
     num_lost_steps: int = 0
     """Number of failed steps with this request since it last computed more than `num_tokens_at_loss` tokens."""
     num_tokens_at_loss: int = 0
-    """Number of tokens up to which the failed steps computed the request."""
 
     def __post_init__(self) -> None:
         if self.sampling.bad_words:

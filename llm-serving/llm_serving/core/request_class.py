@@ -9,7 +9,6 @@ from typing import Final
 from llm_serving.core.timings import HttpTimings
 
 MAX_PRIORITY: Final = 1_000_000
-"""Maximum absolute value of priorities and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +61,20 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request, how urgent it is, and which adapter it names. Only the adapter affects the answer."""
+    """The client of a request, how urgent the request is, and which adapter it names."""
 
     priority: int = 0
-    """Requests with a smaller number run first. The priority also selects the request class."""
     tenant: str = ""
-    """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: str = ""
-    """Requests share cached prefixes only if tenant and salt are equal."""
     source: str = ""
     """Client whose retries are spread over time: name of the API key, or the client's network."""
     deadline: float | None = None
-    """Time on the engine's clock, in seconds, after which the client does not need the answer; None: no deadline."""
     http_timings: HttpTimings | None = field(default=None, compare=False)
     adapter: int = 0
-    """Number of the adapter that the request names as its model; 0: none."""
 
 
 def cache_namespace(tenant: str, cache_salt: str, adapter: int = 0) -> str:
-    """Return the namespace within which requests share cached prefixes; it differs for different arguments."""
+    """Return the namespace within which requests share cached prefixes."""
     return f"{adapter} {len(tenant)} {tenant}{cache_salt}"
 
 

@@ -48,44 +48,40 @@ class PromptLogprobs:
         return self if start == 0 else PromptLogprobs(*(getattr(self, each.name)[start:] for each in fields(self)))
 
     def tokens(self, count: int) -> list[TokenLogprobs]:
-        """Return each token with at most `count` of its most likely alternatives."""
         top_ids, top_logprobs = self.top_token_ids[:, :count].tolist(), self.top_logprobs[:, :count].tolist()
         rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), top_ids, top_logprobs, strict=True)
         return [TokenLogprobs(token_id, logprob, tuple(ids), tuple(values)) for token_id, logprob, ids, values in rows]
 
     @classmethod
     def concatenate(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
-        """Join the parts of one prompt; None: there are none."""
         if len(parts) < 2:
             return parts[0] if parts else None
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
 
 class RequestOutput(Struct, gc=False):  # one is created for each token: a dataclass would take seven times as long
-    """The output that one step added to a request. All pieces together are the answer. Treat it as immutable."""
+    """The output that one step added to a request. Treat it as immutable."""
 
     request_id: str
     text: str
-    """New text. Text is held back while a character is incomplete, and while the text may become a stop string."""
+    """New text. Text is held back while a character is incomplete, or the text may become a stop string."""
     token_ids: tuple[int, ...]
     """New token ids, including the one that ended the output, and those whose text is held back."""
     logprobs: tuple[TokenLogprobs, ...]
-    """Log-probabilities of each of `token_ids`; empty: the client did not request them."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the output; None: the model's end of sequence, or another reason."""
+    """Stop string or stop token id that ended the output."""
     error: str | None = None
     queued_s: float = 0.0
     """Seconds from the arrival of the request to its first step."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities of the next prompt tokens, if the client requested them. The first token has none."""
     vector: Float32Array | None = None
-    """Hidden state of the last prompt token, [hidden size], in the last piece, if the client requested it."""
+    """Hidden state of the last prompt token, [hidden size], in the last piece."""
     beams: tuple[RequestOutput, ...] = ()
-    """All answers of a beam search, best first, each as one piece. Only the last piece of the best answer has them."""
+    """All answers of a beam search, best first. Only the last piece of the best answer has them."""
 
     @property
     def finished(self) -> bool:
@@ -101,7 +97,6 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
 
     @property
     def failed(self) -> bool:
-        """Whether the request failed. The answer is then incomplete."""
         return self.finish_reason in FAILURES
 
 
@@ -131,14 +126,13 @@ class OutputSink(Protocol):
 
     @property
     def request(self) -> Request:
-        """The client's request. The scheduler knows it only if it is one of `active_requests`."""
+        """The client's request. The scheduler may not know it, as in a beam search."""
 
     @property
     def active_requests(self) -> Sequence[Request]:
         """The requests that the scheduler computes now for the answer."""
 
-    def start(self) -> None:
-        """Add the first requests to the scheduler."""
+    def start(self) -> None: ...
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         """Record the tokens that a step sampled for an active request. `samples`: their indices in `output`."""
@@ -148,8 +142,7 @@ class OutputSink(Protocol):
     ) -> None:
         """Record results for prompt tokens from `start` on, or, without results, that the prompt is computed.
 
-        `logprobs`: log-probabilities of the tokens after `start`. The request is one of `active_requests`, but may have
-        finished. After a recomputation, the same results may be recorded again.
+        The request may have finished. After a recomputation, the same results may be recorded again.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:

@@ -1,19 +1,21 @@
-"""Sampling parameters of a request, their ranges, and beam search parameters.
+"""Sampling parameters of a request, their ranges, beam search parameters, and the defaults in a model folder.
 
-This module alone defines the name, default, range and meaning of each parameter. HTTP routes, the offline interface,
-the arrays of a step and the WorkAgent's checks use these definitions. A real number is rounded to float32 before its
-range is checked, because tokens are sampled in float32.
+This module alone defines the name, default, range and meaning of each parameter. A real number is rounded to float32
+before its range is checked, because tokens are sampled in float32.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final, Protocol
 
-from llm_serving.errors import RequestError
+from llm_serving.core.files import read_regular
+from llm_serving.errors import ModelError, RequestError, shorten
 
 MAX_INT32: Final = 2**31 - 1
 
@@ -33,7 +35,7 @@ class ParameterRule(Protocol):
     def text(self) -> str: ...
 
     def checked(self, field: str, value: Any) -> Any:
-        """Return the value in its final form. Raise RequestError if the value of `field` is outside the range."""
+        """Return the value in its final form. Raise RequestError if it is outside the range."""
         ...
 
 
@@ -62,7 +64,6 @@ class Real:
     low: float
     high: float
     above_low: bool = False
-    """Whether `low` itself is outside the range."""
 
     @property
     def text(self) -> str:
@@ -80,7 +81,6 @@ class Real:
         return used
 
     def holds(self, value: float) -> bool:
-        """Return whether the number is in the range. NaN is not."""
         low, high = as_float32(self.low), as_float32(self.high)
         return low <= value <= high and not (self.above_low and value == low)
 
@@ -99,8 +99,6 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A tuple of short, non-empty strings."""
-
     max_count: int
     max_chars: int
 
@@ -170,8 +168,6 @@ class SomeTokenIds:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequences:
-    """A tuple of short, non-empty sequences of token ids."""
-
     max_count: int
     max_len: int
 
@@ -190,8 +186,6 @@ class TokenSequences:
 
 @dataclass(frozen=True, slots=True)
 class TokenBiases:
-    """A tuple of (token id, number) pairs."""
-
     max_count: int
     bias: Real
 
@@ -296,10 +290,7 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether each step needs all earlier tokens. Such a step is formed only after the latest reply.
-
-        A constraint does not require that: the master sends the allowed tokens later (`StepInput.allowed_follow`).
-        """
+        """Whether each step needs all earlier tokens. (A constraint does not: the allowed tokens are sent later.)"""
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
@@ -339,3 +330,63 @@ class BeamSearchParams:
         if not 1 <= self.num_returned <= self.width:
             raise RequestError("n", f"must be from 1 to {self.width}, the width of the beam search", self.num_returned)
         object.__setattr__(self, "length_penalty", LENGTH_PENALTY.checked("length_penalty", self.length_penalty))
+
+
+GENERATION_CONFIG: Final = "generation_config.json"
+MAX_BYTES: Final = 2**20
+MAX_END_IDS: Final = 256
+PARAMETERS: Final[Mapping[str, str]] = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Key of the file -> sampling parameter. Other keys, such as `do_sample`, have no effect."""
+
+AT_LEAST_ONE: Final = Whole(1)
+"""For parameters whose value 0 is valid in a request but would be a mistake as a default."""
+
+
+def generation_defaults(folder: Path | None) -> dict[str, Any]:
+    """Return sampling parameter -> default of a folder's generation config. Raise ModelError for bad values."""
+    if folder is None:
+        return {}
+    path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)
+    defaults = {}
+    for key, name in PARAMETERS.items():
+        value = content.get(key)
+        if value is not None:
+            try:
+                rule = AT_LEAST_ONE if key == "max_new_tokens" else RULES[name]
+                defaults[name] = rule.checked(key, 0 if key == "top_k" and value == -1 else value)
+            except RequestError as error:
+                raise ModelError(
+                    f"{path}: {error}. Correct the file, or set model_config.generation_config: none"
+                ) from None
+    return defaults
+
+
+def generation_end_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids of `eos_token_id` in a folder's generation config. Raise ModelError for invalid values."""
+    path = folder / GENERATION_CONFIG
+    value = _read(path).get("eos_token_id")
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if len(items) > MAX_END_IDS or not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise ModelError(
+            f"{path}: `eos_token_id` must be a token id or a list of at most {MAX_END_IDS}. Given: {shorten(value)}"
+        )
+    return tuple(dict.fromkeys(item for item in items if item >= 0))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(read_regular(path, MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
+    return content

@@ -1,8 +1,8 @@
 """The interface between master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
-A step is self-contained. For each row (one request) it has the tokens to compute, the number of context tokens in the
-cache, and the blocks that hold them. It also lists the tokens that give a result, with the kind of each result; the
-reply has one result for each. The only state of a WorkAgent is the KV cache and the tokens of its latest step.
+A step lists, for each row (one request), the tokens to compute, the number of context tokens in the cache, and the
+blocks that hold them, and which tokens give a result of which kind. The only state of a WorkAgent is the KV cache and
+the tokens of its latest step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ NO_BLOCK: Final = -1
 
 
 class BlockMoveKind(enum.IntEnum):
-    """Source and target of a block move. A move covers all layers."""
-
     COPY = 0
     SWAP_OUT = 1
     SWAP_IN = 2
@@ -33,14 +31,12 @@ class BlockMoveKind(enum.IntEnum):
     """From the KV cache to the transfer pool, which other WorkAgents read."""
     IMPORT = 4
     EXPORT_STATE = 5
-    """From a state slot to the transfer pool: one piece of the state, of the size of a block. The moves of a slot
-    follow the order of its pieces.
-    """
+    """From a state slot to the transfer pool: one piece of the state, of the size of a block, in order."""
     IMPORT_STATE = 6
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block to another. `kvcache.block_table` explains epochs."""
+    """A copy of one block, in all layers, to another. `kvcache.block_table` explains epochs."""
 
     kind: int
     source: int
@@ -48,7 +44,7 @@ class BlockMove(NamedTuple):
     source_epoch: int
     target_epoch: int
     num_tokens: int
-    """Number of valid tokens from the start of the block. For a state: number of tokens that the state covers."""
+    """Number of valid tokens in the block. For a state: number of tokens that the state covers."""
 
 
 def no_block_moves() -> Int32Array:
@@ -56,18 +52,17 @@ def no_block_moves() -> Int32Array:
 
 
 STATE_BEFORE: Final = -1
-"""Value of `StateAccess.token` for the slot that a row reads: the state before the row's first token."""
 
 
 class StateAccess(NamedTuple):
-    """A state slot that a row of a step reads or writes. Only models with recurrent states have slots."""
+    """A state slot that a row of a step reads or writes."""
 
     row: int
     token: int
     """Index, in the row, of the token after which the slot is written; `STATE_BEFORE`: the slot is read."""
     slot: int
     epoch: int
-    """Sequence number of the slot's allocation. It shows the WorkAgent whether the slot was allocated again."""
+    """Number of the slot's allocation. It shows the WorkAgent whether the slot was allocated again."""
 
 
 def no_state_accesses() -> Int32Array:
@@ -79,8 +74,6 @@ def no_adapters() -> Int32Array:
 
 
 class ResultKind(enum.IntEnum):
-    """The kind of result that a token of a step gives."""
-
     TOKEN = 0
     """The next token, sampled with the parameters in `SamplingInput`."""
     LOGPROBS = 1
@@ -92,11 +85,10 @@ class ResultKind(enum.IntEnum):
 
 
 class ResultToken(NamedTuple):
-    """A token of a step that gives a result."""
+    """A token of a step that gives a result. `token`: index among those of the row in this step."""
 
     row: int
     token: int
-    """Index of the token among those that the row computes in this step."""
     kind: int
 
 
@@ -106,7 +98,7 @@ def reference_to_previous_step(sample: int) -> int:
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that may be sampled, as one bit mask for each of S samples."""
+    """The tokens that may be sampled: a bit mask for each of S samples."""
 
     offsets: Int32Array
     """[S + 1] offsets of the masks in `words`. An empty mask allows all tokens."""
@@ -155,7 +147,7 @@ class SamplingInput:
         position: Int32Array | None = None,
         num_logprobs: Int32Array | None = None,
     ) -> SamplingInput:
-        """Return parameters without penalties, biases and constraints; by default greedy, without log-probabilities."""
+        """Return parameters without penalties, biases and constraints; by default greedy."""
         zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
         whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
         nothing = np.empty(0, np.int32)
@@ -201,9 +193,7 @@ SAMPLE_FIELDS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """Tokens to score in a step. Each of the P results of kind LOGPROBS returns the log-probabilities of its given
-    tokens, G for all results, and those of the most likely tokens.
-    """
+    """Tokens to score in a step. Each of the P results of kind LOGPROBS has its own tokens, G in all."""
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids
@@ -222,12 +212,12 @@ def no_scoring() -> ScoringInput:
 class StepInput:
     """One forward pass over B rows and T packed tokens, without padding.
 
-    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`, which
-    has room for all of them. With G groups of layers, row b also has the tables b + B, b + 2 B and so on.
+    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`. With G
+    groups of layers, row b also has the tables b + B, b + 2 B and so on.
     """
 
     step: int
-    """Number of the step on this WorkAgent, from 0 without gaps. The reply repeats it."""
+    """Number of the step on this WorkAgent, from 0 without gaps."""
     token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `reference_to_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
@@ -240,12 +230,13 @@ class StepInput:
     block_moves: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each row a `BlockMove`. They are executed in order before the tokens are computed."""
     exports: Int32Array = field(default_factory=no_block_moves)
-    """[N, 6], each row a `BlockMove` of kind EXPORT. They are executed between the computation and the reply."""
+    """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
-    """[N, 4], each row a `StateAccess`; empty for a model without recurrent states."""
+    """[N, 4], each row a `StateAccess`."""
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0: none) and adapter slot of each row; empty: no row has an adapter. If the slot holds a
-    different adapter, the WorkAgent first copies this adapter into the slot."""
+    """[B, 2], adapter number (0: none) and slot of each row, or empty. A slot that holds another adapter is filled
+    first.
+    """
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 
@@ -259,7 +250,6 @@ class StepInput:
 
     @property
     def num_vectors(self) -> int:
-        """Number of results of kinds VECTOR and MEAN."""
         return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
 
 
@@ -306,8 +296,8 @@ class StepOutput:
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> reason why the result is missing, such as NaN logits. A missing token has the id -1.
-    If several results of a row and kind are missing, only the first is listed.
+    """Index in `result_tokens` -> reason, such as NaN logits, why it is missing. A missing token has the id -1. If
+    several results of a row and kind are missing, only the first is listed.
     """
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(
@@ -316,22 +306,19 @@ class StepOutput:
 
 
 DRAFT_WINDOW: Final = 256
-"""Maximum number of latest tokens that a draft model reads. Beyond it, the older half is dropped at once, so that the
-KV cache of the newer half stays valid for the next 128 tokens.
-"""
+"""Number of latest tokens that a draft model reads. Beyond it, the older half is dropped, so that KV stays valid."""
 MAX_DRAFT_REQUESTS: Final = 16
 MAX_DRAFT_TOKENS: Final = 64
 MAX_PROPOSED_TOKENS: Final = 1024
-"""Maximum number of tokens that a draft model computes at a time. Requests that do not fit get no draft tokens."""
+"""Maximum number of tokens that a draft model computes at a time. Further requests get no draft tokens."""
 
 
 class DraftRequest(NamedTuple):
-    """A request for which a draft model proposes tokens."""
+    """A request for which a draft model proposes tokens. `start`: index of the first of `token_ids` in the request."""
 
     key: int
-    """Number of the request. The draft model reuses the KV cache of this number while its tokens are the same."""
+    """Number of the request. The draft model reuses its KV while its tokens are the same."""
     start: int
-    """Index of the first of `token_ids` in the request."""
     token_ids: list[int]
     num_draft_tokens: int
     temperature: float
@@ -340,7 +327,7 @@ class DraftRequest(NamedTuple):
     min_p: float
     seed: int
     block_ids: list[int] = []  # noqa: RUF012
-    """KV blocks of `token_ids` in the served model's cache, if the proposer needs these tokens' hidden states."""
+    """KV blocks of `token_ids` in the served model's cache, if the proposer needs their hidden states."""
 
 
 class DraftModelClient(Protocol):
@@ -349,7 +336,7 @@ class DraftModelClient(Protocol):
 
 
 def blocks_per_draft_request(block_size: int) -> int:
-    """Return how many blocks of a draft model's cache each of `MAX_DRAFT_REQUESTS` requests needs."""
+    """Return how many blocks of a draft model's cache each request needs."""
     return -(-(DRAFT_WINDOW + MAX_DRAFT_TOKENS) // block_size)
 
 

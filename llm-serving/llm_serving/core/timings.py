@@ -14,16 +14,14 @@ class HttpTimings:
     received_time: float
     """When the headers arrived, before any wait in the server."""
     arrival_time: float | None = None
-    """When the first engine request was submitted; None: none was."""
     first_token_time: float | None = None
     predicted_ttft_s: float | None = None
-    """Predicted seconds to the first token of the last engine request, at its admission; None: no prediction."""
+    """Predicted seconds to the first token of the last engine request, at its admission."""
     unfinished_request_ids: set[str] = field(default_factory=set)
     last_finished_time: float = 0.0
     num_coalesced: int = 0
-    """Number of other requests that get the same response by request coalescing."""
     response_sent_time: float | None = None
-    """When the last bytes of the response were written to the socket, or the client disconnected."""
+    """When the last bytes of the response were sent, or the client disconnected."""
 
 
 Clock = Callable[[], float]

@@ -26,7 +26,6 @@ class Window:
     num_tokens: int = NO_WINDOW
     """Maximum number of tokens, including itself, that a token attends to."""
     max_chunk: int = 1
-    """Maximum number of tokens of one request in a step."""
     is_chunked: bool = False
 
     @property
@@ -41,8 +40,7 @@ class Window:
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a request holds: the blocks of the window before a step, and those
-        that the step fills.
+        """Return the maximum number of blocks that a request holds: those of the window, and those that a step fills.
 
         If `num_blocks`, the group's share of the cache, is too small for both, steps are shorter.
         """
@@ -54,17 +52,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of layers of a KV cache. A request has a block table for each group, all with blocks of one pool."""
+    """The groups of layers of a KV cache, largest window first. All their block tables use blocks of one pool."""
 
     windows: tuple[Window, ...] = (Window(),)
-    """The window of each group, largest first."""
 
     @classmethod
     def of(cls, windows: Sequence[LayerWindow], max_chunk: int, max_model_len: int) -> CacheGroups:
-        """Return the groups of a model with these windows. A window of at least `max_model_len` tokens never slides.
-
-        `max_chunk`: maximum number of tokens of one request in a step.
-        """
+        """Return the groups of a model with these windows. A window of at least `max_model_len` tokens never slides."""
         return cls(
             tuple(
                 Window(each.num_tokens, max_chunk, each.is_chunked) if 0 < each.num_tokens < max_model_len else Window()
@@ -77,11 +71,10 @@ class CacheGroups:
 
     @property
     def is_sliding(self) -> bool:
-        """Whether requests free blocks before they end."""
         return any(each.is_sliding for each in self.windows)
 
     def max_blocks(self, block_size: int, num_blocks: int) -> list[int]:
-        """Return the maximum number of blocks of a request, for each group; `NO_WINDOW`: the blocks of all tokens."""
+        """Return the maximum number of blocks of a request, for each group; `NO_WINDOW`: no limit."""
         return [each.max_blocks(block_size, num_blocks // len(self)) for each in self.windows]
 
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
@@ -114,7 +107,6 @@ class CacheGroups:
 
 
 ONE_GROUP: Final = CacheGroups()
-"""One group, whose layers attend to all tokens."""
 
 
 def _touched(num_tokens: int, block_size: int) -> int:

@@ -12,12 +12,10 @@ from typing import Any, Final
 from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.constraint import Constraint
 from llm_serving.core.fingerprint import ComputeFingerprint
-from llm_serving.core.generation_defaults import generation_defaults
-from llm_serving.core.request import Request
+from llm_serving.core.request import Constraint, Request
 from llm_serving.core.request_class import ANONYMOUS, Caller, class_of
-from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams, generation_defaults
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.coalescing import CoalescedResponse, Sharing

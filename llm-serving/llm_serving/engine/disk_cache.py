@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from llm_serving.core.foreign_blocks import DiskPrefix
-from llm_serving.core.request import FINISHED, FinishReason, Request
+from llm_serving.core.request import FINISHED, DiskPrefix, FinishReason, Request
 from llm_serving.core.timings import monotonic
 from llm_serving.engine.output_processor import SinkContext
 from llm_serving.engine.sinks import SequenceSink, attach_sink

@@ -26,8 +26,7 @@ from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.components import SchedulingRules
-from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policies import POLICIES, Policy
+from llm_serving.scheduler.policies import ORDERS, POLICIES, Policy
 from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ import msgspec
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import SpeculativeMethodName
 from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
-from llm_serving.core.memory import resident_bytes
+from llm_serving.core.process import resident_bytes
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,

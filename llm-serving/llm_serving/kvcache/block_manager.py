@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from llm_serving.core.foreign_blocks import Transfer
-from llm_serving.core.request import Request
+from llm_serving.core.request import Request, Transfer
 from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.kvcache.block_table import (
@@ -271,7 +270,7 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the blocks imported since the last call. Their owners may reclaim them after the steps formed so far."""
+        """Return the blocks imported since the last call. Owners may reclaim them after the steps formed so far."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []

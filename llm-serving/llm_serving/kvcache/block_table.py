@@ -142,7 +142,7 @@ class PrefixSearch:
         self._sources, self._num_common, self._hashes = sources, num_common, hashes
 
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
-        """Return the tables of the longest prefix. `is_checkpoint`: whether a prefix may end with the block of a hash."""
+        """Return the tables of the longest prefix. `is_checkpoint`: whether a prefix may end with a block's hash."""
         found: list[list[int]] = []
         limit = max(self._num_common, len(self._hashes))
         runs: dict[Window, list[int]] = {}

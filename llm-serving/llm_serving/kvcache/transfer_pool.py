@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Final, NamedTuple
 
-from llm_serving.core.foreign_blocks import DiskPrefix, Transfer
-from llm_serving.core.request import Request
+from llm_serving.core.request import DiskPrefix, Request, Transfer
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_moves

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from llm_serving import __version__
-from llm_serving.core.foreign_blocks import Transfer
-from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request import FinishReason, Request, Transfer
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.kvcache import BlockManager
@@ -44,8 +43,7 @@ from llm_serving.recording.records import (
 from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import Order
-from llm_serving.scheduler.policies import Policy
+from llm_serving.scheduler.policies import Order, Policy
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 

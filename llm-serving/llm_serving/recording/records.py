@@ -14,15 +14,14 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
-from llm_serving.core.foreign_blocks import DiskPrefix, Transfer
+from llm_serving.core.request import DiskPrefix, Transfer
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import RecordingError
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.recording.upgrade import OLD_FORMAT
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 17
+FORMAT: Final = 18
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -246,10 +245,8 @@ class Reader:
             raise RecordingError("ends within its header, so there is nothing to replay")
         if not isinstance(first.record, Header):
             raise RecordingError("does not begin with a header")
-        if first.record.format not in (FORMAT, OLD_FORMAT):
-            raise RecordingError(
-                f"has format {first.record.format}; this version reads formats {OLD_FORMAT} and {FORMAT}"
-            )
+        if first.record.format != FORMAT:
+            raise RecordingError(f"has format {first.record.format}; this version reads format {FORMAT}")
         self.header = first.record
         self.header_payload = first.payload
 

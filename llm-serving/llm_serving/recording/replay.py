@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from typing import Any
 
 import msgspec
 
@@ -39,8 +38,7 @@ from llm_serving.recording.records import (
     Updated,
 )
 from llm_serving.recording.report import describe_decision, describe_state, describe_waiting
-from llm_serving.recording.snapshot import Layouts, restore
-from llm_serving.recording.upgrade import OLD_FORMAT, upgrade_scheduler, upgrade_snapshot
+from llm_serving.recording.snapshot import restore
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -61,12 +59,10 @@ class Replay:
         self.on_request: Callable[[Request], None] = lambda request: None
         """Called with each request that is added during the replay."""
         self._reader = reader
-        state = self._restore(reader.header.layouts, reader.header.nodes)
+        state = restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
         try:
             attributes, self._open = state
-            if reader.header.format == OLD_FORMAT:
-                attributes = upgrade_scheduler(attributes)
             vars(self.scheduler).update(attributes)
             self._requests: dict[int, Request] = {each.sequence: each for each in self.scheduler._requests.values()}
             self._encoder = DecisionEncoder(self.scheduler.blocks)
@@ -180,7 +176,7 @@ class Replay:
             case ClassesDeprioritized(classes):
                 scheduler.deprioritize(classes)
             case Reloaded(layouts, nodes):
-                scheduler.reload(self._restore(layouts, nodes))
+                scheduler.reload(restore(layouts, nodes))
             case CacheReset():
                 scheduler.reset_cache()
                 self._open.clear()
@@ -188,11 +184,6 @@ class Replay:
                 pass
             case _:
                 raise ValueError("expected a recorded event, got another record")
-
-    def _restore(self, layouts: Layouts, nodes: list[Any]) -> Any:
-        if self._reader.header.format == OLD_FORMAT:
-            layouts, nodes = upgrade_snapshot(layouts, nodes)
-        return restore(layouts, nodes)
 
     def _failed(self, entry: Entry, error: Exception) -> ReplayDiffersError:
         name = type(entry.record).__struct_config__.tag

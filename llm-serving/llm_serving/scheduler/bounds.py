@@ -29,19 +29,18 @@ class ClassBounds:
     """Maximum number of consecutive steps that give a decoding request no token."""
     max_preemptions: int
     first_steps: int
-    """Maximum number of steps until the class can admit a request that arrives while the class has no other request."""
+    """Maximum number of steps until the class can admit a request that arrives while it has no other request."""
     steps_per_admission: float
     max_overtakes: int
-    """Maximum number of consecutive admissions of the class that bypass its oldest waiting request."""
+    """Maximum number of consecutive admissions that bypass the class's oldest waiting request."""
     max_prompt_gap: int
     """Maximum number of consecutive steps that compute no token of a running request whose prompt is incomplete."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
         """Return the maximum number of steps from arrival to first admission.
 
-        Args:
-            num_ahead: Requests of the class that arrived earlier and have never been admitted.
-            num_returning: Requests of the class that were or may be preempted, and so may be admitted again.
+        `num_ahead`: earlier requests of the class that have never been admitted. `num_returning`: requests of the class
+        that may be preempted and admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -50,7 +49,7 @@ class ClassBounds:
         return self.describe(None)
 
     def describe(self, step_s: float | None) -> str:
-        """Describe all bounds in one line. `step_s`: duration of a step in seconds, to give waits in seconds too."""
+        """Describe all bounds in one line. `step_s`: duration of a step in seconds."""
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
@@ -174,23 +173,20 @@ def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int)
 
 
 def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
-    """Return the maximum number of consecutive steps that begin with decoding although prompts wait."""
     return limits.max_prefill_gap if policy.max_prompt_gap is None else policy.max_prompt_gap
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return the part of a step that each prompt takes at least, because `max_prefill_seqs` limits its prompts."""
+    """Return the part of a step that each prompt takes at least."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 class _Due(NamedTuple):
-    """Heap entry of a waiting request: when the wait will exceed its bound. Entries are compared by identity."""
+    """Heap entry of a waiting request. At `clock`, by the class's clock, its wait exceeds the bound."""
 
     clock: int
-    """Value of the class's clock at which the wait exceeds the bound."""
     sequence: int
     since: int
-    """Value of the class's clock when the wait began."""
 
 
 class WaitMonitor:
@@ -207,11 +203,8 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Start to monitor a request that begins to wait.
-
-        Args:
-            num_ahead, num_returning: Arguments of `ClassBounds.max_wait_steps`.
-            num_waited: Steps that the request has already waited, in another class or before a reload.
+        """Monitor a request that begins to wait. It has waited `num_waited` steps in another class or before a
+        reload.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -239,9 +232,7 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes except `closed`, the classes that this step could not schedule. Return how
-        many waits exceed their bound since this step.
-        """
+        """Advance the clocks of all classes except `closed`. Return how many waits now exceed their bound."""
         violations = 0
         for name, due in self._due.items():
             if name not in closed:

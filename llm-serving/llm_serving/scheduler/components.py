@@ -11,15 +11,13 @@ from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import Order
-from llm_serving.scheduler.policies import Policy
+from llm_serving.scheduler.policies import Order, Policy
 from llm_serving.scheduler.preemption import Preemptor
-from llm_serving.scheduler.priority import PriorityChanger
 from llm_serving.scheduler.queues import QueueKeys, WaitingQueue
 from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.stages import DecodeStage, PrefillStage
 from llm_serving.scheduler.tenant_limits import TenantLimiter
-from llm_serving.scheduler.waiting import WaitingRequests
+from llm_serving.scheduler.waiting import PriorityChanger, WaitingRequests
 
 
 class SchedulingRules(NamedTuple):

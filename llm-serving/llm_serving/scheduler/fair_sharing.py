@@ -1,4 +1,4 @@
-"""Weighted fair sharing among request classes.
+"""Weighted fair sharing among request classes, and fair sharing among the tenants of a class.
 
 Each class is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares of running slots, of a
 step's tokens and of KV blocks. The class with the lowest charge divided by weight is next (stride scheduling,
@@ -15,11 +15,11 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service that is charged to a class for the use of a whole step."""
 SCALE: Final = 2**23
-"""Factor of all charges. It is large enough that charges divided by different large weights differ, and small enough
-that all charges fit into 63 bits.
-"""
+"""Factor of all charges: charges divided by different large weights differ, and all charges fit into 63 bits."""
+MAX_TENANTS: Final = 10_000
+OUTPUT_TOKEN_WEIGHT: Final = 2
+"""Virtual tokens of a generated token; a computed prompt token counts 1."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
@@ -35,7 +35,7 @@ class ClassUsage(NamedTuple):
 
 
 class WeightedFairSharing:
-    """Decides which classes contend, which class is next, and which slots and blocks each class is entitled to.
+    """Decides which class is next, and which slots and blocks each class is entitled to.
 
     The highest class with requests always contends. A lower class starts to contend once a request of it has waited
     `ageing_steps` for its admission or for the rest of its prompt, and stops when it holds no slot or no higher class
@@ -49,32 +49,23 @@ class WeightedFairSharing:
         self._budget = limits.max_num_batched_tokens
         self._num_blocks = num_blocks
         self._quantum_steps = limits.quantum_steps
-        self._is_shared = limits.num_schedulers > 1
+        self.is_shared = limits.num_schedulers > 1
         self._weight_divisor = limits.weight_divisor
         self.deprioritized: frozenset[str] = frozenset()
         """Classes that exceed their share across all schedulers. Their weights are divided by `weight_divisor`."""
         self._service = dict.fromkeys(self._names, 0)
-        """Class -> service divided by weight since the last `pop_usage`."""
         self._with_demand: set[str] = set()
         self._usage = dict.fromkeys(self._names, _NOTHING)
         """Class -> charge for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Class -> charge for prompt tokens, divided by weight. Only differences between classes matter."""
+        """Class -> charge for prompt tokens, divided by weight."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
-        """Names of the contending classes, by rank."""
-
-    @property
-    def is_shared(self) -> bool:
-        return self._is_shared
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend.
+        """Determine which classes contend. All arguments contain class names.
 
-        Args:
-            waiting: Classes with a waiting request that may be admitted.
-            aged: Classes with a request that has waited `ageing_steps`.
-            held: Class -> number of running slots.
+        `waiting`: a request may be admitted. `aged`: a request has waited `ageing_steps`. `held`: running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -93,16 +84,12 @@ class WeightedFairSharing:
         self.contenders = contenders
 
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
-        """Return the class whose request is admitted next; None: no contending class waits.
+        """Return the class of `waiting` whose request is admitted next. `held`, `blocks`: running slots and blocks by
+        class.
 
-        Usually this is the class with the lowest charge among those below their share of slots and blocks. If no class
-        is below its share, it is the class with the smallest rank. A class above its share is next only if its charge
-        is the lowest by more than a quantum.
-
-        Args:
-            waiting: Classes with a request that may be admitted.
-            held: Class -> running slots.
-            blocks: Class -> blocks of running requests.
+        Usually this is the class with the lowest charge among those below their share of slots and blocks, or, if there
+        is none, the highest class. A class above its share is next only if its charge is the lowest by more than a
+        quantum.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -126,7 +113,7 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return which class of `among` computes its prompts first in a step; None if `among` has fewer than two."""
+        """Return which class of `among` computes its prompts first in a step; None: it has fewer than two."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
@@ -142,10 +129,8 @@ class WeightedFairSharing:
         """Return how many running requests of the class `name` the higher class `by` must not preempt.
 
         These are the requests that fit into the share of `name` of slots and blocks. A request that only partly fits
-        counts too, until the class has received service for `quantum_steps` steps above its share.
-
-        Args:
-            blocks: Number of blocks of each request, in the order in which requests count.
+        counts too, until the class has received service for `quantum_steps` steps above its share. `blocks`: number of
+        blocks of each request, in the order in which requests count.
         """
         if name not in self.contenders:
             return 0
@@ -171,16 +156,12 @@ class WeightedFairSharing:
         backlogged: Collection[str],
         unserved: Collection[str],
     ) -> None:
-        """Charge the contending classes for a formed step. All mappings have class names as keys.
+        """Charge the contending classes for a formed step: for running slots, for tokens of the step, and for blocks.
 
-        Args:
-            held: Running slots.
-            num_tokens: Tokens of the step.
-            blocks: Blocks of running requests.
-            backlogged: Classes with a waiting request or a prompt to compute.
-            unserved: Classes with a prompt for which the step had too few tokens.
+        `backlogged`: classes with a waiting request or a prompt to compute. `unserved`: classes with a prompt for which
+        the step had too few tokens.
         """
-        if self._is_shared:
+        if self.is_shared:
             self._record_service(held, num_tokens, blocks, backlogged)
         usage = {}
         for name in self.contenders:
@@ -238,7 +219,6 @@ class WeightedFairSharing:
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
-        """Return the factor that converts service of a class into its charge: `SCALE` divided by the class's weight."""
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 
@@ -271,8 +251,49 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return the maximum number of consecutive steps in which prefills leave no room for a class's decodes.
-
-    The result is at least 1, because prefill and decode alternate if a step has no room for both.
+    """Return the maximum number of consecutive steps in which prefills leave no room for a class's decodes. It is at
+    least 1, because prefill and decode alternate if a step has no room for both.
     """
     return max(1, sum_of_weights // weight - 1)
+
+
+class TenantTokenCounters:
+    """Virtual token counters of a class's tenants. The waiting tenant with the smallest counter goes next.
+
+    Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Recomputed tokens count again.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._floor = 0
+        """Lower bound of the counter of a tenant that begins to wait."""
+        self._last_to_leave: str | None = None
+
+    def served(self, tenant: str) -> int:
+        return self._served.get(tenant, self._floor)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        served = self._served  # no method call: one step may charge the service of many replicas
+        served[tenant] = served.get(tenant, self._floor) + num_tokens
+        if len(served) > MAX_TENANTS:
+            self._evict()
+
+    def join(self, tenant: str, least_waiting: int | None) -> None:
+        """Record that a tenant begins to wait. Raise its counter to `least_waiting`, the minimum of the waiting
+        tenants, so that idle time earns no credit.
+        """
+        if least_waiting is None and self._last_to_leave is not None:
+            least_waiting = self.served(self._last_to_leave)
+        self._floor = max(self._floor, least_waiting or 0)
+        self._served[tenant] = max(self.served(tenant), self._floor)
+        if len(self._served) > MAX_TENANTS:
+            self._evict()
+
+    def leave(self, tenant: str) -> None:
+        self._last_to_leave = tenant
+
+    def _evict(self) -> None:
+        """Drop the counters of the tenants with the least service, until half of `MAX_TENANTS` remain."""
+        most_last = sorted(self._served, key=self._served.__getitem__)
+        kept = most_last[-(MAX_TENANTS // 2) :]
+        self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

@@ -16,7 +16,6 @@ class PreemptionMode(enum.StrEnum):
     SWAP = "swap"
     """Swap it out to host memory. If that is full, recompute it."""
     AUTO = "auto"
-    """Swap it out or recompute it, whichever is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +33,15 @@ class SchedulerLimits:
     max_overtakes: int = 0
     """Maximum number of consecutive admissions of a class that bypass its oldest waiting request."""
     max_head_start_steps: int = 256
-    """Maximum number of steps by which a priority moves a request forward or back in the queue of its class."""
+    """Maximum number of steps by which a priority moves a request forward or back in its class."""
     quantum_steps: int = 64
     """Number of steps that a lower class may get above its share before a higher class preempts it."""
     max_steps_in_flight: int = 1
     """Maximum number of steps that are formed and have no reply yet."""
     whole_prompts: bool = False
-    """Whether each prompt is computed in one step, because its tokens attend to later ones. `max_num_batched_tokens` is
-    then at least `max_model_len`.
-    """
+    """Whether a step computes each prompt at once. `max_num_batched_tokens` is then at least `max_model_len`."""
     max_long_prefill_tokens: int | None = None
-    """Maximum number of tokens of one prompt in a step while other prompts wait. None: no limit."""
+    """Maximum number of tokens of one prompt in a step while other prompts wait."""
     separate: bool = False
     """Whether each step computes only prompts or only decoding requests."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
@@ -53,7 +50,7 @@ class SchedulerLimits:
     static_batching: bool = False
     """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Maximum number of admitted, unfinished requests of a tenant. A beam search counts as one. None: no limit."""
+    """Maximum number of admitted, unfinished requests of a tenant. A beam search counts as one."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
     """Tenant -> limit of this tenant, which replaces `max_running_per_tenant`."""
     num_schedulers: int = 1
@@ -63,5 +60,5 @@ class SchedulerLimits:
 
     @property
     def weight_divisor(self) -> int:
-        """Divisor of the weight of a class that exceeds its share across all schedulers. With one scheduler it is 1."""
+        """Divisor of the weight of a class that exceeds its share across all schedulers."""
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

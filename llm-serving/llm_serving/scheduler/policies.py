@@ -1,13 +1,15 @@
-"""Policies: whether a step begins with prefill or decode, within the scheduler's bounds."""
+"""Policies: whether a step begins with prefill or decode. Orders of admission within a class."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.enums import PolicyName
+from llm_serving.core.enums import OrderName, PolicyName
+from llm_serving.core.request import Request
+from llm_serving.scheduler.fair_sharing import MAX_TENANTS
 
 
 class Preference(enum.Enum):
@@ -16,12 +18,10 @@ class Preference(enum.Enum):
     PREFILL_FIRST = enum.auto()
     DECODE_FIRST = enum.auto()
     DECODE_ONLY = enum.auto()
-    """Decode only. The step computes prompts only if no request can decode."""
+    """The step computes prompts only if no request can decode."""
 
 
 class PolicyInput(NamedTuple):
-    """What a policy knows of the scheduler before a step."""
-
     num_decoding: int
     prompts_wait: bool
 
@@ -37,7 +37,7 @@ class Policy(Protocol):
     """Whether classes and priorities order requests. If not, requests run in order of arrival."""
 
     def prefer(self, load: PolicyInput) -> Preference:
-        """Return the stage that the next step begins with. The scheduler calls this once for each step."""
+        """Return the stage that the next step begins with. Called once for each step."""
 
 
 class PrefillFirst:
@@ -55,22 +55,6 @@ class PrefillFirst:
         return Preference.PREFILL_FIRST
 
 
-class DecodeFirst:
-    """Decode before prefill. A step computes prompts if no request decodes or `max_prefill_gap` steps had no prompt."""
-
-    honours_classes = True
-    max_decode_gap = 1
-    max_prompt_gap: int | None = None
-    fills_steps = False
-
-    def __init__(self, config: ServingConfig) -> None:
-        del config
-
-    def prefer(self, load: PolicyInput) -> Preference:
-        del load
-        return Preference.DECODE_ONLY
-
-
 class Mixed:
     """Decode, then fill the token budget with chunked prefills, as in Sarathi-Serve (Agrawal et al. 2024)."""
 
@@ -85,6 +69,22 @@ class Mixed:
     def prefer(self, load: PolicyInput) -> Preference:
         del load
         return Preference.DECODE_FIRST
+
+
+class DecodeFirst(Mixed):
+    """Decode before prefill. A step computes prompts if no request decodes or `max_prefill_gap` steps had no prompt."""
+
+    fills_steps = False
+
+    def prefer(self, load: PolicyInput) -> Preference:
+        del load
+        return Preference.DECODE_ONLY
+
+
+class Fcfs(Mixed):
+    """First come, first served: like `Mixed`, with prompts in order of arrival. Priorities have no effect."""
+
+    honours_classes = False
 
 
 class Throughput:
@@ -116,26 +116,96 @@ class Throughput:
         return Preference.PREFILL_FIRST
 
 
-class Fcfs:
-    """First come, first served: decode, then prompts in order of arrival. Priorities have no effect."""
-
-    honours_classes = False
-    max_decode_gap = 1
-    max_prompt_gap: int | None = None
-    fills_steps = True
-
-    def __init__(self, config: ServingConfig) -> None:
-        del config
-
-    def prefer(self, load: PolicyInput) -> Preference:
-        del load
-        return Preference.DECODE_FIRST
-
-
 POLICIES: dict[str, Callable[[ServingConfig], Policy]] = {
     PolicyName.PREFILL_FIRST: PrefillFirst,
     PolicyName.DECODE_FIRST: DecodeFirst,
     PolicyName.MIXED: Mixed,
     PolicyName.THROUGHPUT: Throughput,
     PolicyName.FCFS: Fcfs,
+}
+
+
+MEMORY: Final = 16
+"""Time constant, in requests, of the moving average of output lengths."""
+PROMPT_TOKENS_A_STEP: Final = 64
+"""Assumed number of prompt tokens that take as long as one decode step."""
+NO_DEADLINE_S: Final = 86_400.0
+"""Assumed seconds from arrival to deadline for a request without a deadline whose class has no SLO."""
+
+
+class Order(Protocol):
+    """Order of a class's waiting requests. One of every `max_overtakes` + 1 admissions takes the oldest instead."""
+
+    shares_fairly: bool
+    """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
+
+    def sort_key(self, request: Request) -> float:
+        """Return the sort key; the smallest goes first. Equal keys go by arrival, shifted by priority."""
+
+    @property
+    def record_finished(self) -> Callable[[Request], None] | None:
+        """Callback that receives each finished request to learn its length; None: the order ignores lengths."""
+
+
+class ArrivalOrder:
+    """First come, first served."""
+
+    shares_fairly = False
+    record_finished = None
+
+    def sort_key(self, request: Request) -> float:
+        del request
+        return 0.0
+
+
+class FairOrder:
+    """The tenant with the least service goes first, with its requests in order of arrival."""
+
+    shares_fairly = True
+    record_finished = None
+    sort_key = ArrivalOrder.sort_key
+
+
+class ShortestOrder:
+    """Shortest job first, by the mean output length of the tenant's requests in the class, at most `max_tokens`."""
+
+    shares_fairly = False
+
+    def __init__(self) -> None:
+        self._mean_lengths: dict[tuple[str, str], float] = {}
+
+    def sort_key(self, request: Request) -> float:
+        most = request.sampling.max_tokens
+        mean = self._mean_lengths.get((request.request_class.name, request.tenant), float(most))
+        return min(mean, most) + request.num_prompt_tokens / PROMPT_TOKENS_A_STEP
+
+    def record_finished(self, request: Request) -> None:
+        length = len(request.output_token_ids)
+        if not length:
+            return
+        key = (request.request_class.name, request.tenant)
+        mean = self._mean_lengths.pop(key, float(length))
+        self._mean_lengths[key] = mean + (length - mean) / MEMORY
+        if len(self._mean_lengths) > MAX_TENANTS:
+            del self._mean_lengths[next(iter(self._mean_lengths))]
+
+
+class DeadlineOrder:
+    """Earliest deadline first (Liu and Layland 1973). The default deadline is arrival plus the class's TTFT SLO."""
+
+    shares_fairly = False
+    record_finished = None
+
+    def sort_key(self, request: Request) -> float:
+        if request.deadline is not None:
+            return request.deadline
+        slo_s = request.request_class.ttft_slo_s
+        return request.arrival_time + (NO_DEADLINE_S if slo_s is None else slo_s)
+
+
+ORDERS: Final[dict[str, Callable[[], Order]]] = {
+    OrderName.FAIR: FairOrder,
+    OrderName.ARRIVAL: ArrivalOrder,
+    OrderName.SHORTEST: ShortestOrder,
+    OrderName.DEADLINE: DeadlineOrder,
 }

@@ -40,12 +40,11 @@ class Preemptor:
         return popped
 
     def adopt(self, other: Preemptor) -> None:
-        """Take over the unreported preemptions of `other`, the preemptor before a reload."""
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt running requests to make room for a waiting one. Return False, and preempt none, if that cannot make
-        enough room. `parent`: the request whose blocks a fork shares, see `PrefillStage.parent_of`.
+        """Preempt running requests to make room for a waiting one. Return False, and preempt none, if that is
+        impossible. `parent`: the request whose blocks a fork shares.
         """
         victims = self._find_victims(request, parent)
         for victim in victims:
@@ -55,8 +54,7 @@ class Preemptor:
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
         """Allocate the blocks for a running request's next step. If too few are free, preempt other requests.
 
-        Return False if the request itself was preempted. This never happens to a protected request, which got all its
-        blocks at its admission.
+        Return False if the request itself was preempted. This never happens to a protected request.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
@@ -84,7 +82,7 @@ class Preemptor:
         self._waiting_requests.requeue(request)
 
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
-        """Return a minimal set of running requests whose preemption makes room for `request`; empty if no set does."""
+        """Return a minimal set of running requests whose preemption makes room for `request`; empty: there is none."""
         slots = self._slots
         entitled = self._entitled(request.request_class)
         candidates = preemption_order(slots.running)
@@ -103,7 +101,7 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests that `by` must not preempt: those of lower classes within their class's share."""
+        """Return the requests of lower classes within their class's share, which `by` must not preempt."""
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

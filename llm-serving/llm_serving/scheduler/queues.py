@@ -5,19 +5,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
-from llm_serving.scheduler.fair_sharing import WeightedFairSharing
+from llm_serving.scheduler.bounds import MIN_HEAP
+from llm_serving.scheduler.fair_sharing import TenantTokenCounters, WeightedFairSharing
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import Order, TenantTokenCounters
-from llm_serving.scheduler.policies import Policy
+from llm_serving.scheduler.policies import Order, Policy
 
 _Key = tuple[float, ...]
-
-MIN_HEAP: Final = 64
-"""Outdated entries are removed from a heap once it has more than `MIN_HEAP` + 2 n entries for n waiting requests."""
 
 
 class _Entry(NamedTuple):
@@ -31,7 +28,6 @@ class _Entry(NamedTuple):
 class _TenantEntry(NamedTuple):
     served: int
     key: _Key
-    """Key of the tenant's first waiting request."""
     tenant: str
 
 
@@ -57,7 +53,7 @@ class ClassQueue:
         self.num_returning = 0
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        """Tenant -> heap of its requests. All requests are under "" if the order does not share among tenants."""
+        """Tenant -> heap of its requests. Without sharing among tenants, all requests are under ""."""
         self._tenants: list[_TenantEntry] = []
         """Heap of waiting tenants. An entry that is not in `_tenant_entries` is outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
@@ -77,7 +73,6 @@ class ClassQueue:
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:
-        """Count a bypass, because a request entered the class ahead of its waiting requests."""
         if self._members:
             self._num_bypasses += 1
 
@@ -126,7 +121,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the minimum `arrival_clock` of the first preempted and the oldest new request; None: empty queue."""
+        """Return the minimum `arrival_clock` of the first preempted and the oldest new request; None: empty."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -219,14 +214,10 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend. Return the classes with a waiting request that may be admitted.
+        """Determine which classes contend, before the methods of `sharing` are called. Return the waiting ones.
 
-        Call this after any change and before the methods of `sharing`.
-
-        Args:
-            closed: Classes at their share limit.
-            held: Class -> running slots.
-            aged_prefills: Classes with a prompt that is incomplete `ageing_steps` after its admission.
+        `closed`: classes at their share limit. `held`: running slots by class. `aged_prefills`: classes with a prompt
+        that is incomplete `ageing_steps` after its admission.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -238,9 +229,7 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the request to admit next without removing it. `closed`: classes at their share limit. `held`,
-        `blocks`: see `WeightedFairSharing.next_class`.
-        """
+        """Return the request to admit next. `closed`, `held`, `blocks`: see `WeightedFairSharing.next_class`."""
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 
@@ -254,7 +243,6 @@ class WaitingQueue:
                 self.service[name, tenant] = self.service.get((name, tenant), 0) + num_tokens
 
     def charge_remote(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge tenants for tokens that other replicas computed: (class, tenant) -> number of virtual tokens."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in service.items():
@@ -262,7 +250,6 @@ class WaitingQueue:
                 queue.token_counters.charge(tenant, num_tokens)
 
     def tick(self, closed: Collection[str]) -> None:
-        """Advance the clocks of all classes except `closed`, which this step could not schedule."""
         for name in self.clocks:
             if name not in closed:
                 self.clocks[name] += 1
@@ -273,8 +260,6 @@ Key = tuple[int, float, int, int]
 
 
 class QueueKeys:
-    """Computes the sort keys of requests."""
-
     def __init__(self, policy: Policy, order: Order, limits: SchedulerLimits) -> None:
         self._honours_classes = policy.honours_classes
         self._order = order

@@ -46,7 +46,6 @@ class RunningSlots:
         return len(self.running) >= self._limits.max_num_seqs
 
     def add(self, request: Request) -> None:
-        """Give a slot to a request whose blocks have been allocated."""
         if request.adapter:
             self._adapters.acquire(request, request.last_scheduled_step + 1)
         self._count(request, 1)
@@ -59,7 +58,7 @@ class RunningSlots:
         self._max_running = max(self._max_running, len(running))
 
     def remove(self, request: Request) -> None:
-        """Free the slot of a request. Call this before its blocks are freed, because it counts them."""
+        """Free the slot of a request, before its blocks are freed."""
         self.running.remove(request)
         if request.adapter:
             self._adapters.release(request)
@@ -68,7 +67,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Return a context in which a running request's key or class may change. Sort the request again at the end."""
+        """Return a context in which a running request's key or class may change. Sort it again at the end."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)
@@ -89,7 +88,6 @@ class RunningSlots:
         self.blocks_by_class = dict.fromkeys(self.blocks_by_class, 0)
 
     def grow(self, request: Request) -> None:
-        """Allocate the blocks that the request needs now. The caller must have checked `can_grow`."""
         num_new = self._blocks.grow(request.request_id, self.num_tokens_to_allocate(request))
         self.blocks_by_class[request.request_class.name] += num_new
 

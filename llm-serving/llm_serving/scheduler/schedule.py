@@ -43,11 +43,10 @@ class Blocked(NamedTuple):
     class_name: str | None
     reason: WaitReason
     holding_class: str | None = None
-    """The other class that holds the most slots; None: no other class holds any."""
+    """The other class that holds the most slots."""
     closed_classes: tuple[str, ...] = ()
-    """Classes at their share limit. The step did not consider their requests."""
+    """Classes at their share limit, whose requests the step did not consider."""
     full_tenants: tuple[str, ...] = ()
-    """Tenants at their concurrency limit. The step did not consider their further requests."""
 
     @classmethod
     def of(cls, request: Request, reason: WaitReason) -> Blocked:
@@ -58,7 +57,6 @@ class Preemption(NamedTuple):
     request_id: str
     by_class: str
     swapped: bool
-    """Whether its KV cache was swapped out; otherwise it is recomputed."""
 
 
 class ScheduledRow(NamedTuple):
@@ -66,12 +64,11 @@ class ScheduledRow(NamedTuple):
 
     request: Request
     num_computed: int
-    """Number of the request's tokens in the KV cache before the step."""
     query_len: int
     num_samples: int
-    """Number of tokens that the step samples: 0 if known tokens remain to be computed, else 1 plus the draft tokens."""
+    """Number of tokens that the step samples: 0 if known tokens remain, else 1 plus the draft tokens."""
     num_preemptions: int
-    """`Request.num_preemptions` when the step was formed. If it has grown since, the KV cache of the row is lost."""
+    """`Request.num_preemptions` when the step was formed. If it has grown since, the row's KV is lost."""
 
     @property
     def end(self) -> int:
@@ -79,19 +76,17 @@ class ScheduledRow(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Number of draft tokens. They are the last tokens of the row."""
         return max(0, self.num_samples - 1)
 
 
 class PromptResults(NamedTuple):
-    """Results about the prompt of one row, other than tokens: log-probabilities, or a hidden state."""
+    """Results about the prompt of one row: log-probabilities, or (`vector`) the last prompt token's hidden state."""
 
     row: int
     start: int
     end: int
     """The step returns the log-probabilities of the tokens that follow the prompt tokens [start, end)."""
     vector: bool
-    """Whether the step returns the hidden state of the last prompt token, as an embedding."""
     ends: bool
 
 
@@ -111,13 +106,12 @@ class Schedule:
     migrating: list[ScheduledRow] = field(default_factory=list)
     """Rows whose requests migrate to another replica after the reply, unless the reply finishes the request."""
     exports: list[BlockMove] = field(default_factory=list)
-    """Moves that export the blocks of `migrating`. The WorkAgent executes them after it has computed the rows."""
+    """Moves that export blocks. The WorkAgent executes them after it has computed the rows."""
     states: list[StateAccess] = field(default_factory=list)
-    """State slots that each row reads and writes. Empty: the model has no recurrent states."""
     stores: Sequence[StoredBlocks] = ()
     """Prompt blocks among `exports` that the disk cache stores after the reply."""
     num_bound_violations: int = 0
-    """Number of waits and gaps that exceed a bound since this step. A number above 0 is a bug in the scheduler."""
+    """Number of waits and gaps that exceed a bound since this step. Above 0, the scheduler has a bug."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 
@@ -132,17 +126,16 @@ class StepPlan:
     def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
         self.number = number
         self.now = now
-        """Time in seconds, by the clock of `Request.arrival_time`."""
+        """Seconds, by the clock of `Request.arrival_time`."""
         self.budget = budget
         self.closed_classes: set[str] = set()
         self.first_class: str | None = None
-        """Class whose prompts the step computes first. None: the highest class."""
+        """Class whose prompts the step computes first; None: the highest class."""
         self.blocked: Blocked | None = None
         self.changes_running = False
         self.has_draft_tokens = False
         self.considers_prompts = False
         self.rows: dict[str, ScheduledRow] = {}
-        """Request id -> row, in the order of the step. Only methods of `StepPlan` change the dict."""
         self.prefills: set[str] = set()
         self._max_prefills = max_prefills
 
@@ -155,7 +148,7 @@ class StepPlan:
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add a row of one token for a decoding request, unless the step has a row for the request."""
+        """Add a row of one token for a decoding request, unless the step has a row for it."""
         if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
@@ -173,7 +166,7 @@ class StepPlan:
         self.prefills.add(request.request_id)
 
     def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
-        """Add at most `num_drafts` draft tokens to the row of a decoding request, as many as the budget allows."""
+        """Add at most `num_drafts` draft tokens to the row of a decoding request, as the budget allows."""
         row = self.rows[request.request_id]
         num_drafts = min(num_drafts, self.budget)
         self.rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
@@ -189,7 +182,7 @@ class StepPlan:
 
 
 def find_blocked(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:
-    """Return the waiting request that a formed step could not admit; None if no waiting request is blocked."""
+    """Return the first waiting request that a formed step could not admit."""
     full = waiting_requests.tenant_limiter.full_tenants
     if len(waiting_requests.queue) == 0:
         return Blocked(None, None, WaitReason.TENANT, full_tenants=full) if full else None

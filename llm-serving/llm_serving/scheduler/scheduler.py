@@ -1,4 +1,4 @@
-"""The scheduler of one replica: it decides how many tokens each request computes in a step, and preempts requests."""
+"""The scheduler of one replica: it decides how many tokens each request computes in a step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from llm_serving.core.foreign_blocks import Transfer
-from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
+from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus, Transfer
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.scheduler.components import SchedulerComponents, SchedulingRules
-from llm_serving.scheduler.fair_sharing import ClassUsage
+from llm_serving.scheduler.fair_sharing import OUTPUT_TOKEN_WEIGHT, ClassUsage
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, ArrivalOrder, Order
-from llm_serving.scheduler.policies import Policy, Preference
+from llm_serving.scheduler.policies import ArrivalOrder, Order, Policy, Preference
 from llm_serving.scheduler.running import RunningSnapshot
 from llm_serving.scheduler.schedule import (
     Blocked,
@@ -39,8 +37,8 @@ class Scheduler:
     Prompts, chunks, decoding and preempted requests are scheduled alike: raise `num_computed_tokens` to `num_tokens`.
     The policy selects the stage that a step begins with; request classes decide which requests go first. `schedule` may
     form a step before the results of the previous one arrive (`Request.num_tokens_in_flight`). A freed block can be
-    reused at once even while steps are in flight: a WorkAgent runs steps strictly in order, so every earlier step has
-    read the block before a later step writes it.
+    reused while steps are in flight: a WorkAgent runs steps strictly in order, so every earlier step has read the block
+    before a later step writes it.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Scheduler:
         classes: Sequence[RequestClass],
         order: Order | None = None,
     ) -> None:
-        """`classes`: in ascending order of rank. `order`: order of admission within a class. None: order of arrival."""
+        """`classes`: by ascending rank. `order`: of admission within a class; None: order of arrival."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
@@ -63,7 +61,7 @@ class Scheduler:
         self._step = 0
         self._usage_step = 0
         self.blocked: Blocked | None = None
-        """The request that the latest `schedule` could not admit. None: it admitted all."""
+        """The request that the latest `schedule` could not admit."""
 
     def _use_components(self, components: SchedulerComponents) -> None:
         self._components = components
@@ -87,7 +85,7 @@ class Scheduler:
         self._use_components(self._components.reload(rules, self._step))
 
     def add(self, request: Request) -> None:
-        """Queue a request. If another replica computed the prompt, the admission imports the blocks of the prompt."""
+        """Queue a request. If another replica computed the prompt, the admission imports its blocks."""
         request.sequence = request.class_sequence = self.waiting_requests.num_arrivals
         self.waiting_requests.num_arrivals += 1
         request.request_class = class_of(request.priority, self.classes)
@@ -114,13 +112,13 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Set draft tokens that follow a request's latest token. The next step verifies as many as fit."""
+        """Set draft tokens after a request's latest token. The next step verifies as many as fit."""
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; None if no request can be computed. `now`: see `StepPlan.now`."""
+        """Form the next step; None: no request can be computed. `now`: seconds, see `StepPlan.now`."""
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -140,34 +138,47 @@ class Scheduler:
         if self._num_with_drafts:
             self._num_with_drafts = 0
             add_draft_tokens(plan, self.blocks)
-        rows = list(plan.rows.values())
+        rows, blocks = list(plan.rows.values()), self.blocks
         results = collect_prompt_results(rows) if self._num_with_prompt_results else []
-        states = [] if self.blocks.states is None else plan_states(rows, self.blocks.states)
-        migrating, exports = plan_exports(rows, self.blocks) if self._num_migrating else ([], [])
-        disk = self.blocks.disk
-        stores = () if disk is None else plan_stores(rows, self.blocks, disk, exports)
+        states = [] if blocks.states is None else plan_states(rows, blocks.states)
+        migrating, exports = plan_exports(rows, blocks) if self._num_migrating else ([], [])
+        stores = [] if blocks.disk is None else plan_stores(rows, blocks, blocks.disk, exports)
         started = self._advance(plan, rows, running)
+        num_violations = self._end_step(plan, running, has_prompts)
+        preempted, preemptions = self._preemptor.pop_preempted()
+        return Schedule(
+            step=plan.number,
+            rows=rows,
+            block_moves=blocks.pop_block_moves(),
+            started=started,
+            preempted=preempted,
+            preemptions=preemptions,
+            prompt_results=results,
+            has_draft_tokens=plan.has_draft_tokens,
+            migrating=migrating,
+            exports=exports,
+            states=states,
+            stores=stores,
+            num_bound_violations=num_violations,
+        )
+
+    def _end_step(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
+        """Advance the clocks after a formed step. Return how many waits and gaps exceed their bound since."""
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
-        uncounted = self.waiting.queues if self._num_beams else self._closed_classes
-        violations = self.decode.count_gap_violations(plan, running, has_prompts)
+        num_violations = self.decode.count_gap_violations(plan, running, has_prompts)
         self.waiting.tick(self._closed_classes)
-        violations += self.waiting_requests.monitor.tick(uncounted)
+        uncounted = self.waiting.queues if self._num_beams else self._closed_classes
+        num_violations += self.waiting_requests.monitor.tick(uncounted)
         self._step += 1
         if (limiter := self.waiting_requests.tenant_limiter).is_active:
             self.waiting_requests.apply_limiter_changes(limiter.tick())
-        preempted, preemptions = self._preemptor.pop_preempted() if self._preemptor.preempted else ([], [])
-        moves, drafts = self.blocks.pop_block_moves(), plan.has_draft_tokens
-        return Schedule(
-            *(plan.number, rows, moves, started, preempted, preemptions, results, drafts, migrating, exports, states),
-            *(stores, violations),
-        )
+        return num_violations
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Apply the sampled tokens of a step, in row order.
 
-        Return the unfinished requests that got a token, in row order, then the requests that finish with their prompt
-        results.
+        Return the requests that got a token, in row order, then the requests that finish with their prompt results.
         """
         self._confirm(schedule.rows)
         for store in schedule.stores:
@@ -229,7 +240,7 @@ class Scheduler:
         return finished
 
     def pause(self, request: Request) -> None:
-        """Stop scheduling a request. It must have no tokens in flight. Preemption takes paused requests first."""
+        """Stop scheduling a request without tokens in flight. Preemption takes paused requests first."""
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it was preempted before its reply came
@@ -254,11 +265,11 @@ class Scheduler:
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline of a request. The queue position changes only when the queue key is next computed."""
+        """Change the deadline. The queue position changes only when the queue key is next computed."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Finish a request in any state, and free its blocks at once. Do nothing if the request has finished."""
+        """Finish a request in any state, and free its blocks at once. Do nothing if it has finished."""
         if request.is_finished:
             return
         if request.is_migrating:
@@ -325,12 +336,11 @@ class Scheduler:
         return service
 
     def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
-        """Add slots that tenants may use at this scheduler: tenant -> number. A negative number removes slots."""
+        """Add slots that tenants may use at this scheduler; a negative number removes slots."""
         waiting_requests = self.waiting_requests
         waiting_requests.apply_limiter_changes(waiting_requests.tenant_limiter.adjust_leases(leases))
 
     def pop_tenant_demand(self) -> dict[str, SlotDemand]:
-        """Return the slot demand of each tenant whose demand has changed since the last call."""
         limiter = self.waiting_requests.tenant_limiter
         return limiter.pop_demand() if limiter.is_active else {}
 
@@ -339,7 +349,7 @@ class Scheduler:
         self.waiting.sharing.deprioritized = frozenset(classes)
 
     def pop_class_usage(self) -> dict[str, ClassUsage] | None:
-        """Return the usage of each class since the last call. Return None if requests wait and no step was formed."""
+        """Return the usage of each class since the last call; None: requests wait and no step was formed."""
         if self._step == self._usage_step and len(self.waiting):
             return None
         self._usage_step = self._step
@@ -430,7 +440,7 @@ class Scheduler:
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
-        """Record that the WorkAgent has computed these rows. Other requests may then share the rows' full blocks."""
+        """Record that the WorkAgent has computed these rows. Other requests may then share their full blocks."""
         block_size = self.blocks.block_size
         for request, num_computed, query_len, num_samples, num_preemptions in rows:
             end = num_computed + query_len

@@ -50,10 +50,7 @@ class DecodeStage:
                 plan.add_decode(request)
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
-        """Return the stage that the step begins with: the policy's choice, unless a bound on gaps forbids it.
-
-        `has_prompts`: whether a prompt, or a part of one, remains to be computed.
-        """
+        """Return the stage that the step begins with: the policy's choice, unless a bound on gaps forbids it."""
         preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
         last = running.least_scheduled_step
         gap = 0 if last is None else step - 1 - last
@@ -147,7 +144,7 @@ class PrefillStage:
         return max(0.0, limits.batch_waiting_time - (now - oldest))
 
     def parent_of(self, request: Request) -> Request | None:
-        """Return the running request whose blocks a fork can share; None: no fork, or its parent has ended."""
+        """Return the running request whose blocks a fork can share."""
         if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
@@ -164,9 +161,10 @@ class PrefillStage:
         return unserved
 
     def estimate_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens must be computed before the first output token of a waiting request, if it is
-        admitted next. Cached tokens do not count. If a running request computes the same prefix now, only the part of
-        the prefix that is not computed yet counts.
+        """Return how many prompt tokens must be computed before the first token of a waiting request, if it is next.
+
+        Cached tokens do not count. If a running request computes the same prefix now, only the part of the prefix that
+        is not computed yet counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -180,7 +178,7 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the contending class with the lowest prefill usage. None: prompts of only one class wait."""
+        """Return the contending class with the lowest prefill usage; None: prompts of only one class wait."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
@@ -196,9 +194,8 @@ class PrefillStage:
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
         """Admit waiting requests in order until one does not fit.
 
-        Args:
-            capped: The method appends the requests whose prefill `max_long_prefill_tokens` shortens.
-            before: Admit only classes whose prompts come before the prompts of this class; None: all classes.
+        `capped`: gets the requests whose prefill `max_long_prefill_tokens` shortens. `before`: admit only classes whose
+        prompts come before those of this class.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
@@ -256,9 +253,7 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add at most `max_long_prefill_tokens` of a prompt to the step. If more would fit, append the request to
-        `capped`. With `whole_prompts`, add the whole prompt if it fits.
-        """
+        """Add at most `max_long_prefill_tokens` of a prompt to the step. If more would fit, append it to `capped`."""
         if self._limits.whole_prompts:
             if request.num_tokens <= plan.budget:
                 plan.add_prefill(request, request.num_tokens)
@@ -272,7 +267,6 @@ class PrefillStage:
         plan.add_prefill(request, min(num_tokens, share))
 
     def _num_computable(self, request: Request) -> int:
-        """Return the number of uncomputed tokens that have blocks. With a sliding window, some may have none."""
         if not self._blocks.has_sliding_window:
             return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens

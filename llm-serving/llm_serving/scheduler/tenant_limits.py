@@ -22,20 +22,21 @@ class LimiterChanges(NamedTuple):
     held: list[Request]
     released: list[Request]
 
+    def add(self, more: LimiterChanges) -> None:
+        self.held.extend(more.held)
+        self.released.extend(more.released)
+
 
 class SlotDemand(NamedTuple):
-    """Used and requested slots of a tenant at one scheduler."""
+    """Used and requested slots of a tenant at one scheduler, which may use `num_leased` of all `limit` slots."""
 
     limit: int
     num_leased: int
-    """Number of slots that this scheduler may use. The limit applies to all schedulers together."""
     num_active: int
     num_waiting: int
 
 
 class _Tenant:
-    """A tenant with a limit and unfinished requests."""
-
     def __init__(self, name: str, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
         self.name = name
         self.limit = limit
@@ -86,8 +87,8 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request that has never been admitted, and hold it if its tenant is at its limit. Return None if the
-        tenant has no limit, or if the request was admitted before.
+        """Add a request, and hold it if its tenant is at its limit. Return None if the tenant has no limit, or if the
+        request was admitted before.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -114,7 +115,6 @@ class TenantLimiter:
         return self._rebalance(tenant)
 
     def remove(self, request: Request) -> LimiterChanges:
-        """Remove a request that finishes or changes its class."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])
@@ -139,14 +139,13 @@ class TenantLimiter:
             if tenant is None:  # a reload removed its limit
                 continue
             tenant.num_leased = max(tenant.num_leased + number, len(tenant.active))
-            for total, new in zip(changes, self._rebalance(tenant), strict=True):
-                total += new
+            changes.add(self._rebalance(tenant))
             if tenant.is_empty:
                 del self._tenants[name]
         return changes
 
     def pop_demand(self) -> dict[str, SlotDemand]:
-        """Return the demand of each tenant whose demand changed since the last call; empty without leases."""
+        """Return the demand of each tenant whose demand changed since the last call."""
         if not self._changed_tenants:
             return {}
         changed, self._changed_tenants = self._changed_tenants, {}
@@ -175,8 +174,7 @@ class TenantLimiter:
             if (due := self._class_due(tenant)) is not None:
                 slots[due] += min(tenant.num_free, len(tenant.released.get(due, ())))
             tenant.sharing.charge(slots, {}, dict.fromkeys(slots, 0), waiting, ())
-            for total, new in zip(changes, self._rebalance(tenant), strict=True):
-                total += new
+            changes.add(self._rebalance(tenant))
         return changes
 
     def holds_slot(self, request: Request) -> bool:
@@ -229,7 +227,7 @@ class TenantLimiter:
         self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """Return the tenant's class that fair sharing admits next; None if it is the highest waiting class."""
+        """Return the tenant's class that fair sharing admits next; None: it is the highest waiting class."""
         waiting, slots = self._update_contenders(tenant)
         name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name

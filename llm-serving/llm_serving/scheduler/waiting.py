@@ -1,13 +1,14 @@
-"""All requests without a running slot, and their wait bounds."""
+"""All requests without a running slot, their wait bounds, and changes of their priority."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from llm_serving.core.request import Request, RequestStatus
+from llm_serving.core.request import RUNNING, Request, RequestStatus
+from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.scheduler.bounds import WaitMonitor
-from llm_serving.scheduler.queues import WaitingQueue
+from llm_serving.scheduler.queues import QueueKeys, WaitingQueue
 from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
@@ -22,9 +23,8 @@ class WaitingRequests:
         self.tenant_limiter = tenant_limiter
         self.monitor = monitor
         self.forks: dict[str, list[Request]] = {}
-        """Parent id -> forks that wait until the parent's prompt is computed."""
         self.paused: list[Request] = []
-        """Requests that were preempted while they were paused. They wait for `resume`."""
+        """Requests that were preempted while they were paused."""
         self.num_arrivals = 0
         self.num_admitted = 0
         self._slots = slots
@@ -46,9 +46,7 @@ class WaitingRequests:
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
         """Take over all waiting requests from `before` at a reload, in order of arrival and with new wait bounds.
 
-        Args:
-            num_waited: Earlier result of `before.num_steps_waited`. These steps count.
-            requests: All unfinished requests.
+        `num_waited`: earlier result of `before.num_steps_waited`. `requests`: all unfinished requests.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
@@ -65,7 +63,6 @@ class WaitingRequests:
         self.paused.append(request)
 
     def resume(self, request: Request) -> None:
-        """Queue a resumed request again if it was preempted while it was paused."""
         if request in self.paused:
             self.paused.remove(request)
             self.enqueue(request)
@@ -83,7 +80,7 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a migrated request. It waited `num_waited` steps on its former replica, and keeps its tenant's slot."""
+        """Queue a migrated request, which keeps its tenant's slot."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 
@@ -96,7 +93,6 @@ class WaitingRequests:
             self.enqueue(request)
 
     def record_admission(self, request: Request) -> None:
-        """Remove a request that gets a slot from the queue."""
         request.admission_number = self.num_admitted
         self.num_admitted += 1
         self.queue.queues[request.request_class.name].pop(request)
@@ -141,3 +137,71 @@ class WaitingRequests:
         assert all(request.paused for request in self.paused)
         assert not any(request.paused for request in chain(self.queue, *self.forks.values()))
         assert not any(request.has_run for request in self.tenant_limiter.held_requests())
+
+
+class PriorityChanger:
+    """Changes the priority of waiting and running requests. The wait bounds of all other requests still hold."""
+
+    def __init__(
+        self,
+        classes: Sequence[RequestClass],
+        keys: QueueKeys,
+        slots: RunningSlots,
+        waiting_requests: WaitingRequests,
+    ) -> None:
+        self._classes = tuple(classes)
+        self._keys = keys
+        self._slots = slots
+        self._waiting_requests = waiting_requests
+
+    def set_priority(self, request: Request, priority: int, step: int) -> bool:
+        new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
+        was_held = limiter.is_held(request)
+        if was_held:
+            self._waiting_requests.apply_limiter_changes(limiter.remove(request))
+        if request.request_class is new_class:
+            self._change_within_class(request, priority, was_held)
+            return True
+        return self._change_class(request, priority, new_class, step, was_held)
+
+    def _change_within_class(self, request: Request, priority: int, was_held: bool) -> None:
+        queue = self._waiting_requests.queue.queues[request.request_class.name]
+        is_queued = request in queue
+        with self._slots.reinserting(request):
+            request.queue_key = self._keys.with_priority(request, priority)
+        if was_held:
+            self._waiting_requests.enqueue(request)
+        elif is_queued:
+            queue.reorder(request)
+
+    def _change_class(
+        self, request: Request, priority: int, new_class: RequestClass, step: int, was_held: bool
+    ) -> bool:
+        waiting = self._waiting_requests
+        old_queue, new_queue = (waiting.queue.queues[each.name] for each in (request.request_class, new_class))
+        is_queued, runs = request in old_queue, request.status is RUNNING
+        if request.has_run:
+            if not new_queue.can_be_bypassed or self._slots.is_at_limit(request, new_class):
+                return False
+            new_queue.record_bypass()
+        num_waited = waiting.monitor.num_steps_waited(request) if is_queued else 0
+        if is_queued:
+            old_queue.discard(request)
+            if not waiting.tenant_limiter.holds_slot(request):
+                waiting.apply_limiter_changes(waiting.tenant_limiter.remove(request))
+        with self._slots.reinserting(request):
+            self._set_class(request, priority, new_class, step)
+        if runs:
+            request.class_change_step = step
+        if is_queued or was_held:
+            waiting.enqueue(request, num_waited)
+        return True
+
+    def _set_class(self, request: Request, priority: int, request_class: RequestClass, step: int) -> None:
+        clocks = self._waiting_requests.queue.clocks
+        age = clocks[request.request_class.name] - request.arrival_clock
+        request.priority, request.request_class = priority, request_class
+        request.class_sequence = self._waiting_requests.num_arrivals
+        request.arrival_clock = clocks[request_class.name] - age
+        request.class_entry_step = step
+        request.queue_key = self._keys.key_of(request)

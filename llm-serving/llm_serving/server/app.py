@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.files import lock_file
-from llm_serving.core.memory import describe_address_space_limit, periodic_heap_trim, return_large_blocks
+from llm_serving.core.process import describe_address_space_limit, periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, RequestError
 from llm_serving.log import get_logger

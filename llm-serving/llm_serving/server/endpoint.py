@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from llm_serving.core.memory import shortage
+from llm_serving.core.process import shortage
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger

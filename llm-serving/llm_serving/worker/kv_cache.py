@@ -15,7 +15,7 @@ from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
 from llm_serving.backends.parameters import bytes_of_block, clear_cache, host_blocks, parameter_over, storage_dtype
-from llm_serving.core.memory import release_pages
+from llm_serving.core.process import release_pages
 from llm_serving.core.step import BlockMoveKind, Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS

@@ -12,7 +12,7 @@ from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.fleet import accounting as accounting_module
 from llm_serving.engine.fleet.accounting import FleetAccounting, Service
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
+from llm_serving.scheduler.fair_sharing import OUTPUT_TOKEN_WEIGHT
 from support.async_engine_setup import Setup
 from support.factories import create_classes, create_request, create_scheduler
 from support.recordings import MemoryFiles, create_recorded, replay, seal

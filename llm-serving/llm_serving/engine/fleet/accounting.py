@@ -16,8 +16,7 @@ from llm_serving.engine.fleet.tenant_slots import TenantSlots
 from llm_serving.engine.observers import FairnessObserver
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.fair_sharing import ClassUsage
-from llm_serving.scheduler.orders import MAX_TENANTS
+from llm_serving.scheduler.fair_sharing import MAX_TENANTS, ClassUsage
 from llm_serving.scheduler.schedule import Blocked
 
 Service = Mapping[tuple[str, str], int]

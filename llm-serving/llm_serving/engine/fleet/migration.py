@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from llm_serving.core.foreign_blocks import Transfer
-from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request import FinishReason, Request, Transfer
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock, monotonic

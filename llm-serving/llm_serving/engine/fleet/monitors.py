@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 from llm_serving.core.request import Request
 from llm_serving.engine.fleet.class_usage import ClassLead
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.fair_sharing import FULL_STEP, SCALE
+from llm_serving.scheduler.fair_sharing import FULL_STEP, OUTPUT_TOKEN_WEIGHT, SCALE
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 MIN_TENANTS: Final = 64
 """`LimitMonitor` removes tenants without requests only if it has more than this number of tenants."""

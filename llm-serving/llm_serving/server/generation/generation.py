@@ -12,8 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from starlette.types import Receive
 
-from llm_serving.core.constraint import Constraint
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request import Constraint, FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine

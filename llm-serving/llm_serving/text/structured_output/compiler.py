@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from llm_serving.core.constraint import ConstraintMatcher
+from llm_serving.core.request import ConstraintMatcher
 from llm_serving.errors import TransportError
 from llm_serving.log import get_logger
 from llm_serving.text.sandbox import ConfinedProcess

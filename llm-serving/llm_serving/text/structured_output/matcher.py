@@ -37,7 +37,7 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
 
 
 class TokenMatcher:
-    """Matches an output against a grammar; see `core.constraint.ConstraintMatcher`.
+    """Matches an output against a grammar; see `core.request.ConstraintMatcher`.
 
     Args:
         start: A matcher at the start of the grammar. It is copied and never advanced.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config.sections.model import ModelConfig
-from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_end_ids
+from llm_serving.core.sampling_params import GENERATION_CONFIG, generation_end_ids
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
