@@ -13,8 +13,7 @@ from llm_serving.admission.ttft_predictor import TtftPredictor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.engine_requests import Publish
-from llm_serving.engine.inbox import Inbox
+from llm_serving.engine.engine_requests import Inbox, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.engine.sinks import SinkContext, attach_sink
 from llm_serving.errors import ConfigError, WorkerDiedError

@@ -14,7 +14,7 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import Caller
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine import request_lookup
+from llm_serving.engine import control
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.replicas import EngineHealth, Events, Replicas
 from llm_serving.engine.request_stream import RequestStream
@@ -204,7 +204,7 @@ def test_open_requests_do_not_keep_an_ended_engine() -> None:
 
 
 def test_control_updates_the_admission_queue_when_a_priority_change_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_lookup, "STATE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(control, "STATE_TIMEOUT_S", 0.01)
 
     async def run() -> None:
         setup = Setup(max_num_seqs=1)

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from llm_serving.engine.inbox import Inbox
+from llm_serving.engine.engine_requests import Inbox
 from llm_serving.errors import WorkerDiedError
 
 

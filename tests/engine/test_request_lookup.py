@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.timings import monotonic
+from llm_serving.engine.control import RequestLookup
 from llm_serving.engine.open_requests import OpenRequests
-from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import RequestNotFoundError
 
 

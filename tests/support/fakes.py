@@ -25,10 +25,10 @@ from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import HttpTimings
 from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.async_engine import Admission
-from llm_serving.engine.coalescing import CoalescedResponses, Sharing
 from llm_serving.engine.control import ReplicaRow
-from llm_serving.engine.fleet.reload import ConfigReloader
+from llm_serving.engine.lifecycle import ConfigReloader
 from llm_serving.engine.replicas import EngineHealth
+from llm_serving.engine.request_stream import CoalescedResponses, Sharing
 from llm_serving.errors import CapacityError, LLMServingError, RequestError
 from llm_serving.models.pooling import Pooling
 from llm_serving.models.spec import ModelSpec

@@ -18,16 +18,13 @@ from llm_serving.core.request_class import ANONYMOUS, Caller, class_of
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams, generation_defaults
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.adapters import AdapterRegistry
-from llm_serving.engine.coalescing import CoalescedResponse, Sharing
-from llm_serving.engine.control import Control
-from llm_serving.engine.fleet.reload import ConfigReloader
+from llm_serving.engine.control import Control, RequestLookup
 from llm_serving.engine.fleet.router import Route
-from llm_serving.engine.lifecycle import Lifecycle
+from llm_serving.engine.lifecycle import ConfigReloader, Lifecycle
 from llm_serving.engine.open_requests import OpenRequest
 from llm_serving.engine.replicas import EngineHealth, OpenReplica
 from llm_serving.engine.request_dispatcher import RequestDispatcher
-from llm_serving.engine.request_lookup import RequestLookup
-from llm_serving.engine.request_stream import RequestStream
+from llm_serving.engine.request_stream import CoalescedResponse, RequestStream, Sharing
 from llm_serving.errors import (
     ContextLengthError,
     LLMServingError,

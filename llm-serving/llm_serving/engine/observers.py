@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from llm_serving.admission.ttft_predictor import InFlightSteps, TtftPredictor
 from llm_serving.core.request import Request
-from llm_serving.engine.fleet.class_usage import ClassLead
 from llm_serving.engine.fleet.monitors import LimitMonitor, StepShare, WeightMonitor
+from llm_serving.engine.fleet.sharing import ClassLead
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llm_serving.core.request import Request
-from llm_serving.engine.coalescing import CoalescedResponse
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.request_stream import RequestStream
+from llm_serving.engine.request_stream import CoalescedResponse, RequestStream
 from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096

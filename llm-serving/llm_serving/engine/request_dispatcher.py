@@ -12,12 +12,12 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock
-from llm_serving.engine.coalescing import CoalescedResponse, CoalescedResponses
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.migration import MigratingRequest, failure_output
 from llm_serving.engine.fleet.router import Router
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Events, OpenReplica, Replicas
+from llm_serving.engine.request_stream import CoalescedResponse, CoalescedResponses
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.log import get_logger
 from llm_serving.observability.metrics import Metrics

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
+from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.timings import Clock, HttpTimings
 
 MAX_READ_AT_ONCE: Final = 16
 """Maximum number of outputs that a reader gets in a row before the event loop runs other tasks."""
@@ -76,3 +79,307 @@ class RequestStream:
             self._on_waiting(piece.num_bytes)
         if reader is not None:
             reader.set_result(None)
+
+
+PIECE_BYTES: Final = 320
+"""Estimated bytes of an output without text and log-probabilities."""
+TOKEN_BYTES: Final = 160
+"""Estimated bytes of a token's log-probability. Each alternative token takes half as much."""
+
+ExtendDeadline = Callable[[str, float | None], None]
+
+
+class Sharing(NamedTuple):
+    """How the answer to a request may be shared with identical requests."""
+
+    key: bytes
+    """Key of the answer: equal for identical requests of the same tenant, class and cache salt."""
+    keeps: bool = False
+    """Whether later requests may get the answer after it has finished."""
+    grace_s: float = 0.0
+    """Seconds for which the computation continues after the last stream of the answer was closed."""
+
+
+@dataclass(eq=False, slots=True)
+class _Reader:
+    stream: RequestStream
+    client_id: str
+    http_timings: HttpTimings | None
+    began: float
+    deadline: float | None
+    timer: asyncio.TimerHandle | None = None
+    """Ends the reader's stream at its deadline. The computation may continue for other readers."""
+
+    def cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class CoalescedResponse:
+    """The outputs of one answer so far, for current and later readers.
+
+    The stream of each reader ends at the reader's deadline, and the computation at the latest of these deadlines.
+
+    Args:
+        request_id: Id of the engine's request that computes the answer.
+        abort: Aborts this request.
+        extend_deadline: Sets a later deadline of this request, or none.
+        grew: Called with the bytes of each new output.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        request_id: str,
+        abort: Callable[[str], None],
+        extend_deadline: ExtendDeadline,
+        grew: Callable[[CoalescedResponse, int], None],
+        clock: Clock,
+    ) -> None:
+        self.key = sharing.key
+        self.keeps = sharing.keeps
+        self.request_id = request_id
+        self.num_bytes = 0
+        self.last: RequestOutput | None = None
+        self.ended_time = 0.0
+        self._abort = abort
+        self._extend_deadline = extend_deadline
+        self._deadline: float | None = None
+        self._grew = grew
+        self._clock = clock
+        self._grace_s = sharing.grace_s
+        self._pieces: list[RequestOutput] | None = []
+        self._readers: dict[int, _Reader] = {}
+        self._num_read = 0
+        self._grace: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.last is not None and self.last.finished
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether the deadline has passed. A new reader can then no longer extend it."""
+        return self._deadline is not None and self._clock() >= self._deadline
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether other requests may get this answer: it has not failed and was not aborted."""
+        return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
+
+    def read(
+        self,
+        client_id: str,
+        http_timings: HttpTimings | None,
+        predicted_s: float | None = None,
+        deadline: float | None = None,
+    ) -> RequestStream:
+        """Return a stream of all outputs from the first on. The computation ends when the last stream is closed.
+
+        Args:
+            client_id: The id by which the client may cancel its request.
+            http_timings: Receives the time of the first token.
+            predicted_s: Predicted seconds to the first token.
+            deadline: Time on the engine's clock at which this stream ends; None: no deadline.
+        """
+        assert self._pieces is not None
+        number = self._num_read = self._num_read + 1
+        stream = RequestStream(self.request_id, lambda _: self._leave(number), predicted_s)
+        began = self._clock() if http_timings is None else http_timings.received_time
+        reader = self._readers[number] = _Reader(stream, client_id, http_timings, began, deadline)
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+        for piece in self._pieces:
+            self._send(reader, piece)
+        if self.finished:
+            self._readers.clear()
+        elif number == 1:
+            self._deadline = deadline
+        else:
+            self._apply_deadlines()
+        return stream
+
+    def put(self, piece: RequestOutput) -> None:
+        self.last = piece
+        if piece.finished:
+            self.ended_time = self._clock()
+            if self._grace is not None:
+                self._grace.cancel()
+        for reader in self._readers.values():
+            self._send(reader, piece)
+        if piece.finished:
+            for reader in self._readers.values():
+                reader.cancel_timer()
+            self._readers.clear()  # breaks reference cycles, which would stay in memory until a garbage collection
+        if self._pieces is not None:
+            self._pieces.append(piece)
+            size = _bytes_of(piece)
+            self.num_bytes += size
+            self._grew(self, size)
+
+    def cancel(self, client_ids: Sequence[str]) -> bool:
+        """End the streams of readers with one of these ids. If no reader would remain, only return False."""
+        mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
+        if len(mine) == len(self._readers):
+            return False
+        for number in mine:
+            self._end_stream(self._readers.pop(number), FinishReason.ABORT)
+        return True
+
+    def drop(self) -> None:
+        """Discard the recorded outputs and accept no further readers. Current readers still get the whole answer."""
+        self._pieces = None
+
+    def _send(self, reader: _Reader, piece: RequestOutput) -> None:
+        http_timings = reader.http_timings
+        if http_timings is not None and http_timings.first_token_time is None and piece.token_ids:
+            http_timings.first_token_time = self._clock()
+        reader.stream.put(piece)
+
+    def _apply_deadlines(self) -> None:
+        """Set the engine's deadline to the latest deadline of all readers, and start a timer for each reader."""
+        for number, reader in self._readers.items():
+            if reader.deadline is not None and reader.timer is None:
+                left_s = max(0.0, reader.deadline - self._clock())
+                reader.timer = asyncio.get_running_loop().call_later(left_s, self._end_expired, number)
+        if self._deadline is not None:
+            deadlines = [reader.deadline for reader in self._readers.values()]
+            latest = None if None in deadlines else max(each for each in deadlines if each is not None)
+            if latest is None or latest > self._deadline:
+                self._deadline = latest
+                self._extend_deadline(self.request_id, latest)
+
+    def _end_expired(self, number: int) -> None:
+        reader = self._readers[number]
+        assert reader.deadline is not None
+        error = f"the request was not done within its {reader.deadline - reader.began:g} s"
+        self._end_stream(reader, FinishReason.TIMEOUT, error)
+        self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        reader = self._readers.pop(number, None)
+        if reader is None:
+            return
+        reader.cancel_timer()
+        if self._readers or self.finished:
+            return
+        if self._grace_s > 0.0 and self._pieces is not None:
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._abort, self.request_id)
+        else:
+            self._abort(self.request_id)
+
+    def _end_stream(self, reader: _Reader, reason: FinishReason, error: str | None = None) -> None:
+        last = self.last
+        reader.cancel_timer()
+        reader.stream.put(
+            RequestOutput(
+                request_id=self.request_id,
+                text="",
+                token_ids=(),
+                logprobs=(),
+                num_prompt_tokens=0 if last is None else last.num_prompt_tokens,
+                num_cached_tokens=0 if last is None else last.num_cached_tokens,
+                num_output_tokens=0 if last is None else last.num_output_tokens,
+                finish_reason=reason,
+                error=error,
+            )
+        )
+
+
+class CoalescedResponses:
+    """The coalesced responses of a server. Only the event loop may use it.
+
+    A response is shared while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
+    responses together exceed `max_bytes` (0: nothing is shared), finished ones are removed first, oldest first, then
+    the largest unfinished ones. Current readers of a removed answer get the rest of it.
+    """
+
+    def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
+        self._max_bytes = max_bytes
+        self._kept_s = kept_s
+        self._clock = clock
+        self._num_bytes = 0
+        self._in_flight: dict[bytes, CoalescedResponse] = {}
+        self._kept: dict[bytes, CoalescedResponse] = {}
+
+    def __len__(self) -> int:
+        return len(self._in_flight) + len(self._kept)
+
+    @property
+    def shares(self) -> bool:
+        return self._max_bytes > 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_readers(self) -> int:
+        return sum(answer.num_readers for answer in self._in_flight.values())
+
+    def find(self, key: bytes) -> CoalescedResponse | None:
+        """Return the answer with this key; None: there is none."""
+        self._expire()
+        found = self._in_flight.get(key)
+        if found is not None and found.is_expired:
+            self.forget(found)
+            found = None
+        return found or self._kept.get(key)
+
+    def has(self, keys: Sequence[bytes]) -> bool:
+        """Return whether every key has an answer; False if `keys` is empty."""
+        return bool(keys) and all(self.find(key) is not None for key in keys)
+
+    def open(
+        self, sharing: Sharing, request_id: str, abort: Callable[[str], None], extend_deadline: ExtendDeadline
+    ) -> CoalescedResponse:
+        """Add an answer that an engine request starts to compute. The arguments are those of `CoalescedResponse`."""
+        answer = CoalescedResponse(sharing, request_id, abort, extend_deadline, self._grew, self._clock)
+        if (before := self.find(sharing.key)) is not None:
+            self.forget(before)
+        self._in_flight[sharing.key] = answer
+        return answer
+
+    def forget(self, answer: CoalescedResponse) -> None:
+        """Stop sharing this answer with further readers."""
+        for table in (self._in_flight, self._kept):
+            if table.get(answer.key) is answer:
+                del table[answer.key]
+                self._num_bytes -= answer.num_bytes
+        answer.drop()
+
+    def clear(self) -> None:
+        """Stop sharing all answers with further readers, because the model has changed."""
+        for answer in [*self._in_flight.values(), *self._kept.values()]:
+            self.forget(answer)
+
+    def _grew(self, answer: CoalescedResponse, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if answer.finished:
+            if answer.keeps and answer.is_answer:
+                del self._in_flight[answer.key]
+                self._kept[answer.key] = answer
+            else:
+                self.forget(answer)
+        while self._num_bytes > self._max_bytes:
+            oldest = next(iter(self._kept.values()), None)
+            self.forget(oldest or max(self._in_flight.values(), key=lambda each: each.num_bytes))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while (oldest := next(iter(self._kept.values()), None)) and now - oldest.ended_time > self._kept_s:
+            self.forget(oldest)
+
+
+def _bytes_of(piece: RequestOutput) -> int:
+    likely = sum(2 + len(token.top_token_ids) for token in piece.logprobs)
+    of_prompt = piece.prompt_logprobs
+    num_bytes = PIECE_BYTES + 4 * len(piece.text) + TOKEN_BYTES // 2 * likely + sum(map(_bytes_of, piece.beams))
+    if of_prompt is not None:
+        num_bytes += of_prompt.top_token_ids.nbytes + of_prompt.top_logprobs.nbytes + 12 * len(of_prompt)
+    return num_bytes + (0 if piece.vector is None else piece.vector.nbytes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.fleet.accounting import FleetAccounting
-from llm_serving.engine.fleet.class_usage import MAX_LEAD_QUANTA, ClassDemand, FleetClassUsage
+from llm_serving.engine.fleet.sharing import MAX_LEAD_QUANTA, ClassDemand, FleetClassUsage
 from llm_serving.scheduler.fair_sharing import ClassUsage
 from support.factories import create_classes, create_request
 from support.recordings import MemoryFiles, create_recorded, replay, seal

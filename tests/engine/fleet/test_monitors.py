@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 
 import pytest
 from llm_serving.engine.fleet.accounting import FleetAccounting
-from llm_serving.engine.fleet.class_usage import ClassLeadMonitor
 from llm_serving.engine.fleet.monitors import WeightMonitor, step_shares, weighted_service
+from llm_serving.engine.fleet.sharing import ClassLeadMonitor
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.fair_sharing import SCALE, ClassUsage, WeightedFairSharing
 from support.factories import create_classes, create_request, create_scheduler

@@ -134,7 +134,7 @@ def test_replica_that_joins_after_a_reload_uses_the_new_rules(tmp_path: Path) ->
 
 def test_reload_command_prints_changes_and_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from llm_serving.config import load_config
-    from llm_serving.engine.fleet.reload import ConfigReloader
+    from llm_serving.engine.lifecycle import ConfigReloader
     from support.fakes import FakeEngine
     from support.http_serving import serving
 

@@ -12,7 +12,7 @@ from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.engine.fleet.accounting import FleetAccounting
 from llm_serving.engine.fleet.migration import continuation_of
 from llm_serving.engine.fleet.monitors import MIN_TENANTS, LimitMonitor
-from llm_serving.engine.fleet.tenant_slots import TenantSlots
+from llm_serving.engine.fleet.sharing import TenantSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.scheduler.tenant_limits import SlotDemand
 from llm_serving_simulator.simulation import Simulation

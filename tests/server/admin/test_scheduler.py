@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.config.tables import ApiKey
-from llm_serving.engine import request_lookup
+from llm_serving.engine import control
 from llm_serving.observability.event_log import client_id_of
 from llm_serving.observability.snapshot import MAX_WAITING, BlockUsage, scheduler_state
 from llm_serving.server.admin.live import ROWS
@@ -115,7 +115,7 @@ def test_scheduler_view_of_a_tenant_has_totals_of_all(asker, seen):
 
 
 def test_scheduler_view_names_silent_replicas(monkeypatch):
-    monkeypatch.setattr(request_lookup, "STATE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(control, "STATE_TIMEOUT_S", 0.01)
 
     async def run():
         server = GatedServer()

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from llm_serving.core.request import Request
-from llm_serving.engine.fleet.class_usage import ClassLead, ClassLeadMonitor, FleetClassUsage
 from llm_serving.engine.fleet.monitors import LimitMonitor, step_shares, weighted_service
-from llm_serving.engine.fleet.tenant_slots import TenantSlots
+from llm_serving.engine.fleet.sharing import ClassLead, ClassLeadMonitor, FleetClassUsage, TenantSlots
 from llm_serving.engine.observers import FairnessObserver
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
-from llm_serving.engine.fleet.class_usage import ClassLead
+from llm_serving.engine.fleet.sharing import ClassLead
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.fair_sharing import FULL_STEP, OUTPUT_TOKEN_WEIGHT, SCALE
 from llm_serving.scheduler.limits import SchedulerLimits

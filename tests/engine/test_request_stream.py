@@ -15,9 +15,8 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.timings import HttpTimings
 from llm_serving.engine import open_requests
-from llm_serving.engine.coalescing import CoalescedResponses, Sharing
 from llm_serving.engine.open_requests import OpenRequests
-from llm_serving.engine.request_stream import MAX_READ_AT_ONCE
+from llm_serving.engine.request_stream import MAX_READ_AT_ONCE, CoalescedResponses, Sharing
 from llm_serving.errors import RequestNotFoundError
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output
