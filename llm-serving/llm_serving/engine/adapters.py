@@ -33,7 +33,7 @@ class Adapter:
 
     @property
     def is_unchanged(self) -> bool:
-        """Read all files of the adapter. Return whether they are unchanged since the adapter was loaded."""
+        """Whether all files are the same as when the adapter was loaded. This reads all of them."""
         try:
             return fingerprint(self.folder) == self.fingerprint
         except ModelError:
@@ -52,7 +52,7 @@ class AdapterRegistry:
         self._removed: Mapping[int, Adapter] = {}
         """Adapter number -> adapter that new requests may not name. Unfinished requests may still use it."""
         self._files: dict[int, str] = {}
-        """Adapter number -> fingerprint of each adapter loaded so far. Caches may hold blocks of unloaded adapters."""
+        """Adapter number -> fingerprint of each adapter loaded so far. Caches may hold blocks of unloaded ones."""
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
@@ -61,7 +61,7 @@ class AdapterRegistry:
         return any(each.number == number for each in self.by_name.values())
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Read and check all files of an adapter. Thread-safe. Raise ModelError if the adapter cannot be served."""
+        """Read and check all files of an adapter. Thread-safe. Raise ModelError if it cannot be served."""
         if not self.config.is_enabled:
             raise ModelError(
                 "`lora_config.lora_folder` or `lora_modules` must be given, so that the model has adapters"
@@ -88,13 +88,12 @@ class AdapterRegistry:
         )
 
     def find_changed(self, number: int) -> list[Adapter]:
-        """Read the files of the adapters with this number. Return those that were changed or removed. Thread-safe."""
+        """Return the adapters with this number whose files were changed or removed. Thread-safe."""
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter to new requests. Return the adapter; None: no adapter has this name.
-
-        Until `forget`, a replica that joins still loads the adapter, because the adapter's requests may migrate there.
+        """Stop offering an adapter to new requests. Until `forget`, a replica that joins still loads it, because its
+        requests may migrate there.
         """
         adapter = self.by_name.get(name)
         if adapter is not None:
@@ -103,7 +102,7 @@ class AdapterRegistry:
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop a removed adapter, because no unfinished request uses it any more or because it is offered again."""
+        """Drop a removed adapter, because no unfinished request uses it or because it is offered again."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
         self._offer(self.by_name)
 

@@ -49,7 +49,7 @@ class Admission:
     """Proof that a group of requests passed admission control."""
 
     predicted_s: float | None = None
-    """Predicted seconds from arrival to the first token of the group's last request; None: unknown."""
+    """Predicted seconds from arrival to the first token of the group's last request."""
 
 
 class AsyncEngine:
@@ -67,7 +67,7 @@ class AsyncEngine:
         set_weights: Callable[[Path], None] | None = None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`set_weights`: sets the folder from which WorkAgents load weights. None: weights cannot be replaced."""
+        """`set_weights`: sets the folder from which WorkAgents load weights; None: weights cannot be replaced."""
         self.config = config
         self.adapters = AdapterRegistry(config, model_spec) if adapters is None else adapters
         self.model_spec = model_spec
@@ -80,7 +80,7 @@ class AsyncEngine:
         )
         """Sampling parameters that the model recommends. They are the defaults of OpenAI requests only."""
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path, model_spec)
-        """How hidden states become embeddings. None: the model does not produce embeddings."""
+        """How hidden states become embeddings; None: the model does not produce embeddings."""
         self._num_input_ids = model_spec.vocab_size if path is None else model_spec.network.num_input_ids
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
         self.replicas, self.coalesced = dispatcher.replicas, dispatcher.coalesced
@@ -103,7 +103,7 @@ class AsyncEngine:
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
         self.failure: LLMServingError | None = None
-        """Error because of which this process cannot serve and must exit; None: no error."""
+        """Error because of which this process cannot serve and must exit."""
         self.on_failure: Callable[[], None] = lambda: None
 
     def share_tenants(self, other: AsyncEngine) -> None:
@@ -134,9 +134,8 @@ class AsyncEngine:
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
-        """Fingerprint of the software and settings that compute answers. All replicas have the same one.
-
-        Raise UnavailableError if no WorkAgent has loaded its model.
+        """Fingerprint of the software and settings that compute answers. Raise UnavailableError if no WorkAgent is
+        loaded.
         """
         living = self.replicas.living()
         if not living:
@@ -174,9 +173,9 @@ class AsyncEngine:
             request_id: The client's id of the request. Several requests may have the same id.
             fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
-            has_siblings: Whether other requests fork from this one. If so, this request must not migrate.
-            admission: Result of `check_capacity` for a group that contains this request. None: check the request here.
-            sharing: How identical requests share the answer; None: the answer is not shared.
+            has_siblings: Whether other requests fork from this one. If so, it must not migrate.
+            admission: Result of `check_capacity` for a group that contains this request. None: check it here.
+            sharing: How identical requests share the answer.
 
         Raises:
             RequestError: The request can never be served: for example, it is too long, or its adapter was unloaded.
@@ -295,19 +294,18 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests against all admission limits. `prompt_lens`: prompt tokens of each request.
+        """Check a group of requests against all admission limits. Raise the errors of `generate`.
 
         Every `num_each` consecutive requests share one prompt, which is computed once, or for each request with static
-        batching. Pass the result to `generate` before the event loop runs another task. Raise the errors of `generate`.
+        batching. Pass the result to `generate` before the event loop runs another task.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
         return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
-        """Raise the errors of `check_capacity` if prompts of these minimum lengths would already exceed a limit.
-
-        Call this before tokenization, when the exact lengths are unknown.
+        """Raise the errors of `check_capacity` if prompts of these minimum lengths would already exceed a limit. Call
+        this before tokenization.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
@@ -322,14 +320,13 @@ class AsyncEngine:
         return Admission(predicted_s)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
-        """Predict the seconds to the first token of a request that arrives now. None: too few steps were measured."""
+        """Predict the seconds to the first token of a request that arrives now; None: too few steps were measured."""
         request_class = class_of(priority, self.config.request_classes)
         route = self._router.route([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
         replica = self._router.load_of(route)
         return self._admission.predict_s([num_prompt_tokens], request_class, tenant, replica)
 
     def refused_since(self, time: float) -> list[RefusedRequests]:
-        """Return the requests that admission control has refused since `time`, in seconds on the engine's clock."""
         return self._admission.refused_since(time)
 
     def _class_load(self, name: str) -> ClassLoad:

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 MAX_WAITING: Final = 16
 """Maximum number of answers that wait for their audit. If more wait, the oldest is dropped."""
 MAX_BYTES: Final = 2**24
-"""Maximum bytes of an answer that is audited. The memory for waiting answers is at most `MAX_WAITING` times this."""
+"""Maximum bytes of an audited answer."""
 TENANT: Final = "(audits)"
 """Tenant of the requests that audits add. No API key can have this name."""
 AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -33,8 +33,6 @@ AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 @dataclass(slots=True)
 class Answer:
-    """The outputs of one request so far."""
-
     request: Request
     pieces: list[RequestOutput] = field(default_factory=list)
     num_bytes: int = 0
@@ -60,20 +58,19 @@ class Auditor:
     """Audits one of every `every` requests (0: none).
 
     A copy of the request runs alone on an idle engine, and both answers must be equal. Answers are batch-invariant, so
-    any difference is a bug of this server; `audit_mismatch_total` counts them. The copy has its own cache salt, so that
-    it reuses no cached blocks. It has the lowest priority and its own tenant, so that it delays no client.
+    any difference is a bug; `audit_mismatch_total` counts them. The copy has its own cache salt, so that it reuses no
+    cached blocks, and the lowest priority and its own tenant, so that it delays no client.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
         self.watched: dict[str, Answer] = {}
-        """Request id -> outputs so far, for each selected request."""
         self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
         self.every = every
         self._metrics = metrics
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
         self._running: tuple[Answer, Answer] | None = None
-        """The client's answer, and the outputs so far of the copy that runs. None: no copy runs."""
+        """The client's answer, and the outputs so far of the copy that runs."""
 
     def start(self, request: Request) -> None:
         self.watched[request.request_id] = Answer(request)
@@ -82,11 +79,11 @@ class Auditor:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a request that migrates to another replica. Return its outputs so far; None: not audited."""
+        """Stop recording a request that migrates to another replica. Return its outputs so far."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Continue to record a migrated request. `answer`: its outputs so far; None: it is not audited."""
+        """Continue to record a migrated request, if it is audited."""
         if answer is not None:
             answer.request = request
             self.watched[request.request_id] = answer
@@ -132,14 +129,12 @@ class Auditor:
             sink.finish(FinishReason.ABORT)
 
     def forget_adapter(self, number: int) -> None:
-        """Drop the unfinished audits of an adapter that is unloaded."""
         kept = [each for each in self.waiting if each.request.adapter != number]
         self.waiting = deque(kept, MAX_WAITING)
         if self._running is not None and self._running[0].request.adapter == number:
             self.cancel_copy()
 
     def _add_copy_output(self, piece: RequestOutput) -> None:
-        """Record an output of the copy. If it is the last one, compare the answers."""
         assert self._running is not None
         answer, copy = self._running
         copy.add(piece)

@@ -18,8 +18,6 @@ from llm_serving.engine.output_processor import SinkContext
 
 
 class LikelyTokens(NamedTuple):
-    """The most likely next tokens of one sequence, best first."""
-
     token_ids: Sequence[int]
     logprobs: Sequence[float]
 
@@ -61,9 +59,9 @@ class BeamSearch:
     """The beam search of one prompt.
 
     Each step continues every live sequence by its `2 * width` most likely tokens. A sequence that continues with a stop
-    token is finished. The `width` most likely other continuations stay live. Among equally likely continuations, the
-    one of the earlier sequence is first. Finished sequences are ranked by `cumulative_logprob / length **
-    length_penalty`; the length includes the stop token. Live sequences finish at `max_tokens`.
+    token is finished. The `width` most likely other continuations stay live; among equals, the one of the earlier
+    sequence is first. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`; the length
+    includes the stop token. Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -79,10 +77,9 @@ class BeamSearch:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by one token.
+        """Continue every live sequence by one token. Return for each new one the index of the old one.
 
         `choices`: for each sequence in `live`, its `2 * width` most likely tokens or more, or the whole vocabulary.
-        Return for each sequence of the new `live` the index of the old sequence that it continues.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -104,7 +101,6 @@ class BeamSearch:
         return [index for index, _ in surviving][: len(self.live)]
 
     def best(self) -> list[FinishedBeam]:
-        """Return the answer: the best finished sequences, best first."""
         return self._finished[: self._params.num_returned]
 
     def _finish(self, hypothesis: Hypothesis, reason: FinishReason) -> None:
@@ -113,7 +109,6 @@ class BeamSearch:
         del self._finished[self._params.width :]
 
     def _cannot_improve(self) -> bool:
-        """Return whether no live sequence can ever rank among the best finished ones."""
         if not self.live or len(self._finished) < self._params.width:
             return False
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
@@ -157,7 +152,7 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam. Once every beam has candidates, advance the search and emit an output."""
+        """Record the candidates of one beam. Once every beam has some, advance the search and emit an output."""
         if self.request.is_finished:  # by another beam of this step
             return
         (sample,) = samples  # beams have no draft tokens

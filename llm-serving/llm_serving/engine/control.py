@@ -1,4 +1,4 @@
-"""Operations on open requests (cancel, change priority), on replicas (drain, join) and on adapters."""
+"""Operations on requests, replicas and adapters for clients and operators: explain, cancel, change priority, drain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RequestLookup:
     """Reads the event logs and schedulers of all replicas.
 
     `request_id` is the client's id of a request, or the id of a response. `tenant` limits a lookup to the requests of a
-    tenant; None: all tenants.
+    tenant.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
@@ -64,7 +64,7 @@ class RequestLookup:
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-        """Return the scheduler state of each replica with its events since a time, for clients that poll."""
+        """Return the scheduler state of each replica with its events since a time."""
         return await self._ask_all(self._snapshots, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
@@ -106,7 +106,7 @@ class RequestLookup:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """Return a trace of each replica's latest steps. `tenant`: show only this tenant's requests. Thread-safe."""
+        """Return a trace of each replica's latest steps, with only the tenant's requests. Thread-safe."""
         return trace(
             [
                 ReplicaTrace(
@@ -134,7 +134,7 @@ def _records(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[Req
 logger = get_logger(__name__)
 
 DROP_DELAY_S: Final = 0.1
-"""Seconds between two checks of `drop_adapter` whether the adapter's last request has ended."""
+"""Seconds between two checks whether the last request of an unloaded adapter has ended."""
 
 
 class ReplicaRow(NamedTuple):
@@ -151,7 +151,7 @@ class Control:
     """Operations on open requests, replicas and adapters. Only the event loop may call them.
 
     `request_id` is the client's id of a request, or the id of a response. `tenant` limits an operation to the requests
-    of a tenant; None: all tenants.
+    of a tenant.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:
@@ -179,8 +179,8 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Start to check the files of the adapters with this number, and return. If files were changed or removed, the
-        adapter is unloaded, because a WorkAgent that restarts could not read them.
+        """Start to check the files of the adapters with this number. If they have changed, the adapter is unloaded,
+        because a WorkAgent that restarts could not read them.
         """
 
         async def check() -> None:
@@ -216,8 +216,7 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of the requests with this id. Return engine id -> whether the priority is in effect now,
-        for each unfinished request.
+        """Change the priority of requests. Return engine id -> whether the priority is in effect now.
 
         Raises:
             RequestError: The priority is out of range.
@@ -235,7 +234,6 @@ class Control:
         return done
 
     async def _set_priorities(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
-        """Change priorities in the engines. For a migrating request, store the priority for its next engine."""
         request_class = class_of(priority, self._config.request_classes)
         in_transfer = [each for each in requests if each.is_in_transfer]
         for each in in_transfer:
@@ -288,7 +286,6 @@ class Control:
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 
     def _update_queue(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
-        """Move a request to its new class in admission control, once the scheduler's `answer` is True."""
         if not answer.cancelled() and answer.exception() is None and answer.result():
             self._queue.change_class(_id_of(opened), request_class)
 

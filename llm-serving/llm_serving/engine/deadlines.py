@@ -33,7 +33,6 @@ class Deadlines:
         self._next_check = 0.0
 
     def add(self, request: Request) -> None:
-        """Add or replace the deadline of a request."""
         assert request.deadline is not None
         heapq.heappush(self.heap, (request.deadline, request.request_id, next(self._numbers), request))
         if len(self.heap) > self._cleanup_size:
@@ -43,7 +42,7 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """The earliest deadline of an unfinished request; None: no request has one."""
+        """The earliest deadline of an unfinished request."""
         while self.heap and not _is_current(self.heap[0]):
             heapq.heappop(self.heap)
         return self.heap[0][0] if self.heap else None
@@ -60,7 +59,6 @@ class Deadlines:
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
     def is_due(self, now: float) -> bool:
-        """Return whether `end_expired` must be called at the time `now`."""
         deadline = self.next
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
@@ -114,7 +112,7 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _first_to_compute(request: Request) -> Request | None:
-    """Return the request that the scheduler computes first for a client's request; None: its computation has begun."""
+    """Return the request that the scheduler computes first for a client's request; None: it has begun."""
     if request.sink is None:
         return None
     computed = request.sink.active_requests

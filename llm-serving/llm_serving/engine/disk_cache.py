@@ -36,21 +36,18 @@ from llm_serving.transport.messages import AgentMessage, BlocksLoaded, BlocksSto
 logger = get_logger(__name__)
 
 WAIT_S: Final = 10.0
-"""Maximum seconds that a request waits for blocks from disk."""
 LATE_S: Final = 5.0
 """Maximum seconds that requests wait for the reply to one message."""
 READ_BYTES: Final = 2**24
 """Maximum bytes of blocks that the WorkAgent reads for one message, if a block is not larger."""
 STORED_BYTES: Final = 2**20
-"""Maximum bytes of blocks that one message stores. The limit is low, because a read may have to wait for a store."""
+"""Maximum bytes of blocks that one message stores. It is low, because a read may have to wait for a store."""
 READ, STORE, END = range(3)
 """Kinds of messages to the WorkAgent. Messages with a lower number are sent first."""
 
 
 @dataclass(eq=False, slots=True)
 class _Lookup:
-    """A request that waits for blocks from the disk."""
-
     request: Request
     add: Callable[[], None]
     hashes: list[bytes]
@@ -111,10 +108,8 @@ class DiskCache(StepObserver):
         post: Callable[[Callable[[], None]], None],
         on_added: Callable[[Request], None],
     ) -> None:
-        """Args:
-        reads: Blocks of the transfer pool that receive data from disk.
-        post: Calls a function in the engine's thread. It may raise WorkerDiedError.
-        on_added: Called with each request that enters the scheduler.
+        """`reads`: blocks of the transfer pool that receive data from disk. `post`: calls a function in the engine's
+        thread. `on_added`: called with each request that enters the scheduler.
         """
         assert scheduler.blocks.disk is not None
         self._scheduler = scheduler
@@ -154,8 +149,7 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        If another request is reading the next block, this request is added after that one. A fork is added after its
-        parent.
+        If another request is reading the next block, this request is added after that one, and a fork after its parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -186,7 +180,6 @@ class DiskCache(StepObserver):
         self._start(READ, partial(self._read, lookup))
 
     def cancel(self, request: Request) -> None:
-        """Forget a request that has finished before it entered the scheduler."""
         lookup = self._lookups.pop(request.request_id, None)
         if lookup is not None:
             lookup.is_waiting = False

@@ -49,7 +49,6 @@ class Engine(EngineRequests):
         restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
         notice: Warning about the WorkAgent for the operator, or empty.
         disk_reads: Blocks of the transfer pool that receive data from disk; None: no disk cache.
-        build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
     def __init__(
@@ -241,8 +240,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether steps without forming ahead give a higher throughput, although the WorkAgent waits between
-        them.
+        """Return whether the throughput is higher if a step is formed only after the reply to the step before.
 
         A step that is formed ahead contains no drafts, and no request that needs its latest token.
         """
@@ -262,7 +260,7 @@ class Engine(EngineRequests):
 
     @property
     def restarting(self) -> str | None:
-        """Reason why the WorkAgent is restarting; None: it is not."""
+        """Reason why the WorkAgent is restarting."""
         return self._recovery.restarting
 
     def _recover(self, error: LLMServingError) -> None:
@@ -290,7 +288,6 @@ class Engine(EngineRequests):
             listener.on_restart_attempt()
 
     def _on_bisection_step(self) -> None:
-        """Handle messages and deadlines between two steps of the search for the cause of a failure."""
         self._drain_inbox()
         self._publish()
 

@@ -1,4 +1,4 @@
-"""The requests of one engine: calls from other threads, and operations in the engine's thread."""
+"""The requests of one engine: its inbox, calls from other threads, and operations in the engine's thread."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 
 class Inbox:
-    """Functions that the engine's thread calls in order between two steps.
-
-    Any thread may call `post`, `wake` and `end`.
+    """Functions that the engine's thread calls in order between two steps. Any thread may call `post`, `wake` and
+    `end`.
     """
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()
         self.ended: str | None = None
-        """Reason why the inbox accepts no more messages; None: it accepts them."""
+        """Reason why the inbox accepts no more messages."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when the inbox ends, in any thread."""
         self._lock = threading.Lock()
@@ -117,9 +116,8 @@ class EngineRequests:
     Any thread may call the methods and properties above `set_priority`; a change is posted as a message, which the
     engine's thread handles between two steps. Only the engine's thread may call the others.
 
-    Args:
-        audit_every: One of this many requests is audited (0: none).
-        attach_sink: Gives a client's request its output sink, and queues the requests to compute first.
+    `audit_every`: one of this many requests is audited (0: none). `attach_sink`: gives a client's request its output
+    sink, and queues the requests to compute first.
     """
 
     disk_cache: DiskCache | None = None
@@ -175,7 +173,6 @@ class EngineRequests:
     # --- from any thread --------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: EngineListener) -> None:
-        """Report events to one more listener. Call this before the engine runs steps."""
         self._listeners.append(listener)
 
     def submit(self, request: Request) -> None:
@@ -190,8 +187,8 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter from `folder` into the WorkAgent, or unload it if `folder` is empty. Thread-safe. Raise
-        WorkerDiedError if the engine has ended.
+        """Load an adapter into the WorkAgent, or unload it if `folder` is empty. Raise WorkerDiedError if the engine
+        has ended.
         """
 
         def change() -> None:
@@ -286,7 +283,6 @@ class EngineRequests:
 
     @property
     def mean_step_s(self) -> float | None:
-        """Moving average of the step time in seconds; None: no step yet."""
         return self._times.mean_s
 
     @property
@@ -299,7 +295,6 @@ class EngineRequests:
 
     @property
     def machine(self) -> str:
-        """Address of the WorkAgent's machine; empty: the master's machine."""
         return self._executor.machine
 
     @property
@@ -357,7 +352,6 @@ class EngineRequests:
         return scheduler_state(self.scheduler, self._clock(), self._times.mean_s)
 
     def take_snapshot(self, since: float) -> EngineSnapshot:
-        """Return the scheduler's state, with the events since the time `since`."""
         return take_snapshot(self.scheduler, self.event_log, self._clock(), self.mean_step_s, since)
 
     @property
@@ -371,7 +365,6 @@ class EngineRequests:
         return min(timeouts_s, default=None)
 
     def _use_disk_cache(self, reads: TransferPool, metrics: Metrics) -> DiskCache:
-        """Create the disk cache. `reads`: blocks of the transfer pool that receive data from disk."""
         self.disk_cache = DiskCache(
             self.scheduler,
             self._executor,

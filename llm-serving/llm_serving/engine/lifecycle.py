@@ -1,4 +1,4 @@
-"""Pause, sleep and replacement of weights of one model, for an administrator. Only the event loop may use it."""
+"""Changes of one running model: pause, sleep, new weights, new configuration. Only the event loop may use it."""
 
 from __future__ import annotations
 
@@ -72,16 +72,15 @@ class Gate:
 
 
 class Lifecycle:
-    """The state of a model: it serves, pauses or sleeps.
-
-    `set_weights`: sets the folder from which WorkAgents load weights.
+    """The state of a model: it serves, pauses or sleeps. `set_weights`: sets the folder from which WorkAgents load
+    weights.
     """
 
     def __init__(
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
     ) -> None:
         self.gate: Gate | None = None
-        """Makes new requests wait, or refuses them. None: the model serves."""
+        """Makes new requests wait, or refuses them; None: the model serves."""
         self.level = 0
         self.weights = config.model.model_path
         self._unrecorded = ""
@@ -93,7 +92,6 @@ class Lifecycle:
         self._is_frozen = self._is_suspended = self._is_changing = False
         self._ending = asyncio.Event()
         self._change: asyncio.Task[Any] | None = None
-        """Task that pauses, sleeps, wakes the model up or replaces its weights; None: there is none."""
 
     @property
     def can_replace_weights(self) -> bool:
@@ -101,7 +99,7 @@ class Lifecycle:
 
     @property
     def health(self) -> EngineHealth | None:
-        """Return the health of a model that pauses or sleeps. None: the model serves."""
+        """The health of a model that pauses or sleeps; None: the model serves."""
         if self.gate is None:
             return None
         health = self._replicas.health()
@@ -263,7 +261,6 @@ class Lifecycle:
         logger.info("%s; new requests: %s", reason, new_requests)
 
     async def _reopen(self, reason: str) -> None:
-        """Serve again, unless the model still has a reason to pause or sleep."""
         if self.gate is not None and reason:
             self.gate.reason = reason
         else:
@@ -278,7 +275,6 @@ class Lifecycle:
         logger.info("the model serves again")
 
     async def _settle(self, running: Running) -> None:
-        """Wait until accepted requests have finished, are aborted or are frozen, according to `running`."""
         requests = self._dispatcher.requests.by_id
         if running == "freeze":
             await self._freeze(True)

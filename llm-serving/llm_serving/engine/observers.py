@@ -58,7 +58,6 @@ class StepTimes:
         self.step_s = 0.0
         """Seconds of the latest step, from the time at which the WorkAgent could begin it."""
         self.mean_s: float | None = None
-        """Moving average of `step_s`; None: no step yet."""
         self.period_s = 0.0
         self.computed_s = 0.0
         """Seconds from the previous reply, or from the submission if no step was in flight, to the latest reply."""
@@ -89,8 +88,6 @@ class StepTimes:
 
 
 class MetricsObserver(StepObserver):
-    """Adds the steps of one replica to the server's metrics: load, preemptions, swaps, bound violations."""
-
     def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
         self._metrics, self._scheduler, self._index = metrics, scheduler, index
         metrics.swaps.watch(index, self._swap_load)
@@ -106,7 +103,7 @@ class MetricsObserver(StepObserver):
             metrics.record_bound_violations(schedule.num_bound_violations)
 
     def record_load(self, num_tokens: int | None = None) -> None:
-        """Record the replica's load. `num_tokens`: tokens of the latest step; None: no step has run."""
+        """Record the replica's load. `num_tokens`: tokens of the latest step, if one has run."""
         scheduler, pool = self._scheduler, self._scheduler.blocks.pool
         load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
         if num_tokens is None:
@@ -143,7 +140,6 @@ class FairnessObserver(StepObserver):
             self._metrics.shares_broken(num_over_limit, num_against_weight)
 
     def record_reload(self, number: int) -> None:
-        """Record that the scheduler uses the rules of reload `number`."""
         self._limits.record_reload(self._index, self._scheduler.unstarted_slot_holders(), number)
 
 
@@ -224,7 +220,7 @@ class SpeculationObserver(StepObserver):
 
 
 def accepted_drafts(schedule: Schedule, updated: list[Request]) -> Mapping[int, int]:
-    """Return `Request.sequence` -> number of accepted draft tokens, for the rows with drafts of a completed step."""
+    """Return `Request.sequence` -> number of accepted draft tokens, for the rows with drafts."""
     live = set(updated)
     return {
         row.request.sequence: row.request.num_new_tokens - 1

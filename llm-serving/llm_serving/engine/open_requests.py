@@ -37,8 +37,6 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Unfinished requests by engine id, client id and engine."""
-
     def __init__(self) -> None:
         self.by_id: dict[str, OpenRequest] = {}
         """Engine id -> request. Other classes only read it."""
@@ -58,7 +56,6 @@ class OpenRequests:
         self._count(opened.engine, 1)
 
     def pop(self, request_id: str) -> OpenRequest | None:
-        """Remove a request and return it; None: it has already finished."""
         opened = self.by_id.pop(request_id, None)
         if opened is not None:
             self._count(opened.engine, -1)
@@ -95,11 +92,10 @@ class OpenRequests:
         return self._by_load
 
     def num_migrating_to(self, engine: Engine) -> int:
-        """Return the number of requests whose blocks are being transferred to an engine."""
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests with this client id, response id or engine id. `tenant`: owner; None: any tenant."""
+        """Return the tenant's requests with this client id, response id or engine id."""
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
             opened
@@ -120,7 +116,6 @@ class OpenRequests:
                 del self._coalesced[oldest]
 
     def coalesced_with(self, client_id: str) -> Sequence[str]:
-        """Return the engine ids of the requests whose answers the requests with this client id get."""
         return [engine_id for each in client_ids(client_id) for engine_id in self._coalesced.get(each, ())]
 
     def _count(self, engine: Engine, change: int) -> None:

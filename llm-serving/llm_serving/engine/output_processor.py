@@ -37,9 +37,8 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each unfinished request until the output is sent.
-
-    `metrics`: None: neither metrics nor events are recorded.
+    """Collects the output of each unfinished request until the output is sent. Without `metrics`, no events are
+    recorded.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
@@ -59,7 +58,6 @@ class OutputProcessor:
         return self._states.pop(request.request_id)
 
     def resume(self, request: Request, produced: ProducedOutput) -> None:
-        """Add a migrated request with the output state of its former replica."""
         produced.request = request
         self._states[request.request_id] = produced
 
@@ -90,10 +88,7 @@ class OutputProcessor:
         return [state.request for state in self._states.values()]
 
     def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Add a sampled token to a request. Return the stop string that it completes, if any.
-
-        `sample`: index of the token in `output`.
-        """
+        """Add a sampled token, with index `sample` in `output`. Return the stop string that it completes."""
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
         state.token_ids += (token_id,)
@@ -110,7 +105,7 @@ class OutputProcessor:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Add prompt results, see `OutputSink.add_prompt_result`. Ignore results that an earlier step has returned."""
+        """Add prompt results. Ignore results that an earlier step has returned."""
         state = self._states[request.request_id]
         if logprobs is not None:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
@@ -168,7 +163,7 @@ class OutputProcessor:
         self._metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
-        """Add the times between tokens to the metrics. Call this once for each step, because it takes a lock."""
+        """Add the times between tokens to the metrics, once for each step, because it takes a lock."""
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []
@@ -201,8 +196,6 @@ class OutputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class SinkContext:
-    """Objects that all output sinks of an engine share."""
-
     scheduler: Scheduler
     processor: OutputProcessor
     emit: Callable[[RequestOutput], None]

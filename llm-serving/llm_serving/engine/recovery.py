@@ -25,16 +25,13 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
-"""A request is tested as the cause after the WorkAgent has exited in this many consecutive steps with the request."""
+"""A request is tested after the WorkAgent has exited in this many consecutive steps with the request."""
 MAX_LOST_STEPS: Final = 4
-"""Number of consecutive lost steps after which a request ends even if no test shows that the request is the cause."""
+"""Number of consecutive lost steps after which a request ends even if no test shows that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, found by bisection: about 2 log2(n) calls of `passes` for each of them.
-
-    `passes`: returns whether a group does not fail. Return an empty list if no suspect fails alone.
-    """
+    """Return the suspects that fail alone, found by bisection: about 2 log2(n) calls of `passes` for each of them."""
     if passes(suspects):
         return []
     if len(suspects) == 1:
@@ -61,7 +58,7 @@ class Recovery:
         pooling: PoolingMode = PoolingMode.LAST,
     ) -> None:
         self.restarting: str | None = None
-        """Reason why the WorkAgent is restarting; None: it is not."""
+        """Reason why the WorkAgent is restarting."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
@@ -72,12 +69,8 @@ class Recovery:
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
 
-        Args:
-            error: Error of the oldest step in flight, or of a step that could not be submitted.
-            in_flight: Steps that get no reply any more.
-
-        Raises:
-            WorkerDiedError: The WorkAgent has exited and does not restart.
+        `error`: of the oldest step in flight, or of a step that could not be submitted. `in_flight`: steps that get no
+        reply any more. Raise WorkerDiedError if the WorkAgent does not restart.
         """
         logger.error("the results of the submitted steps are lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])

@@ -49,12 +49,9 @@ def build_scheduler(
     num_state_slots: int = 0,
     num_state_pieces: int = 1,
 ) -> Scheduler:
-    """Create the scheduler of replica `index`. If the configuration names a folder for recordings, the scheduler
-    records its decisions.
+    """Create the scheduler of replica `index`, which may record its decisions.
 
     Args:
-        num_blocks: Blocks of the KV cache.
-        num_swap_blocks: Blocks of the host pool.
         windows: Window of each group of layers.
         whole_prompts: Whether a step must compute whole prompts, because tokens attend to later ones.
         num_state_slots: Slots for recurrent states; 0: the model has none.
@@ -162,7 +159,6 @@ def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
 
 
 def _windows(groups: CacheGroups) -> str:
-    """Return a text for the log: which tokens the layers of each group attend to."""
     if len(groups.windows) == 1:
         return f"every layer sees {groups.windows[0].num_tokens} tokens"
     texts = []
@@ -175,7 +171,7 @@ def _windows(groups: CacheGroups) -> str:
 def build_drafter(
     config: ServingConfig, executor: Executor, clock: Clock, blocks: BlockManager
 ) -> SpeculationController | None:
-    """Create the controller of speculative decoding; None: it is off. `blocks`: KV blocks of the replica."""
+    """Create the controller of speculative decoding; None: it is off."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
@@ -208,7 +204,7 @@ def build_engine(
     build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. See `build_scheduler` for arguments that are not documented here."""
+    """Create the engine of replica `index`. See `build_scheduler` for its arguments."""
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)

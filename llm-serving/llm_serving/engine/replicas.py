@@ -47,11 +47,8 @@ def health_of(
 ) -> EngineHealth:
     """Return the health of a server.
 
-    Args:
-        engines: Index -> engine.
-        failures: Index -> error of a replica that could not be loaded.
-        progress: Text of a replica that is loading.
-        max_restarts: Number of consecutive restarts above which a replica is unhealthy.
+    `failures`: index -> error of a replica that could not be loaded. `progress`: text of a replica that is loading.
+    `max_restarts`: number of consecutive restarts above which a replica is unhealthy.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -77,8 +74,6 @@ def health_of(
 
 
 class CallsSoon(Protocol):
-    """The methods of an event loop that engines need."""
-
     def call_soon_threadsafe(self, callback: Callable[[T], None], argument: T, /) -> object: ...
 
 
@@ -88,14 +83,13 @@ class Events:
 
     on_outputs: Callable[[list[RequestOutput]], None]
     on_started: Callable[[list[str]], None]
-    """Called with the ids of requests whose first step was submitted, before their first output."""
     on_migrating: Callable[[list[MigratingRequest]], None]
     on_failure: Callable[[LLMServingError], None]
     """Called if the server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
     """Called after an engine has ended. The engine sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
-    """Called when a replica that was drained while it loaded is ready. It must stop as soon as it has no requests."""
+    """Called when a replica that was drained while it loaded is ready. It must stop once it has no requests."""
 
 
 class Replicas(EngineListener):
@@ -248,11 +242,11 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Choose the replica that continues a migrating request, if possible `index`. Return None if its blocks must be
-        transferred first.
+        """Choose the replica that continues a migrating request, if possible `index`; None: its blocks are transferred
+        first.
 
-        The transfer has then started. After it, `on_migrating` gets the request again, without blocks if the transfer
-        failed. If too many transfers wait, the replica that has the blocks continues the request.
+        After the transfer, `on_migrating` gets the request again, without blocks if the transfer failed. If too many
+        transfers wait, the replica that has the blocks continues the request.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):
@@ -404,7 +398,6 @@ class Replicas(EngineListener):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
 
     def _is_abandoned(self, index: int) -> bool:
-        """Return whether a replica is drained, could not be loaded, or has used up its restarts."""
         engine = self.engines.get(index)
         return index in self.drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
 

@@ -55,7 +55,6 @@ class RequestDispatcher:
         self.coalesced = CoalescedResponses(serving.coalesced_response_bytes, serving.request_log_age_s, clock)
 
     def reload(self, config: ServingConfig) -> None:
-        """Apply a new configuration to admission control and routing."""
         for each in (self.queue, self.admission, self.router):
             each.reload(config)
 
@@ -133,7 +132,6 @@ class RequestDispatcher:
             self.replicas.leave(replica)
 
     def migrate(self, requests: list[MigratingRequest]) -> None:
-        """Pass requests whose prompts are computed to decode replicas."""
         for migrating in requests:
             try:
                 self._migrate_one(migrating)

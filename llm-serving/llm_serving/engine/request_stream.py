@@ -1,4 +1,4 @@
-"""The stream of an answer's outputs to a client."""
+"""The streams of an answer's outputs to clients. Identical requests may share one answer (request coalescing)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestStream:
     def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
         self.predicted_s = predicted_s
-        """Seconds from arrival to the first token, predicted at admission; None: unknown."""
+        """Seconds from arrival to the first token, predicted at admission."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -82,7 +82,6 @@ class RequestStream:
 
 
 PIECE_BYTES: Final = 320
-"""Estimated bytes of an output without text and log-probabilities."""
 TOKEN_BYTES: Final = 160
 """Estimated bytes of a token's log-probability. Each alternative token takes half as much."""
 
@@ -90,8 +89,6 @@ ExtendDeadline = Callable[[str, float | None], None]
 
 
 class Sharing(NamedTuple):
-    """How the answer to a request may be shared with identical requests."""
-
     key: bytes
     """Key of the answer: equal for identical requests of the same tenant, class and cache salt."""
     keeps: bool = False
@@ -119,12 +116,8 @@ class CoalescedResponse:
     """The outputs of one answer so far, for current and later readers.
 
     The stream of each reader ends at the reader's deadline, and the computation at the latest of these deadlines.
-
-    Args:
-        request_id: Id of the engine's request that computes the answer.
-        abort: Aborts this request.
-        extend_deadline: Sets a later deadline of this request, or none.
-        grew: Called with the bytes of each new output.
+    `abort` ends the engine's request that computes the answer, `extend_deadline` sets its deadline, and `grew` is
+    called with the bytes of each new output.
     """
 
     def __init__(
@@ -180,11 +173,8 @@ class CoalescedResponse:
     ) -> RequestStream:
         """Return a stream of all outputs from the first on. The computation ends when the last stream is closed.
 
-        Args:
-            client_id: The id by which the client may cancel its request.
-            http_timings: Receives the time of the first token.
-            predicted_s: Predicted seconds to the first token.
-            deadline: Time on the engine's clock at which this stream ends; None: no deadline.
+        `client_id`: the id by which the client may cancel its request. `http_timings`: gets the time of the first
+        token. `deadline`: time on the engine's clock at which this stream ends.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -323,7 +313,6 @@ class CoalescedResponses:
         return sum(answer.num_readers for answer in self._in_flight.values())
 
     def find(self, key: bytes) -> CoalescedResponse | None:
-        """Return the answer with this key; None: there is none."""
         self._expire()
         found = self._in_flight.get(key)
         if found is not None and found.is_expired:
@@ -338,7 +327,6 @@ class CoalescedResponses:
     def open(
         self, sharing: Sharing, request_id: str, abort: Callable[[str], None], extend_deadline: ExtendDeadline
     ) -> CoalescedResponse:
-        """Add an answer that an engine request starts to compute. The arguments are those of `CoalescedResponse`."""
         answer = CoalescedResponse(sharing, request_id, abort, extend_deadline, self._grew, self._clock)
         if (before := self.find(sharing.key)) is not None:
             self.forget(before)
@@ -346,7 +334,6 @@ class CoalescedResponses:
         return answer
 
     def forget(self, answer: CoalescedResponse) -> None:
-        """Stop sharing this answer with further readers."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]

@@ -75,7 +75,6 @@ class TenantUsage:
         return self._snapshot_versions.get(replica) not in (None, self._version)
 
     def take_snapshot(self, replica: int) -> None:
-        """Take a snapshot for `pop_remote`."""
         self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
     def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
@@ -108,7 +107,6 @@ class FleetAccounting:
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        """Checks that the leases of `tenant_slots` keep the limits."""
         self._lead_monitor = ClassLeadMonitor()
         """Checks `class_usage` by an independent computation."""
         self._class_lock = threading.Lock()
@@ -122,11 +120,8 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica.
-
-        Args:
-            wake: Makes the replica's thread apply changed leases. Any thread may call it.
-            num_reloads: Number of the reload whose rules the replica uses; 0: no reload yet.
+        """Add a replica. `wake`: makes its thread apply changed leases; any thread may call it. `num_reloads`: number
+        of the reload whose rules it uses.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -135,7 +130,6 @@ class FleetAccounting:
             self._tenant_usage.join(replica)
 
     def leave(self, replica: int) -> None:
-        """Remove a replica that has stopped, and free its leases."""
         self.tenant_slots.leave(replica)
         self.limit_monitor.leave(replica)
         self._leave_classes(replica)
@@ -151,9 +145,7 @@ class FleetAccounting:
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
         """Add the class usage that a scheduler reports. Return the range of each class's lead since the replica's last
-        call.
-
-        `service`: class -> service, computed from the contents of the step (see `ClassLeadMonitor`).
+        call. `service`: by class, computed from the contents of the step.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -165,7 +157,6 @@ class FleetAccounting:
             self._lead_monitor.leave(replica)
 
     def take_snapshot(self, replica: int) -> None:
-        """Take a snapshot for the replica's next `pop_remote_service`."""
         if self._tenant_usage.has_changed(replica):
             with self._usage_lock:
                 self._tenant_usage.take_snapshot(replica)
@@ -185,7 +176,6 @@ class FleetSync(FairnessObserver):
         self._num_reloads = 0
 
     def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:
-        """Use an accounting that other replicas share."""
         accounting.join(self._index, wake, self._num_reloads)
         self._accounting, self._limits = accounting, accounting.limit_monitor
 
@@ -201,7 +191,7 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the scheduler for remote service. The scheduler uses this only while requests wait or arrive."""
+        """Charge the scheduler for remote service, which affects it only while requests wait or arrive."""
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 
@@ -230,6 +220,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that this replica continues a migrated request. The request keeps its slot of the tenant limit."""
+        """Record that this replica continues a migrated request, which keeps its tenant's slot."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

@@ -1,8 +1,4 @@
-"""Migration of requests: a decode replica gets the KV blocks of a prefill replica's request, and continues it.
-
-`RequestMigration` is the engine's part. `BlockTransferrer` copies blocks between machines in threads of its own.
-`TransferThrottle` limits the CPU time of these threads while steps are in flight.
-"""
+"""Migration of requests: a decode replica gets the KV blocks of a prefill replica's request, and continues it."""
 
 from __future__ import annotations
 
@@ -53,13 +49,12 @@ class TransferredBlocks:
 
 
 class MigratingRequest(NamedTuple):
-    """A request that has left one engine and has not reached the next."""
+    """A request that has left one engine and has not reached the next. `request` is its object for the next engine."""
 
     request: Request
-    """The request's new object, for the next engine."""
     produced: ProducedOutput
     audited: Answer | None
-    """Outputs that the client has received, for an audit; None: no audit."""
+    """Outputs that the client has received, for an audit."""
     exported_at: float
     """Time, on the engine's clock, of the reply to the step that exported the blocks."""
     transferred: TransferredBlocks | None = None
@@ -95,7 +90,7 @@ def failure_output(request: Request, reason: FinishReason, error: str) -> Reques
 
 
 def continuation_of(request: Request, transfer: Transfer) -> Request:
-    """Return a copy of a request for the engine that continues it. `transfer`: its KV cache and state."""
+    """Return a copy of a request for the engine that continues it."""
     return Request(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -177,7 +172,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """After the reply to a step, reclaim the blocks that the step imported, and remove its exported requests."""
+        """After the reply to a step, reclaim the blocks that it imported, and remove its exported requests."""
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -185,7 +180,7 @@ class RequestMigration(StepObserver):
                 self._exported.append((row.request, self._scheduler.migrate_out(row.request), now))
 
     def hand_over(self) -> None:
-        """Pass the removed requests to the listeners. Call this after their clients have all output of this engine."""
+        """Pass the removed requests to the listeners, after their clients have all output of this engine."""
         if not self._exported:
             return
         migrating = []
@@ -224,8 +219,6 @@ class RequestMigration(StepObserver):
 
 
 class Link(Protocol):
-    """The methods of `BlockLink` that a transfer uses."""
-
     blocks_per_frame: int
     block_bytes: int
     timeout_s: float
@@ -242,7 +235,6 @@ class BlockTransferrer:
 
     Each source replica has a thread, which transfers one request after the other, in frames, on connections that carry
     no steps. Its queue is limited in requests and bytes. The blocks of a request must arrive within `Link.timeout_s`.
-    The thread calls `throttle` before each frame and after each request.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -262,9 +254,7 @@ class BlockTransferrer:
         done: Callable[[bool], None],
     ) -> bool:
         """Start the transfer of a request's blocks from `replica`. Return False if the queue is full or no thread can
-        start.
-
-        `done` is called in another thread, with True if all blocks arrived.
+        start. `done` is called in another thread, with True if all blocks arrived.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:

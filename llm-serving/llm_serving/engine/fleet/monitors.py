@@ -16,7 +16,6 @@ from llm_serving.scheduler.fair_sharing import FULL_STEP, OUTPUT_TOKEN_WEIGHT, S
 from llm_serving.scheduler.limits import SchedulerLimits
 
 MIN_TENANTS: Final = 64
-"""`LimitMonitor` removes tenants without requests only if it has more than this number of tenants."""
 
 _UNKNOWN: Final = ClassLead(0, math.inf)
 
@@ -70,9 +69,7 @@ class WeightMonitor:
     ) -> int:
         """Add a step. Return the number of pairs (A, B) for which it violates the rule of this class.
 
-        Args:
-            leads: Leads of the classes across replicas; empty: unknown.
-            shares: Result of `step_shares`; None: compute it.
+        `leads`: leads of the classes across replicas; empty: unknown. `shares`: result of `step_shares`, if known.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -181,7 +178,7 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a request that migrated from another replica. Return 1 if it exceeds its tenant's limit, else 0.
+        """Record a migrated request. Return 1 if it exceeds its tenant's limit, else 0.
 
         Return 0 also while a reload has reached some replicas only, because their limits differ then.
         """

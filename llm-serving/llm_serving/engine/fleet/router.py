@@ -42,7 +42,7 @@ class OpenReplicas:
 
     @cached_property
     def caches(self) -> list[tuple[int, Callable[[bytes], bool]]]:
-        """(replica, its `BlockPool.is_cached`, which returns whether the KV cache has a block hash)."""
+        """(replica, function that returns whether its KV cache has a block hash)."""
         return [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in self.engines.items()]
 
     @cached_property
@@ -103,7 +103,7 @@ class PromptBlocks:
         self.add(request_id, replica, hashes)
 
     def replicas_with(self, first: bytes, caches: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
-        """Return the replicas that have or will compute a prompt's first block. `caches`: `OpenReplicas.caches`."""
+        """Return the replicas that have or will compute a prompt's first block."""
         return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
     def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
@@ -116,12 +116,11 @@ class PromptBlocks:
 
 
 class Route(NamedTuple):
-    """The replica that is chosen for a request."""
+    """The replica that is chosen for a request. It has computed, or computes, `num_cached_tokens` of the prompt."""
 
     replica: int
     engine: Engine
     num_cached_tokens: int
-    """Number of prompt tokens that this replica has computed, or computes for other requests."""
 
 
 class Router:
@@ -161,7 +160,7 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def block_hashes(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
-        """Return the hashes of the prompt's blocks; empty if neither routing nor admission control needs them."""
+        """Return the hashes of the prompt's blocks; empty: neither routing nor admission control needs them."""
         scheduler = self._config.scheduler
         if not scheduler.prefix_caching or sampling.prompt_logprobs is not None:
             return []
@@ -206,11 +205,9 @@ class Router:
         return None if index is None else Route(index, opened.engine, num_shared)
 
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
-        """Return the replicas that may continue a request whose prompt is computed, best first.
-
-        Replicas that are not drained come first. Of these, those that only decode come first, then those whose
-        WorkAgents do not restart, then `preferred`, then those with the fewest requests (including those that migrate
-        to them).
+        """Return the replicas that may continue a request whose prompt is computed, best first: those that are not
+        drained, those that only decode, those whose WorkAgents do not restart, then `preferred`, then those with the
+        fewest requests.
         """
         return sorted(
             self._replicas.living().items(),
@@ -229,8 +226,8 @@ class Router:
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
         """Return the load of the route's replica, for admission control.
 
-        While the replica's WorkAgent restarts, its speed is unknown. If too few of its steps were measured, the result
-        of `speed_of_another` is used.
+        While its WorkAgent restarts, its speed is unknown. If too few of its steps were measured, the result of
+        `speed_of_another` is used.
         """
         index, engine, num_cached_tokens = route
         speed = None

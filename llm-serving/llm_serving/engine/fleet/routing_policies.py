@@ -22,7 +22,7 @@ With 1, requests follow a cached prefix until its replica's queue is seconds lon
 replica recomputes prefixes, and all become slower (docs/results/routing.md).
 """
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
-"""`OTHERS_WEIGHT` if no replica has a match. It is lower, because then every replica computes about the same amount."""
+"""`OTHERS_WEIGHT` if no replica has a match. It is lower, because then all replicas compute about the same amount."""
 
 
 class Candidate(NamedTuple):
@@ -30,7 +30,6 @@ class Candidate(NamedTuple):
 
     replica: int
     num_unfinished: int
-    """Number of the replica's unfinished requests."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Number of prompt tokens that the replica has computed, or computes for other requests."""
@@ -50,11 +49,8 @@ class Candidate(NamedTuple):
 class Candidates:
     """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it.
 
-    Args:
-        replicas: Ascending indices.
-        by_load: (unfinished requests, index), ascending.
-        cached: Replica -> cached tokens of the prompt, if any, with the least loaded replica first.
-        is_available: Returns whether a replica can be chosen.
+    `by_load`: (unfinished requests, index), ascending. `cached`: replica -> cached tokens of the prompt, if any, with
+    the least loaded replica first.
     """
 
     def __init__(
@@ -112,10 +108,8 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
-    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router. The cost is twice the number of blocks
-    to compute, plus the number of blocks to hold.
-
-    Source: https://docs.nvidia.com/dynamo/design-docs/router-design
+    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router: twice the number of blocks to compute,
+    plus the number of blocks to hold (https://docs.nvidia.com/dynamo/design-docs/router-design).
     """
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
@@ -138,9 +132,8 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """Chooses the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware router.
-
-    Source: https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
+    """Chooses the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware router
+    (https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html).
     """
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:

@@ -1,8 +1,4 @@
-"""Usage of request classes, summed over all replicas.
-
-`FleetClassUsage` determines which classes are deprioritized because they exceed their share. To check it,
-`ClassLeadMonitor` computes the same leads from the contents of steps.
-"""
+"""What all replicas share: the weights of request classes, and the running slots of each tenant."""
 
 from __future__ import annotations
 
@@ -94,7 +90,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share. None: unchanged since the replica's last call."""
+        """Return the classes that exceed their share; None: unchanged since the replica's last call."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:
@@ -133,9 +129,7 @@ class ClassLeadMonitor:
     ) -> Mapping[str, ClassLead]:
         """Add a step. Return the range of each class's lead since the replica's last call.
 
-        Args:
-            service: Class -> service of the step, divided by weight.
-            usage: Class -> usage that the scheduler reported.
+        `service`: of the step, by class, divided by weight. `usage`: what the scheduler reported.
         """
         self._demand.update(replica, usage)
         leads = self._leads
@@ -162,7 +156,6 @@ class ExtremesSince:
         self._maxima: list[int] = []
 
     def add(self, index: int, value: int) -> None:
-        """Append a value. Indices must ascend."""
         minima, maxima = self._minima, self._maxima
         if minima and minima[-1] == value:  # the newest value is the last of both lists
             self._min_indices[-1] = self._max_indices[-1] = index
