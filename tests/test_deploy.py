@@ -19,7 +19,7 @@ from llm_serving.config import load_config
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import STANDARD
-from llm_serving.observability.class_metrics import REFUSALS
+from llm_serving.observability.component_metrics import REFUSALS
 from llm_serving.observability.metrics import ReplicaCounts
 from prometheus_client.parser import text_string_to_metric_families
 from support.fakes import FakeEngine

@@ -19,11 +19,11 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ConfigError
-from llm_serving.executor.cluster.open_placement import open_placement
+from llm_serving.executor.cluster.placement import open_placement
 from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
-from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import ConsistencyCheck, SupervisedExecutor, WorkAgentProcess, start_work_agent
+from llm_serving.executor.worker_process import StartCancellation
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger, logged_model
 from llm_serving.models.pooling import pooling_mode

@@ -27,7 +27,7 @@ from llm_serving.errors import (
     UnavailableError,
     WorkerDiedError,
 )
-from llm_serving.executor.restart_status import RestartStatus
+from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.observability.metrics import ReplicaCounts
 from llm_serving.scheduler.tenant_limits import SlotDemand
 from support.async_engine_setup import Setup

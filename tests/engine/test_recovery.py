@@ -14,7 +14,7 @@ from llm_serving.core.step import StepInput
 from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.executor import RestartFailedError, StepFailedError
-from llm_serving.executor.restart_status import RestartStatus
+from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from support.factories import create_request
 from support.fake_runner import expected_output

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from llm_serving.errors import ConfigError, ProtocolError, WorkerDiedError
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
-from llm_serving.executor.restart_status import RestartStatus, StartCancellation
 from llm_serving.executor.supervisor import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -16,6 +15,7 @@ from llm_serving.executor.supervisor import (
     restart_delay_s,
     restart_timeout_s,
 )
+from llm_serving.executor.worker_process import RestartStatus, StartCancellation
 from llm_serving.transport.messages import Loaded
 from llm_serving.transport.shared_memory import InlineArrays
 

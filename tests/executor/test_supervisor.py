@@ -25,8 +25,8 @@ from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from llm_serving.executor import placement, supervisor
 from llm_serving.executor import supervisor as supervised_executor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
-from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, load_settings, start_work_agent
+from llm_serving.executor.worker_process import StartCancellation
 from llm_serving.transport.messages import PROTOCOL_VERSION, Loaded, Progress, Welcome
 from support.fake_runner import expected_output
 from support.fake_work_agent import NEVER_LOADED

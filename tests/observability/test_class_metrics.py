@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import RequestClass
-from llm_serving.observability.class_metrics import ClassLoad
+from llm_serving.observability.component_metrics import ClassLoad
 from llm_serving.observability.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -7,9 +7,9 @@ import time
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import BlockMove, BlockMoveKind
+from llm_serving.observability.component_metrics import SwapLoad
 from llm_serving.observability.metric_families import Histogram
 from llm_serving.observability.metrics import Metrics, ReplicaCounts, StateSlotUsage, WorkAgentMemory
-from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler.schedule import Preemption
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from llm_serving.core.request import FinishReason
-from llm_serving.observability import throughput_log
-from llm_serving.observability.metrics import Metrics
-from llm_serving.observability.throughput_log import ThroughputLine, log_throughput
+from llm_serving.observability import metrics as metrics_module
+from llm_serving.observability.metrics import Metrics, ThroughputLine, log_throughput
 
 
 def busy(metrics: Metrics) -> None:
@@ -70,7 +69,7 @@ def test_throughput_is_logged_until_the_task_is_cancelled(monkeypatch):
             logged.append(text % values)
             enough.set()
 
-        monkeypatch.setattr(throughput_log.logger, "info", hear)
+        monkeypatch.setattr(metrics_module.logger, "info", hear)
         metrics = Metrics()
         task = asyncio.create_task(log_throughput(metrics, asyncio.get_running_loop().time, 0.001))
         await asyncio.sleep(0)  # it reads what was before

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-from llm_serving.executor.cluster.ray_messages import (
+from llm_serving.executor.cluster.ray_starter import (
     AgentEnded,
     KillAgent,
     RayCommand,

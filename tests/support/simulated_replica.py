@@ -10,8 +10,8 @@ from typing import Any
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.replica import create_transfer_pool
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor
+from llm_serving.executor.worker_process import StartCancellation
 from llm_serving.transport.messages import Loaded
 from support.factories import create_scheduler
 from support.fake_speculation import RandomDrafts

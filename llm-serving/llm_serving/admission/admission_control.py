@@ -14,7 +14,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import Caller, RequestClass, class_of
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import CapacityError, TooLateError
-from llm_serving.observability.class_metrics import ClassMetrics
+from llm_serving.observability.component_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
 """Fraction of the drain rate that is reserved for retries of refused clients. New requests use the rest."""

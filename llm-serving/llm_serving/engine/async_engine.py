@@ -35,7 +35,7 @@ from llm_serving.errors import (
 )
 from llm_serving.models.pooling import Pooling, resolve_pooling
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observability.class_metrics import ClassLoad
+from llm_serving.observability.component_metrics import ClassLoad
 from llm_serving.observability.metrics import Metrics
 from llm_serving.text.structured_output import ConstraintCompiler, GrammarLimits
 from llm_serving.text.tokenizer.tokenizer import Tokenizer

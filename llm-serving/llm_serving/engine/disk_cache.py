@@ -27,8 +27,8 @@ from llm_serving.executor.executor import Executor
 from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.kvcache.transfer_pool import StoredBlocks, TransferBlock, TransferPool
 from llm_serving.log import get_logger
+from llm_serving.observability.component_metrics import DiskMetrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
-from llm_serving.observability.transfer_metrics import DiskMetrics
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.schedule import Blocked
 from llm_serving.transport.messages import AgentMessage, BlocksLoaded, BlocksStored, LoadBlocks, StoreBlocks

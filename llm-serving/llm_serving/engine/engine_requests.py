@@ -28,7 +28,7 @@ from llm_serving.engine.sinks import SinkContext, attach_sink, finish
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
-from llm_serving.executor.restart_status import RestartStatus
+from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog

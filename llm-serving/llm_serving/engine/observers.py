@@ -10,9 +10,9 @@ from llm_serving.core.request import Request
 from llm_serving.engine.fleet.monitors import LimitMonitor, StepShare, WeightMonitor
 from llm_serving.engine.fleet.sharing import ClassLead
 from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.observability.component_metrics import SwapLoad
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
-from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.schedule import Blocked
 from llm_serving.speculation import SpeculationController

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from llm_serving import __version__
 from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
-from llm_serving.observability.class_metrics import ClassMetrics
+from llm_serving.core.timings import Clock
+from llm_serving.log import get_logger
+from llm_serving.observability.component_metrics import ClassMetrics, DiskMetrics, HttpMetrics, MoveMetrics, SwapMetrics
 from llm_serving.observability.metric_families import (
     LATENCY_BUCKETS,
     LENGTH_BUCKETS,
     TOKEN_BUCKETS,
     Histogram,
-    Labels,
     counter,
     counter_by,
     gauge,
 )
-from llm_serving.observability.transfer_metrics import DiskMetrics, MoveMetrics, SwapMetrics
+
+logger = get_logger(__name__)
 
 
 class Totals(NamedTuple):
@@ -346,43 +348,6 @@ class MergedMetrics:
         return generate_latest(self), CONTENT_TYPE_LATEST
 
 
-class HttpMetrics:
-    """Metrics of HTTP requests by route and status. Every metric has `labels`. Only the event loop may record."""
-
-    def __init__(self, labels: Labels) -> None:
-        self._labels = labels
-        self._counts: Counter[tuple[str, str, int]] = Counter()
-        self._refusals: Counter[str] = Counter()
-        self._longest = Histogram(LENGTH_BUCKETS)
-
-    def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an HTTP request that was answered. `longest`: number of tokens of the longest answer to each prompt.
-
-        `route` is the path template, because clients could create any number of time series with paths.
-        """
-        self._counts[method, route, status] += 1
-        for num_tokens in longest:
-            self._longest.observe(num_tokens)
-
-    def refused(self, reason: str) -> None:
-        """Count an HTTP request that was refused before routing. `reason`: one of a few fixed reasons."""
-        self._refusals[reason] += 1
-
-    def collect(self) -> Iterator[Metric]:
-        answered = CounterMetricFamily(
-            "llm_serving:http_requests_total",
-            "HTTP requests that were answered, or whose client disconnected before (status 499).",
-            labels=[*self._labels, "method", "route", "status"],
-        )
-        for (method, route, status), count in self._counts.copy().items():
-            answered.add_metric([*self._labels.values(), method, route, str(status)], count)
-        yield answered
-        text = "HTTP requests refused before any route got them, such as for an unknown API key or a foreign web page."
-        yield counter_by("llm_serving:http_refusals_total", text, self._labels, "reason", self._refusals.copy())
-        text = "Tokens of the longest answer to a prompt."
-        yield self._longest.family("vllm:request_max_num_generation_tokens", text, self._labels)
-
-
 _REPLICA_GAUGES: Final = (
     ("llm_serving:replica_requests_running", "Running requests of each replica.", "num_running"),
     ("llm_serving:replica_requests_waiting", "Waiting requests of each replica.", "num_waiting"),
@@ -441,3 +406,46 @@ _HISTOGRAMS: Final = {
     "vllm:request_prompt_tokens": ("Tokens of the prompt.", LENGTH_BUCKETS),
     "vllm:request_generation_tokens": ("Tokens generated for a request.", LENGTH_BUCKETS),
 }
+
+
+class _Reading(NamedTuple):
+    time: float
+    totals: Totals
+
+
+class ThroughputLine:
+    """Makes a log line from the change of the metrics since the previous line."""
+
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._before = self._read()
+
+    def next(self) -> str | None:
+        """Return the line for the time since the previous call; None: no step ran."""
+        before, self._before = self._before, self._read()
+        now = self._before
+        seconds = now.time - before.time
+        done = Totals(*(new - old for new, old in zip(now.totals, before.totals, strict=True)))
+        if done.steps == 0 or seconds <= 0:
+            return None
+        load = self._metrics.load_now()
+        hits = f"{done.prefix_hits / done.prefix_queries:.0%}" if done.prefix_queries else "-"
+        return (
+            f"{load.num_running} running, {load.num_waiting} waiting; "
+            f"prompt {done.prompt_tokens / seconds:.1f} tok/s, "
+            f"generation {done.generation_tokens / seconds:.1f} tok/s; "
+            f"KV cache {load.kv_usage:.1%}, prefix hits {hits}, {done.preemptions} preemptions"
+        )
+
+    def _read(self) -> _Reading:
+        return _Reading(self._clock(), self._metrics.totals())
+
+
+async def log_throughput(metrics: Metrics, clock: Clock, interval_s: float) -> None:
+    """Log a line every `interval_s` seconds, unless no step ran, until the task is cancelled."""
+    line = ThroughputLine(metrics, clock)
+    while True:
+        await asyncio.sleep(interval_s)
+        if (text := line.next()) is not None:
+            logger.info("%s", text)

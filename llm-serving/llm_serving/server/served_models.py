@@ -30,7 +30,7 @@ from llm_serving.errors import (
     shorten,
 )
 from llm_serving.log import get_logger, logged_model
-from llm_serving.observability.throughput_log import log_throughput
+from llm_serving.observability.metrics import log_throughput
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.parsing.body import ANY_MODEL, read_body
 from llm_serving.server.parsing.errors import openai_error_response

@@ -14,7 +14,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.fleet.router import PromptBlocks, prompt_block_hashes
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import CapacityError
-from llm_serving.executor.restart_status import RestartStatus
+from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.kvcache import BlockPool
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from llm_serving.config import load_config
-from llm_serving.executor.cluster import open_placement
-from llm_serving.executor.cluster.ray_messages import RayRequirements
+from llm_serving.executor.cluster import placement as placement_module
+from llm_serving.executor.cluster.ray_starter import RayRequirements
 from llm_serving.executor.supervisor import load_settings
 
 
@@ -36,11 +36,11 @@ class Starter:
 def test_a_replica_requires_resources_for_all_its_ranks(
     monkeypatch: pytest.MonkeyPatch, given: list[str], cpus: int, num_threads: int, num_devices: int, device_id: int
 ) -> None:
-    monkeypatch.setattr(open_placement.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(placement_module.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(Starter, "requirements", [], raising=False)
-    monkeypatch.setattr(open_placement, "RayStarter", Starter)
+    monkeypatch.setattr(placement_module, "RayStarter", Starter)
     config = load_config(None, ["cluster_config.engine=ray", *given])
-    with open_placement.open_placement(config) as placement:
+    with placement_module.open_placement(config) as placement:
         settings = placement.settings(load_settings(config, 1))
     (requirements,) = Starter.requirements
     assert (requirements.cpus, requirements.num_devices) == (cpus, num_devices)

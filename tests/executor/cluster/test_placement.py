@@ -28,9 +28,8 @@ from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDie
 from llm_serving.executor import supervisor
 from llm_serving.executor.cluster.placement import ClusterPlacement
 from llm_serving.executor.executor import RemoteExecutor
-from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
-from llm_serving.executor.worker_process import LocalProcess
+from llm_serving.executor.worker_process import LocalProcess, StartCancellation
 from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.messages import BlockContents, Loaded, StepDone
 from llm_serving.transport.shared_memory import InlineArrays

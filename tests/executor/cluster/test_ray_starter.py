@@ -19,8 +19,14 @@ import pytest
 import support.fake_ray_process
 from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.executor.cluster import ray_process, ray_starter
-from llm_serving.executor.cluster.ray_messages import AgentEnded, KillAgent, RayRequirements, StartAgent
-from llm_serving.executor.cluster.ray_starter import RayAgent, RayStarter
+from llm_serving.executor.cluster.ray_starter import (
+    AgentEnded,
+    KillAgent,
+    RayAgent,
+    RayRequirements,
+    RayStarter,
+    StartAgent,
+)
 from support.fake_ray_process import HANGS, NOT_YET, NOWHERE
 
 PLACES = RayRequirements(None, 2, 1, "spread", 0)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.cluster import weight_files
-from llm_serving.executor.cluster.ray_messages import RayWeights
 from llm_serving.executor.cluster.ray_process import AgentHost
+from llm_serving.executor.cluster.ray_starter import RayWeights
 from llm_serving.executor.cluster.weight_files import (
     StoredWeights,
     describe_folder,

@@ -23,7 +23,7 @@ import msgspec
 
 from llm_serving.core.enums import SpreadName
 from llm_serving.errors import ChannelClosedError, ConfigError
-from llm_serving.executor.cluster.ray_messages import (
+from llm_serving.executor.cluster.ray_starter import (
     AgentEnded,
     KillAgent,
     RayCommand,

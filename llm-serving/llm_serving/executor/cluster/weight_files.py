@@ -19,7 +19,7 @@ import numpy as np
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.executor.cluster.ray_messages import RayWeights
+from llm_serving.executor.cluster.ray_starter import RayWeights
 
 PIECE_BYTES: Final = 2**25
 """Maximum bytes of a file that are read and sent at a time."""

@@ -20,7 +20,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.errors import ConfigError
 from llm_serving.log import LogWriter, RotatingFile, get_logger
-from llm_serving.observability.metrics import HttpMetrics
+from llm_serving.observability.component_metrics import HttpMetrics
 from llm_serving.server.http.request import ARRIVED_KEY
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
 from llm_serving.server.request_context import CONTEXT_KEY, RequestContext

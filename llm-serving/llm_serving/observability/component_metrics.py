@@ -1,0 +1,339 @@
+"""Metrics of each request class: load, refusals, preemptions, time to first token, and service level objectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Final, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.core.step import BlockMove, BlockMoveKind
+from llm_serving.observability.metric_families import (
+    LATENCY_BUCKETS,
+    LENGTH_BUCKETS,
+    Histogram,
+    Labels,
+    counter,
+    counter_by,
+    gauge,
+)
+from llm_serving.scheduler.schedule import Preemption
+
+REFUSALS: Final = (
+    "max_waiting_queue",
+    "max_waiting_tokens",
+    "class_max_waiting",
+    "key_max_waiting",
+    "slo",
+    "deadline",
+    "never_fits",
+)
+"""Reasons of refusals: limits of the admission queue, the predicted TTFT, the size of the request."""
+TARGETS: Final = ("ttft", "tpot", "all")
+"""Service level objectives of a class: time to first token, time per output token, or both (goodput)."""
+
+
+class ClassLoad(NamedTuple):
+    num_waiting: int
+    num_running: int
+
+
+class ClassMetrics:
+    """Metrics of each request class, with `labels` and the label `priority_class`. `classes`: by ascending rank."""
+
+    def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
+        self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
+        """Returns the load of a class. Each scrape calls it for each class."""
+        self.predicted_s: Callable[[str], float | None] = lambda name: None
+        """Returns the predicted TTFT in seconds of a short request of the class that arrives now; None: unknown."""
+        self._labels = labels
+        self._lock = Lock()
+        self._refusals = Counter(dict.fromkeys(((each.name, reason) for each in classes for reason in REFUSALS), 0))
+        self._preemptions = Counter(dict.fromkeys((each.name for each in classes), 0))
+        self._ttft = {each.name: Histogram(LATENCY_BUCKETS) for each in classes}
+        self._slo: Counter[tuple[str, str, bool]] = Counter()
+        self.reload(classes)
+
+    def reload(self, classes: Sequence[RequestClass]) -> None:
+        with self._lock:
+            self._classes = tuple(classes)
+            self._targets = {each.name: _targets_of(each) for each in classes}
+            for name, targets in self._targets.items():
+                for target in targets:
+                    for met in (True, False):
+                        self._slo.setdefault((name, target, met), 0)
+
+    def refused(self, request_class: RequestClass, reason: str, n: int = 1) -> None:
+        with self._lock:
+            self._refusals[request_class.name, reason] += n
+
+    def record_preempted(self, priority: int) -> None:
+        with self._lock:
+            self._preemptions[class_of(priority, self._classes).name] += 1
+
+    def record_first_token(self, priority: int, seconds: float) -> None:
+        with self._lock:
+            self._ttft[class_of(priority, self._classes).name].observe(seconds)
+
+    def record_finished(
+        self, priority: int, reason: FinishReason, ttft_s: float | None, tpot_s: float | None, e2e_s: float
+    ) -> None:
+        """Count whether a finished request met the targets of its class.
+
+        A failed request met no target. A request that was aborted or reached its deadline counts only for targets that
+        it had already missed.
+
+        Args:
+            ttft_s: Seconds from arrival to the first token; None: no token.
+            tpot_s: Mean seconds between tokens; None: fewer than two tokens.
+        """
+        request_class = class_of(priority, self._classes)
+        targets = self._targets[request_class.name]
+        if not targets:
+            return
+        failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
+        aborted = reason in (FinishReason.ABORT, FinishReason.TIMEOUT)
+        outcomes: dict[str, bool | None] = {
+            "ttft": _is_met(request_class.ttft_slo_s, e2e_s if ttft_s is None else ttft_s, failed and ttft_s is None),
+            "tpot": _is_met(request_class.tpot_slo_s, tpot_s, failed),
+        }
+        if aborted and ttft_s is None and outcomes["ttft"]:
+            outcomes["ttft"] = None  # the first token might have been in time
+        if failed or False in outcomes.values():
+            outcomes["all"] = False
+        else:
+            outcomes["all"] = None if aborted else True
+        with self._lock:
+            for target in targets:
+                if (met := outcomes[target]) is not None:
+                    self._slo[request_class.name, target, met] += 1
+
+    def targets_met(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return class -> configured target -> (number of requests that met it, number that missed it)."""
+        with self._lock:
+            counts = dict(self._slo)
+        found: dict[str, dict[str, tuple[int, int]]] = {each.name: {} for each in self._classes}
+        for name, target, _ in counts:
+            found[name][target] = counts[name, target, True], counts[name, target, False]
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = [*self._labels, "priority_class"], list(self._labels.values())
+        loads = {each.name: self.load(each.name) for each in self._classes}
+        waiting = GaugeMetricFamily(
+            "llm_serving:num_requests_waiting", "Admitted requests that were never scheduled.", labels=names
+        )
+        running = GaugeMetricFamily(
+            "llm_serving:num_requests_running", "Requests that were scheduled and have not finished.", labels=names
+        )
+        preemptions = CounterMetricFamily(
+            "llm_serving:preemptions_total", "Times a running request lost its blocks.", labels=names
+        )
+        first_tokens = HistogramMetricFamily(
+            "llm_serving:time_to_first_token_seconds", "From arrival to the first token.", labels=names
+        )
+        predicted = GaugeMetricFamily(
+            "llm_serving:predicted_time_to_first_token_seconds",
+            "Predicted for a short request of the class that arrives now; use it for autoscaling.",
+            labels=names,
+        )
+        for name, load in loads.items():
+            if (seconds := self.predicted_s(name)) is not None:
+                predicted.add_metric([*values, name], seconds)
+            waiting.add_metric([*values, name], load.num_waiting)
+            running.add_metric([*values, name], load.num_running)
+            preemptions.add_metric([*values, name], self._preemptions[name])
+            first_tokens.add_metric([*values, name], *self._ttft[name].buckets())
+        refusals = CounterMetricFamily(
+            "llm_serving:requests_refused_total",
+            "Requests refused by admission control, by reason.",
+            labels=[*names, "reason"],
+        )
+        for (name, reason), count in self._refusals.items():
+            refusals.add_metric([*values, name, reason], count)
+        slo = CounterMetricFamily(
+            "llm_serving:slo_requests_total",
+            "Requests that met a target of their class, or missed it; `all` met is goodput.",
+            labels=[*names, "target", "met"],
+        )
+        for (name, target, met), count in self._slo.items():
+            slo.add_metric([*values, name, target, str(met).lower()], count)
+        yield from (waiting, running, preemptions, first_tokens, refusals, slo, predicted)
+
+
+def _targets_of(request_class: RequestClass) -> list[str]:
+    configured = {"ttft": request_class.ttft_slo_s is not None, "tpot": request_class.tpot_slo_s is not None}
+    configured["all"] = any(configured.values())
+    return [target for target in TARGETS if configured[target]]
+
+
+def _is_met(target_s: float | None, seconds: float | None, failed: bool) -> bool | None:
+    if target_s is None:
+        return None
+    if failed:
+        return False
+    return None if seconds is None else seconds <= target_s
+
+
+class HttpMetrics:
+    """Metrics of HTTP requests by route and status. Every metric has `labels`. Only the event loop may record."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._longest = Histogram(LENGTH_BUCKETS)
+
+    def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
+        """Count an HTTP request that was answered. `longest`: number of tokens of the longest answer to each prompt.
+
+        `route` is the path template, because clients could create any number of time series with paths.
+        """
+        self._counts[method, route, status] += 1
+        for num_tokens in longest:
+            self._longest.observe(num_tokens)
+
+    def refused(self, reason: str) -> None:
+        """Count an HTTP request that was refused before routing. `reason`: one of a few fixed reasons."""
+        self._refusals[reason] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        answered = CounterMetricFamily(
+            "llm_serving:http_requests_total",
+            "HTTP requests that were answered, or whose client disconnected before (status 499).",
+            labels=[*self._labels, "method", "route", "status"],
+        )
+        for (method, route, status), count in self._counts.copy().items():
+            answered.add_metric([*self._labels.values(), method, route, str(status)], count)
+        yield answered
+        text = "HTTP requests refused before any route got them, such as for an unknown API key or a foreign web page."
+        yield counter_by("llm_serving:http_refusals_total", text, self._labels, "reason", self._refusals.copy())
+        text = "Tokens of the longest answer to a prompt."
+        yield self._longest.family("vllm:request_max_num_generation_tokens", text, self._labels)
+
+
+class SwapLoad(NamedTuple):
+    num_requests: int
+    """Number of preempted requests whose blocks are in the host pool."""
+    num_used_blocks: int
+    num_blocks: int
+
+
+class SwapMetrics:
+    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count; scrapes read the load."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._lock = Lock()
+        self._loads: dict[int, Callable[[], SwapLoad]] = {}
+        self._num_requests_out = self._num_blocks_out = self._num_blocks_in = 0
+
+    def watch(self, replica: int, load: Callable[[], SwapLoad]) -> None:
+        self._loads[replica] = load
+
+    def record(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:
+        with self._lock:
+            self._num_requests_out += sum(preemption.swapped for preemption in preemptions)
+            self._num_blocks_out += sum(move.kind == BlockMoveKind.SWAP_OUT for move in moves)
+            self._num_blocks_in += sum(move.kind == BlockMoveKind.SWAP_IN for move in moves)
+
+    def collect(self) -> Iterator[Metric]:
+        labels, loads = self._labels, [load() for load in list(self._loads.values())]
+        for name, text, value in (
+            ("vllm:num_requests_swapped", "Preempted requests that wait in host memory.", "num_requests"),
+            ("llm_serving:swap_blocks_used", "Blocks of the host pools in use.", "num_used_blocks"),
+            ("llm_serving:swap_blocks", "Blocks of the host pools.", "num_blocks"),
+        ):
+            yield gauge(name, text, labels, sum(getattr(load, value) for load in loads))
+        text = "Preempted requests whose blocks were swapped out."
+        yield counter("llm_serving:swapped_out_requests_total", text, labels, self._num_requests_out)
+        text = "Blocks swapped out to host memory."
+        yield counter("llm_serving:swapped_out_blocks_total", text, labels, self._num_blocks_out)
+        text = "Blocks swapped in from host memory."
+        yield counter("llm_serving:swapped_in_blocks_total", text, labels, self._num_blocks_in)
+
+
+class MoveMetrics:
+    """Metrics of migrated requests and blocks. The engine that receives a request counts it."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._lock = Lock()
+        self.block_bytes = 0
+        """Bytes of a block over all layers; 0: unknown."""
+        self._num_requests = self._num_blocks = 0
+        self._seconds = 0.0
+
+    def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
+        """Count migrated requests in the first step that computes them here.
+
+        Args:
+            seconds: For each request, the time since the reply to its last step on the other replica.
+            moves: Block moves of the step, of which imports are counted.
+        """
+        with self._lock:
+            self._num_requests += len(seconds)
+            self._seconds += sum(seconds)
+            self._num_blocks += sum(move.kind == BlockMoveKind.IMPORT for move in moves)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = self._labels
+        text = "Requests that migrated to another replica than the one that computed their prompt."
+        yield counter("llm_serving:moved_requests_total", text, labels, self._num_requests)
+        text = "KV blocks of migrated requests."
+        yield counter("llm_serving:moved_blocks_total", text, labels, self._num_blocks)
+        text = "Bytes of the KV blocks of migrated requests."
+        yield counter("llm_serving:moved_bytes_total", text, labels, self._num_blocks * self.block_bytes)
+        text = "Sum of the seconds from a request's last step at one replica to its first step at the other."
+        yield counter("llm_serving:move_seconds_total", text, labels, self._seconds)
+
+
+class DiskMetrics:
+    """Metrics of blocks read from and written to the disk cache, summed over replicas."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._lock = Lock()
+        self.block_bytes = 0
+        """Bytes of a block over all layers; 0: unknown."""
+        self._num_looked_up = self._num_read = self._num_damaged = self._num_written = self._num_evicted = 0
+        self._num_bytes = -1
+
+    def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
+        """Count a lookup in the disk cache.
+
+        Args:
+            num_looked_up: Number of full blocks of the prompt that were not in the KV cache.
+            num_bytes: Bytes of all files; -1: the folder cannot be used.
+        """
+        with self._lock:
+            self._num_looked_up += num_looked_up
+            self._num_read += num_read
+            self._num_damaged += num_damaged
+            self._num_bytes = num_bytes
+
+    def record_stored(self, num_written: int, num_evicted: int, num_bytes: int) -> None:
+        """Count blocks that were written. `num_bytes`: see `record_read`."""
+        with self._lock:
+            self._num_written += num_written
+            self._num_evicted += num_evicted
+            self._num_bytes = num_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        labels, size = self._labels, self.block_bytes
+        for name, text, value in (
+            ("queried_blocks", "Blocks of prompts that were not in memory and were looked up", self._num_looked_up),
+            ("hit_blocks", "Blocks of prompts that were read", self._num_read),
+            ("read_bytes", "Bytes of the blocks that were read", self._num_read * size),
+            ("written_blocks", "Blocks that were written", self._num_written),
+            ("written_bytes", "Bytes of the blocks that were written", self._num_written * size),
+            ("evicted_blocks", "Least recently used blocks that were deleted", self._num_evicted),
+            ("damaged_blocks", "Files that were deleted because their checksum did not match", self._num_damaged),
+        ):
+            yield counter(f"llm_serving:disk_cache_{name}_total", f"Disk cache: {text}.", labels, value)
+        text = "Disk cache: size of all files, or -1 if the folder cannot be used."
+        yield gauge("llm_serving:disk_cache_bytes", text, labels, self._num_bytes)
