@@ -58,7 +58,6 @@ _GROUPS: Final = ("group_size", "q_group_size")
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str | None:
-    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128"."""
     given = config.get("quantization_config")
     if given is None:
         return None

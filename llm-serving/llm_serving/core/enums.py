@@ -58,15 +58,13 @@ class WeightsName(enum.StrEnum):
 
 
 class SpreadName(enum.StrEnum):
-    """Whether a cluster's WorkAgents run on many machines or on few."""
-
     SPREAD = "spread"
     PACK = "pack"
 
 
 class QuantizationName(enum.StrEnum):
-    """Quantization of a model. `wNaM` means weights of N bits and activations of M bits; `blocks_a16` means the blocks
-    of a GGUF file and activations in the model dtype.
+    """`wNaM`: weights of N bits, activations of M bits. `blocks_a16`: blocks of a GGUF file, activations in the model
+    dtype.
     """
 
     W8A8 = "w8a8"
@@ -171,8 +169,6 @@ class SpeculativeMethodName(enum.StrEnum):
 
 
 class Proposer(enum.StrEnum):
-    """Component that proposes draft tokens."""
-
     NGRAM = "ngram"
     """Tokens that followed an earlier occurrence of the same n-gram."""
     DRAFT_MODEL = "draft_model"
@@ -201,6 +197,5 @@ _EXIT_CODE_MEANINGS = {
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code, for example "code 4: it did not reach ..."."""
     meaning = next((f": {text}" for known, text in _EXIT_CODE_MEANINGS.items() if known == code), "")
     return f"code {code}{meaning}"

@@ -26,7 +26,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raise ModelError if it cannot be read or is larger than `max_bytes`."""
+    """Return the content of a regular file, or raise ModelError."""
     with open_regular(path) as file:
         parts, size = [], 0
         try:
@@ -41,9 +41,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, created if it is missing. Return a descriptor, which holds the lock while it is open; None: another
-    process holds the lock. Raise OSError if the file cannot be locked.
-    """
+    """Lock a file, created if missing. Return its descriptor; None: another process holds the lock. Raise OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -68,11 +68,7 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of the simulator or of the receipts, whose packages may not be installed.
-
-    `user`: the command or key that needs the module. `remedy`: end of the error message. Raise ConfigError if the
-    package is not installed, ModuleNotFoundError if it lacks a dependency.
-    """
+    """Import a module of an optional package. Raise ConfigError, with `user` and `remedy`, if it is not installed."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -92,7 +88,6 @@ PERIOD_S: Final = 1.0
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
 """Errors that mean a shortage of descriptors or memory. EAGAIN: there are too many processes or threads."""
 _NO_THREAD: Final = "can't start new thread"
-"""Python's message if it cannot start a thread. This error has no errno."""
 ENOUGH_GB: Final = 4
 """Address space in GB that MindSpore and its threads need besides weights and KV blocks."""
 _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
@@ -110,7 +105,6 @@ def return_large_blocks() -> bool:
 
 
 def trim_heap() -> None:
-    """Return all free pages of the heap to the system, including those below live allocations (malloc_trim(3))."""
     malloc_trim = _of_allocator("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(ctypes.c_size_t(KEPT_BYTES))
@@ -140,7 +134,6 @@ def release_library_pages() -> None:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the resident memory of processes in bytes. A process that has exited counts as 0."""
     total = 0
     for pid in pids:
         with suppress(psutil.Error):
@@ -184,7 +177,6 @@ def shortage(error: BaseException) -> str | None:
 
 
 def describe_address_space_limit() -> str | None:
-    """Describe the limit of the address space (`ulimit -v`) and its remedy; None: there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None

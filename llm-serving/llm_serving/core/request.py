@@ -37,13 +37,10 @@ class ConstraintMatcher(Protocol):
 
     def allowed_words_after_drafts(
         self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
-    ) -> list[Int32Array]:
-        """Return `allowed_words` for the output, for the output with one draft token, with two, and so on."""
+    ) -> list[Int32Array]: ...
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
-        """Return the draft tokens before the first forbidden one, then the tokens that the constraint forces; at most
-        `count`. If several tokens spell the same forced text, the longest token is used.
-        """
+        """Return at most `count` tokens: the draft up to its first forbidden token, then the tokens that are forced."""
 
 
 class Constraint(Protocol):
@@ -193,15 +190,12 @@ class ScheduledRequest(ClientRequest):
     """Number of the request in order of arrival in its class. It is comparable with `sequence`."""
     class_entry_step: int = 0
     class_change_step: int = -1
-    """Number of the first step after a change of class while the request ran; -1: no change."""
 
     # Waits and preemptions
     arrival_clock: int = 0
     """Value of the class's clock at the arrival. The clock counts the steps that could have scheduled the class."""
     wait_bound: int | None = None
-    """Guaranteed maximum number of steps from arrival to first admission."""
     num_steps_waited: int | None = None
-    """Number of steps before the first admission that counted against `wait_bound`."""
     admission_number: int = 0
     """Sequence number of the latest admission. Prefills continue in this order."""
     running_since: tuple[int, float] = (0, 0.0)
@@ -280,8 +274,6 @@ class ScheduledRequest(ClientRequest):
 
 @dataclass(eq=False, slots=True)
 class Request(ScheduledRequest):
-    """A request, with the engine's state of it."""
-
     sink: OutputSink | None = None
     """Receives the results."""
     matcher: ConstraintMatcher | None = None

@@ -74,7 +74,6 @@ class Caller:
 
 
 def cache_namespace(tenant: str, cache_salt: str, adapter: int = 0) -> str:
-    """Return the namespace within which requests share cached prefixes."""
     return f"{adapter} {len(tenant)} {tenant}{cache_salt}"
 
 

@@ -23,8 +23,6 @@ FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishRea
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probabilities of a token, and of the most likely tokens at its position."""
-
     token_id: int
     logprob: float
     top_token_ids: tuple[int, ...]
@@ -73,10 +71,8 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
     num_output_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the output."""
     error: str | None = None
     queued_s: float = 0.0
-    """Seconds from the arrival of the request to its first step."""
     prompt_logprobs: PromptLogprobs | None = None
     vector: Float32Array | None = None
     """Hidden state of the last prompt token, [hidden size], in the last piece."""

@@ -59,8 +59,6 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """A number in single precision."""
-
     low: float
     high: float
     above_low: bool = False
@@ -117,8 +115,6 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """None, or a non-empty string. The compiler of grammars checks later whether it is valid."""
-
     @property
     def text(self) -> str:
         return "must be a grammar"
@@ -150,8 +146,6 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class SomeTokenIds:
-    """A tuple of at least one token id, or None for all tokens."""
-
     max_count: int
 
     @property

@@ -55,8 +55,6 @@ STATE_BEFORE: Final = -1
 
 
 class StateAccess(NamedTuple):
-    """A state slot that a row of a step reads or writes."""
-
     row: int
     token: int
     """Index, in the row, of the token after which the slot is written; `STATE_BEFORE`: the slot is read."""
@@ -93,7 +91,6 @@ class ResultToken(NamedTuple):
 
 
 def reference_to_previous_step(sample: int) -> int:
-    """Return a token id that stands for the token of sample `sample` of the previous step."""
     return -1 - sample
 
 
@@ -232,7 +229,6 @@ class StepInput:
     exports: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
-    """[N, 4], each row a `StateAccess`."""
     adapters: Int32Array = field(default_factory=no_adapters)
     """[B, 2], adapter number (0: none) and slot of each row, or empty. A slot that holds another adapter is filled
     first.
@@ -255,8 +251,6 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The most likely tokens of each of N results, as many as requested."""
-
     offsets: Int32Array  # [N + 1] into the two lists below
     token_ids: Int32Array  # most likely first
     logprobs: Float32Array
@@ -296,9 +290,7 @@ class StepOutput:
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> reason, such as NaN logits, why it is missing. A missing token has the id -1. If
-    several results of a row and kind are missing, only the first is listed.
-    """
+    """Index in `result_tokens` -> why it is missing. Its token is -1. Only the first of a row and kind is listed."""
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(
         default_factory=lambda: NO_VECTORS
@@ -331,16 +323,13 @@ class DraftRequest(NamedTuple):
 
 
 class DraftModelClient(Protocol):
-    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return at most `num_draft_tokens` draft tokens for each request."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]: ...
 
 
 def blocks_per_draft_request(block_size: int) -> int:
-    """Return how many blocks of a draft model's cache each request needs."""
     return -(-(DRAFT_WINDOW + MAX_DRAFT_TOKENS) // block_size)
 
 
 def draft_window_start(num_tokens: int) -> int:
-    """Return the index of the first token that a draft model reads, for a request with `num_tokens` tokens."""
     half = DRAFT_WINDOW // 2
     return 0 if num_tokens <= DRAFT_WINDOW else ((num_tokens - 1) // half - 1) * half

@@ -11,8 +11,6 @@ NO_WINDOW: Final = 2**31
 
 
 class LayerWindow(NamedTuple):
-    """The tokens that a layer attends to."""
-
     num_tokens: int = 0
     """Number of tokens that a token attends to, including itself; 0: all."""
     is_chunked: bool = False
@@ -110,5 +108,4 @@ ONE_GROUP: Final = CacheGroups()
 
 
 def _touched(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks `num_tokens` consecutive tokens occupy at most."""
     return -(-(num_tokens - 1) // block_size) + 1

@@ -20,8 +20,6 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that requests can name as their model."""
-
     name: str
     folder: Path
     fingerprint: str
@@ -48,7 +46,6 @@ class AdapterRegistry:
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
         self.folders: Mapping[int, str] = {}
-        """Adapter number -> folder, for each adapter that a request uses or may name."""
         self._removed: Mapping[int, Adapter] = {}
         """Adapter number -> adapter that new requests may not name. Unfinished requests may still use it."""
         self._files: dict[int, str] = {}
@@ -92,8 +89,8 @@ class AdapterRegistry:
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter to new requests. Until `forget`, a replica that joins still loads it, because its
-        requests may migrate there.
+        """Stop offering an adapter. Until `forget`, joining replicas still load it, because its requests may migrate
+        there.
         """
         adapter = self.by_name.get(name)
         if adapter is not None:

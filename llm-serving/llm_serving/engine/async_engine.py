@@ -111,7 +111,6 @@ class AsyncEngine:
         self._queue.share_tenants(other._queue)
 
     def start(self) -> None:
-        """Start to load every replica, and return. `health` reports the progress."""
         self.replicas.start()
 
     async def stop(self) -> None:
@@ -134,9 +133,7 @@ class AsyncEngine:
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
-        """Fingerprint of the software and settings that compute answers. Raise UnavailableError if no WorkAgent is
-        loaded.
-        """
+        """Fingerprint of what computes answers, equal on all replicas. Raise UnavailableError if none is loaded."""
         living = self.replicas.living()
         if not living:
             raise UnavailableError(self.health().detail)
@@ -144,12 +141,10 @@ class AsyncEngine:
 
     @property
     def num_running(self) -> int:
-        """Number of unfinished requests that were scheduled at least once."""
         return self._queue.load().num_running
 
     @property
     def num_waiting(self) -> int:
-        """Number of unfinished requests that were never scheduled."""
         return self._queue.load().num_waiting
 
     def generate(
@@ -304,9 +299,7 @@ class AsyncEngine:
         return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
-        """Raise the errors of `check_capacity` if prompts of these minimum lengths would already exceed a limit. Call
-        this before tokenization.
-        """
+        """Raise the errors of `check_capacity` for prompts of at least these lengths, before tokenization."""
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
 

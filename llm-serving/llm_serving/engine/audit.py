@@ -70,7 +70,6 @@ class Auditor:
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
         self._running: tuple[Answer, Answer] | None = None
-        """The client's answer, and the outputs so far of the copy that runs."""
 
     def start(self, request: Request) -> None:
         self.watched[request.request_id] = Answer(request)
@@ -83,7 +82,6 @@ class Auditor:
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Continue to record a migrated request, if it is audited."""
         if answer is not None:
             answer.request = request
             self.watched[request.request_id] = answer

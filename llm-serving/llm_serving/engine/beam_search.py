@@ -40,7 +40,6 @@ class Hypothesis:
         return Hypothesis(self, token_id, logprob, likely, self.length + 1, self.cumulative_logprob + logprob)
 
     def tokens(self) -> list[Hypothesis]:
-        """Return, for each token of the sequence in order, the hypothesis that ends with this token."""
         newest_first = []
         each = self
         while each.before is not None:
@@ -66,7 +65,6 @@ class BeamSearch:
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
         self.live = [Hypothesis()]
-        """Live sequences, most likely first. Empty: the search has ended."""
         self._params = params
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
@@ -140,7 +138,6 @@ class BeamSearchSink:
         self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
         self._beams: list[Request] = []
         self._candidates: dict[str, LikelyTokens] = {}
-        """Request id of a beam -> its candidates for the current step, if they have arrived."""
         self._num_forks = 0
 
     @property
@@ -244,7 +241,6 @@ class BeamSearchSink:
         return beam
 
     def _copy_start(self, beam: Request) -> None:
-        """Copy the first beam's start time and number of cached tokens to the client's request."""
         if self.request.first_scheduled_time is None:
             self.request.first_scheduled_time = beam.first_scheduled_time
             self.request.num_cached_tokens = beam.num_cached_tokens

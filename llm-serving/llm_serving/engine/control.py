@@ -33,11 +33,7 @@ STATE_TIMEOUT_S: Final = 5.0
 
 
 class RequestLookup:
-    """Reads the event logs and schedulers of all replicas.
-
-    `request_id` is the client's id of a request, or the id of a response. `tenant` limits a lookup to the requests of a
-    tenant.
-    """
+    """Reads the event logs and schedulers of all replicas. For `request_id` and `tenant` see `Control`."""
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
         self._config = config
@@ -64,7 +60,6 @@ class RequestLookup:
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-        """Return the scheduler state of each replica with its events since a time."""
         return await self._ask_all(self._snapshots, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
@@ -84,7 +79,6 @@ class RequestLookup:
         return {index: answer.result() if answer.done() else None for index, answer in pending.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
-        """Return the latency breakdown of each request with this id. Thread-safe."""
         found, ids = [], self._ids(request_id)
         with_tenant = bool(self._config.api_keys)
         for index, engine in sorted(self._replicas.engines.items()):
@@ -122,7 +116,6 @@ class RequestLookup:
         )
 
     def _ids(self, request_id: str) -> list[str]:
-        """Return the id itself, and the engine's ids of the requests whose answers the client's requests got."""
         return [request_id, *self._requests.coalesced_with(request_id)]
 
 
@@ -138,13 +131,10 @@ DROP_DELAY_S: Final = 0.1
 
 
 class ReplicaRow(NamedTuple):
-    """State of a replica, for an operator."""
-
     replica: int
     state: ReplicaState
     num_unfinished: int
     machine: str = ""
-    """Address of the WorkAgent's machine; empty: the master's machine."""
 
 
 class Control:
@@ -179,8 +169,8 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Start to check the files of the adapters with this number. If they have changed, the adapter is unloaded,
-        because a WorkAgent that restarts could not read them.
+        """Start to check the files of adapters. Those that have changed are unloaded: a restarting WorkAgent cannot
+        read them.
         """
 
         async def check() -> None:
@@ -218,10 +208,8 @@ class Control:
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
         """Change the priority of requests. Return engine id -> whether the priority is in effect now.
 
-        Raises:
-            RequestError: The priority is out of range.
-            RequestNotFoundError: The tenant has no such request.
-            UnavailableError: The engine did not answer in time, because its WorkAgent is restarting.
+        Raise RequestError if it is out of range, RequestNotFoundError if the tenant has no such request,
+        UnavailableError if the engine did not answer in time.
         """
         check_priority(priority)
         done: dict[str, bool] = {}
@@ -281,7 +269,6 @@ class Control:
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
-        """Return whether a request has migrated. `record`: its object in the engine that had the request before."""
         has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 

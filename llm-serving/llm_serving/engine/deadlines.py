@@ -42,7 +42,6 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """The earliest deadline of an unfinished request."""
         while self.heap and not _is_current(self.heap[0]):
             heapq.heappop(self.heap)
         return self.heap[0][0] if self.heap else None
@@ -54,7 +53,6 @@ class Deadlines:
         return expired
 
     def unscheduled(self, count: int) -> list[Request]:
-        """Return up to `count` requests that no step has computed, earliest deadline first."""
         entries = (each for each in self.heap if each[3].first_scheduled_time is None and _is_current(each))
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
@@ -71,10 +69,7 @@ class Deadlines:
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """End the waiting requests that would miss their deadline even if they were next in their class.
-
-        If no request runs, end none: the next request then starts at once, and its step updates the predictor.
-        """
+        """End the waiting requests that would miss their deadline even if they were next in their class."""
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
             return
@@ -112,7 +107,6 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _first_to_compute(request: Request) -> Request | None:
-    """Return the request that the scheduler computes first for a client's request; None: it has begun."""
     if request.sink is None:
         return None
     computed = request.sink.active_requests

@@ -62,8 +62,6 @@ class _Lookup:
 
 
 class DiskPrefixSink(SequenceSink):
-    """The output sink of a request that waits for the disk before it is added to the scheduler."""
-
     def __init__(self, request: Request, context: SinkContext, disk_cache: DiskCache) -> None:
         super().__init__(request, context)
         self.active_requests = ()
@@ -108,9 +106,7 @@ class DiskCache(StepObserver):
         post: Callable[[Callable[[], None]], None],
         on_added: Callable[[Request], None],
     ) -> None:
-        """`reads`: blocks of the transfer pool that receive data from disk. `post`: calls a function in the engine's
-        thread. `on_added`: called with each request that enters the scheduler.
-        """
+        """`reads`: blocks that receive data from disk. `post`: calls a function in the engine's thread."""
         assert scheduler.blocks.disk is not None
         self._scheduler = scheduler
         self._blocks, self._disk = scheduler.blocks, scheduler.blocks.disk
@@ -149,7 +145,7 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        If another request is reading the next block, this request is added after that one, and a fork after its parent.
+        If another request is reading the next block, this one is added after it, and a fork after its parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -276,7 +272,6 @@ class DiskCache(StepObserver):
         self._jobs.put((order, next(self._numbers), job))
 
     def _found(self, lookup: _Lookup, reply: BlocksLoaded | None) -> None:
-        """Add a request to the scheduler with the blocks that were read. `reply`: None if the read failed."""
         request, self._is_late = lookup.request, False
         for each in [block_hash for block_hash, reader in self._reading.items() if reader is lookup]:
             del self._reading[each]

@@ -240,9 +240,8 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether the throughput is higher if a step is formed only after the reply to the step before.
-
-        A step that is formed ahead contains no drafts, and no request that needs its latest token.
+        """Return whether steps should wait for replies: steps formed ahead contain no drafts and leave out some
+        requests.
         """
         if self._max_steps_in_flight == 1:
             return True
@@ -260,11 +259,9 @@ class Engine(EngineRequests):
 
     @property
     def restarting(self) -> str | None:
-        """Reason why the WorkAgent is restarting."""
         return self._recovery.restarting
 
     def _recover(self, error: LLMServingError) -> None:
-        """Continue after a step failed or the WorkAgent exited. End only the requests that cause the failure."""
         now = self._clock()
         lost, self._in_flight = list(self._in_flight), deque()
         for observer in self._observers["on_failed"]:

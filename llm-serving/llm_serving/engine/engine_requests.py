@@ -42,16 +42,14 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 
 class Inbox:
-    """Functions that the engine's thread calls in order between two steps. Any thread may call `post`, `wake` and
+    """Functions that the engine's thread calls in order between two steps. Other threads may call `post`, `wake`,
     `end`.
     """
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()
         self.ended: str | None = None
-        """Reason why the inbox accepts no more messages."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called when the inbox ends, in any thread."""
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -70,15 +68,11 @@ class Inbox:
                 os.eventfd_write(self._wake_fd, 1)
 
     def handle(self) -> None:
-        """Call all functions, including those that arrive meanwhile."""
         while self.messages:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until `wake` is called, `other_fd` is readable or `timeout_s` has passed.
-
-        Return whether `other_fd` is readable and `wake` was not called.
-        """
+        """Sleep until `wake`, data on `other_fd` or the timeout. Return whether only `other_fd` is ready."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:
@@ -187,8 +181,8 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter into the WorkAgent, or unload it if `folder` is empty. Raise WorkerDiedError if the engine
-        has ended.
+        """Load an adapter into the WorkAgent; an empty `folder` unloads it. Raise WorkerDiedError after the engine's
+        end.
         """
 
         def change() -> None:
@@ -216,7 +210,6 @@ class EngineRequests:
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Free exported blocks after other replicas have copied them."""
         with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
@@ -260,7 +253,6 @@ class EngineRequests:
 
     @property
     def dead(self) -> str | None:
-        """Reason why the engine ended; None: it runs."""
         return self._inbox.ended
 
     @property
@@ -377,7 +369,6 @@ class EngineRequests:
         return self.disk_cache
 
     def _drain_inbox(self) -> None:
-        """Handle the messages of other threads, and end requests whose deadline has passed."""
         if self._inbox.messages:
             if self.fleet is not None:
                 self.fleet.apply_remote_service()
@@ -388,7 +379,6 @@ class EngineRequests:
             self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
 
     def _publish(self) -> None:
-        """Send new outputs to the clients, then pass migrating requests to other replicas."""
         if self._outputs:
             outputs = self._outputs.copy()
             self._outputs.clear()

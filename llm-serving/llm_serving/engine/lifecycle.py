@@ -72,15 +72,12 @@ class Gate:
 
 
 class Lifecycle:
-    """The state of a model: it serves, pauses or sleeps. `set_weights`: sets the folder from which WorkAgents load
-    weights.
-    """
+    """The state of a model: it serves, pauses or sleeps. `set_weights`: sets the folder of the WorkAgents' weights."""
 
     def __init__(
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
     ) -> None:
         self.gate: Gate | None = None
-        """Makes new requests wait, or refuses them; None: the model serves."""
         self.level = 0
         self.weights = config.model.model_path
         self._unrecorded = ""
@@ -99,16 +96,13 @@ class Lifecycle:
 
     @property
     def health(self) -> EngineHealth | None:
-        """The health of a model that pauses or sleeps; None: the model serves."""
         if self.gate is None:
             return None
         health = self._replicas.health()
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Hold or refuse new requests, then wait until all accepted requests have finished, are aborted or are frozen.
-        Raise RequestError if the model sleeps.
-        """
+        """Hold or refuse new requests, and settle accepted ones. Raise RequestError if the model sleeps."""
         with self._ended_by_shutdown():
             self._check_awake()
             self._check_running(running)
@@ -145,7 +139,6 @@ class Lifecycle:
             self.level = level
 
     async def wake_up(self) -> None:
-        """Serve again after `sleep`. Raise UnavailableError if the weights cannot be loaded."""
         with self._ended_by_shutdown():
             if self.level:
                 await self._wake()
@@ -219,7 +212,6 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _ended_by_shutdown(self) -> Iterator[None]:
-        """Return the context of `exclusive`. A shutdown ends this context with UnavailableError."""
         if self._ending.is_set():
             raise UnavailableError(SHUTTING_DOWN)
         with self.exclusive():
@@ -244,7 +236,6 @@ class Lifecycle:
             raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
 
     async def _hash(self, folder: Path) -> str:
-        """Return the weight hash that receipts contain. This reads all weight files of the folder."""
         model = self._config.model
         return (await hash_in_thread(ModelFiles.of(folder, model.tokenizer_path or model.model_path))).weights
 
@@ -338,7 +329,6 @@ TIMEOUT_S: Final = 5.0
 class ReloadResult:
     changes: list[Change]
     late: list[int]
-    """Indices of the replicas that apply the changes after their restart."""
 
 
 class ConfigReloader:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from llm_serving.engine.fleet.migration import MigratingRequest
 
 STEP_MEMORY: Final = 128
-"""Time constant, in steps, of the moving average of step times."""
 
 
 class EngineListener:
@@ -54,7 +53,6 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.began = 0.0
-        """Time at which the WorkAgent could begin the oldest step in flight."""
         self.step_s = 0.0
         """Seconds of the latest step, from the time at which the WorkAgent could begin it."""
         self.mean_s: float | None = None
@@ -103,7 +101,6 @@ class MetricsObserver(StepObserver):
             metrics.record_bound_violations(schedule.num_bound_violations)
 
     def record_load(self, num_tokens: int | None = None) -> None:
-        """Record the replica's load. `num_tokens`: tokens of the latest step, if one has run."""
         scheduler, pool = self._scheduler, self._scheduler.blocks.pool
         load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
         if num_tokens is None:
@@ -117,14 +114,11 @@ class MetricsObserver(StepObserver):
 
 
 class FairnessObserver(StepObserver):
-    """Counts in the metrics how often one replica breaks a tenant's limit or a class's weight."""
-
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
         self._leads: Mapping[str, ClassLead] = {}
         self._shares: Mapping[str, StepShare] | None = None
-        """Shares of the current step, for `WeightMonitor`; None: there is only one replica."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
@@ -191,8 +185,6 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    """Passes accepted drafts and step times to the speculation controller."""
-
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
         self._continues = False
@@ -220,7 +212,6 @@ class SpeculationObserver(StepObserver):
 
 
 def accepted_drafts(schedule: Schedule, updated: list[Request]) -> Mapping[int, int]:
-    """Return `Request.sequence` -> number of accepted draft tokens, for the rows with drafts."""
     live = set(updated)
     return {
         row.request.sequence: row.request.num_new_tokens - 1

@@ -45,7 +45,6 @@ class OpenRequests:
         self._by_load: list[tuple[int, int]] = []
         self._num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
-        """Client id -> engine ids of the requests whose answers the client's latest requests share."""
         self._num_coalesced = 0
 
     def __len__(self) -> int:
@@ -71,13 +70,11 @@ class OpenRequests:
             self._num_migrating_to[engine] += 1
 
     def finish_migration(self, request_id: str, request: Request, engine: Engine) -> None:
-        """Record that an engine continues a request, which is the object `request` there."""
         if (opened := self.pop(request_id)) is not None:
             opened.request, opened.engine, opened.priority = request, engine, None
             self.add(opened)
 
     def of_engine(self, engine: Engine) -> list[OpenRequest]:
-        """Return the requests of an engine, without those in transfer."""
         return [each for each in self.by_id.values() if each.engine is engine and not each.is_in_transfer]
 
     def num_of(self, engine: Engine) -> int:
@@ -95,7 +92,6 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the tenant's requests with this client id, response id or engine id."""
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
             opened
@@ -104,7 +100,6 @@ class OpenRequests:
         ]
 
     def record_coalesced(self, client_id: str, engine_id: str) -> None:
-        """Record that the client's request `client_id` gets the answer of the engine's request `engine_id`."""
         engine_ids = self._coalesced.setdefault(client_id, {})
         self._num_coalesced += engine_id not in engine_ids
         engine_ids[engine_id] = None

@@ -21,8 +21,6 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ProducedOutput:
-    """The unsent output of an unfinished request, and the state of its detokenizer."""
-
     request: Request
     detokenizer: Detokenizer
     text: str = ""
@@ -30,16 +28,13 @@ class ProducedOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     num_results: int = 0
-    """Number of prompt tokens whose log-probabilities have arrived."""
     vector: Float32Array | None = None
     first_token_time: float | None = None
     last_token_time: float = 0.0
 
 
 class OutputProcessor:
-    """Collects the output of each unfinished request until the output is sent. Without `metrics`, no events are
-    recorded.
-    """
+    """Collects the output of each unfinished request until it is sent. Without `metrics`, records no events."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +49,6 @@ class OutputProcessor:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
 
     def leave(self, request: Request) -> ProducedOutput:
-        """Remove a request that migrates to another replica. Return its output state."""
         return self._states.pop(request.request_id)
 
     def resume(self, request: Request, produced: ProducedOutput) -> None:
@@ -105,7 +99,6 @@ class OutputProcessor:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Add prompt results. Ignore results that an earlier step has returned."""
         state = self._states[request.request_id]
         if logprobs is not None:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"

@@ -58,7 +58,6 @@ class Recovery:
         pooling: PoolingMode = PoolingMode.LAST,
     ) -> None:
         self.restarting: str | None = None
-        """Reason why the WorkAgent is restarting."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
@@ -92,7 +91,6 @@ class Recovery:
         )
 
     def _survives(self, further: Sequence[Schedule]) -> bool:
-        """Discard the replies to the steps after a failed one. Return False if the WorkAgent exits meanwhile."""
         for schedule in further:
             if self._executor.needs_allowed_tokens:
                 self._executor.set_allowed_tokens(all_tokens_allowed(schedule.num_samples))
@@ -131,9 +129,8 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests: all tokens so far, and one more.
-
-        Answers are batch-invariant, so a copy causes the same failure as its request.
+        """Return whether the WorkAgent can compute copies of these requests. A copy fails exactly if its request
+        does.
         """
         scheduler, executor = self._scheduler, self._executor
         pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states

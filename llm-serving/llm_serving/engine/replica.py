@@ -51,11 +51,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Create the scheduler of replica `index`, which may record its decisions.
 
-    Args:
-        windows: Window of each group of layers.
-        whole_prompts: Whether a step must compute whole prompts, because tokens attend to later ones.
-        num_state_slots: Slots for recurrent states; 0: the model has none.
-        num_state_pieces: Transfer pool blocks that one state occupies.
+    `windows`: of each group of layers. `whole_prompts`: a step must compute whole prompts, because tokens attend to
+    later ones. `num_state_pieces`: transfer pool blocks that one recurrent state occupies.
     """
     scheduler = config.scheduler
     states = None
@@ -89,7 +86,6 @@ def build_scheduler(
 
 
 def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
-    """Create the part of the transfer pool that replica `index` uses, with new epochs."""
     return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
@@ -99,9 +95,8 @@ def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
-    """Return the scheduling rules for a KV cache that holds requests of up to `max_request_tokens`.
-
-    With `whole_prompts`, the token budget is at least the longest request, also after a reload.
+    """Return the scheduling rules. With `whole_prompts`, the token budget covers the longest request, also after a
+    reload.
     """
     scheduler, model = config.scheduler, config.model
     max_model_len = min(model.max_generate_length, max_request_tokens)
@@ -145,7 +140,6 @@ def _max_steps_in_flight(config: ServingConfig) -> int:
 
 
 def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
-    """Return a text for the log: the maximum length of a request, and which setting limits it."""
     configured = config.model.max_generate_length
     source = config.sources.get("model_config.max_generate_length", "default")
     if blocks.max_request_tokens < configured:
@@ -171,7 +165,6 @@ def _windows(groups: CacheGroups) -> str:
 def build_drafter(
     config: ServingConfig, executor: Executor, clock: Clock, blocks: BlockManager
 ) -> SpeculationController | None:
-    """Create the controller of speculative decoding; None: it is off."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None

@@ -45,11 +45,7 @@ class EngineHealth:
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server.
-
-    `failures`: index -> error of a replica that could not be loaded. `progress`: text of a replica that is loading.
-    `max_restarts`: number of consecutive restarts above which a replica is unhealthy.
-    """
+    """Return the health of a server. `failures`: index -> error. `progress`: text of a replica that is loading."""
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
         index: engine.restart_status or f"is being restarted: {engine.restarting}"
@@ -79,13 +75,10 @@ class CallsSoon(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Functions that the event loop calls after events in an engine thread."""
-
     on_outputs: Callable[[list[RequestOutput]], None]
     on_started: Callable[[list[str]], None]
     on_migrating: Callable[[list[MigratingRequest]], None]
     on_failure: Callable[[LLMServingError], None]
-    """Called if the server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
     """Called after an engine has ended. The engine sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
@@ -93,8 +86,6 @@ class Events:
 
 
 class Replicas(EngineListener):
-    """The replicas of a server by index, each with an engine, its thread and a WorkAgent."""
-
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
         """Index -> loaded engine. An engine that has ended stays here until its replica has loaded again."""
@@ -108,7 +99,6 @@ class Replicas(EngineListener):
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
-        """Number of changes so far. After a change, `open` computes its result again."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
         self._config = config.serving
         self._num_replicas = config.num_replicas
@@ -146,7 +136,6 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Wait for replicas that are loading, then stop all engines. Unfinished requests end with an error."""
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -197,13 +186,11 @@ class Replicas(EngineListener):
         return index in self.drained
 
     def leave(self, index: int) -> None:
-        """Stop the WorkAgent of a drained replica. The replica's thread waits until `join`."""
         engine = self.engines.get(index)
         if index in self.drained and engine is not None:
             engine.stop()
 
     def suspend(self) -> None:
-        """Stop all WorkAgents, each of which must first finish loading. Their threads wait until `unsuspend`."""
         for index in range(len(self)):
             if index not in self.drained:
                 self.drained[index] = threading.Event()
@@ -314,7 +301,6 @@ class Replicas(EngineListener):
     # --- in an engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        """Load and serve a replica, again after each failure. End when the server exits or no replica can be loaded."""
         for attempt in itertools.count(1):
             try:
                 self._serve(index)
@@ -392,7 +378,6 @@ class Replicas(EngineListener):
     # --- on the event loop ------------------------------------------------------------------------------------------
 
     def _check_restarts(self, _: None) -> None:
-        """Stop the server if every WorkAgent has used up its restarts and the configuration demands it."""
         exhausted = any(engine.restarts_exhausted for engine in self.living().values())
         if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))

@@ -50,7 +50,6 @@ class RequestDispatcher:
         self.admission = AdmissionControl(config, self.queue, metrics.classes, clock)
         self.router = Router(config, self.replicas, self.requests, self.queue, self.admission, clock)
         self.on_adapter_error: Callable[[int], None] = lambda number: None
-        """Called with the number of an adapter after a request with it has ended with an error."""
         serving = config.serving
         self.coalesced = CoalescedResponses(serving.coalesced_response_bytes, serving.request_log_age_s, clock)
 
@@ -90,7 +89,6 @@ class RequestDispatcher:
             self.coalesced.forget(opened.stream)
 
     def _fail(self, opened: OpenRequest, error: Exception) -> None:
-        """End a request after an exception in its handling. Its client gets an error even after a second one."""
         request_id = opened.request.request_id
         piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
         for call in (

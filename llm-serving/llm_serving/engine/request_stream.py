@@ -22,13 +22,12 @@ class RequestStream:
     def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
         self.predicted_s = predicted_s
-        """Seconds from arrival to the first token, predicted at admission."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called with each output, except the final one, that arrives while the reader waits. Returns whether it used
-        the output; if not, the reader gets it.
+        """Called with each output but the last while the reader waits. The reader gets the outputs for which it returns
+        False.
         """
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
@@ -92,7 +91,6 @@ class Sharing(NamedTuple):
     key: bytes
     """Key of the answer: equal for identical requests of the same tenant, class and cache salt."""
     keeps: bool = False
-    """Whether later requests may get the answer after it has finished."""
     grace_s: float = 0.0
     """Seconds for which the computation continues after the last stream of the answer was closed."""
 
@@ -105,7 +103,6 @@ class _Reader:
     began: float
     deadline: float | None
     timer: asyncio.TimerHandle | None = None
-    """Ends the reader's stream at its deadline. The computation may continue for other readers."""
 
     def cancel_timer(self) -> None:
         if self.timer is not None:
@@ -341,7 +338,6 @@ class CoalescedResponses:
         answer.drop()
 
     def clear(self) -> None:
-        """Stop sharing all answers with further readers, because the model has changed."""
         for answer in [*self._in_flight.values(), *self._kept.values()]:
             self.forget(answer)
 

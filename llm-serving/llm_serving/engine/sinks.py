@@ -114,7 +114,6 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
 
 
 def _deliver_prompt_results(schedule: Schedule, output: StepOutput) -> set[Request]:
-    """Deliver prompt log-probabilities and vectors. Return the requests that fail because a result is missing."""
     num_samples, num_scores = len(output.token_ids), output.scores.top.num_results
     score = vector = 0
     failed = set()

@@ -55,7 +55,6 @@ class Executor(ABC):
     max_steps_in_flight: int
     next_step: int
     restart_status: RestartStatus | None = None
-    """State of the restart; None: the WorkAgent is not restarting."""
 
     @property
     def restarts_exhausted(self) -> bool:
@@ -87,24 +86,19 @@ class Executor(ABC):
     def await_ending(self) -> None:  # noqa: B027
         """Wait until the latest step is about to end, which is the best moment to form the next one.
 
-        If the next step were formed earlier, it would miss requests that arrive meanwhile. If it were formed later, the
-        WorkAgent would idle. Return at once if no step is in flight, or if the latest was submitted without
-        `announce_ending`. Raise the errors of `collect`.
+        Formed earlier, the next step would miss requests that arrive meanwhile; formed later, the WorkAgent would idle.
+        Return at once unless the latest step was submitted with `announce_ending`. Raise the errors of `collect`.
         """
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the output of the oldest submitted step.
-
-        Raises:
-            StepFailedError: This step failed.
-            WorkerError: No further output will come, because the WorkAgent exited or sent an invalid message.
+        """Wait for the oldest step's output. Raise StepFailedError if only this step failed, WorkerError if none
+        follows.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return the draft tokens for each request, or none for all if the draft model fails. No step may be in flight.
-
-        Raise WorkerError as `collect` does.
+        """Return each request's draft tokens, none if the draft model fails. No step may be in flight. Raise
+        WorkerError.
         """
         return [[] for _ in requests]
 
@@ -116,15 +110,12 @@ class Executor(ABC):
         raise NotImplementedError
 
     def fileno(self) -> int | None:
-        """Return a descriptor that becomes readable when an idle WorkAgent exits; None: there is none."""
         return None
 
     def restart(self, reason: str) -> None:
         """Replace a lost WorkAgent. Its KV cache and all submitted steps are lost too. Step numbers restart at 0.
 
-        Raises:
-            RestartFailedError: This attempt failed.
-            WorkerDiedError: No further attempt will be made.
+        Raise RestartFailedError if this attempt failed, WorkerDiedError if no further attempt will be made.
         """
         raise WorkerDiedError(reason)
 
@@ -141,8 +132,6 @@ class Adapters(Protocol):
 
 
 class LocalExecutor(Executor):
-    """Runs each step in this process when it is collected. `adapters`: None if the runner has no adapter slots."""
-
     max_steps_in_flight = 1
     next_step = 0
 
@@ -185,8 +174,6 @@ class LocalExecutor(Executor):
 
 
 class _ExpectedResults(NamedTuple):
-    """How many results of each kind the output of a step must have."""
-
     num_samples: int
     num_scores: int
     num_scored_tokens: int
@@ -200,7 +187,6 @@ class _ExpectedResults(NamedTuple):
         )
 
     def check(self, output: StepOutput) -> None:
-        """Raise ProtocolError if the output has wrong numbers of results, or token ids that no vocabulary has."""
         scores = output.scores
         given = _ExpectedResults(
             len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
@@ -220,7 +206,7 @@ class RemoteExecutor(Executor):
     """Sends each step to a WorkAgent as a small frame, with its arrays in a shared buffer or in the frame.
 
     There are as many buffers as steps in flight, used in turn. So a buffer is overwritten only after the reply to the
-    step that used it.
+    step that used it. After `step_timeout_s`, the WorkAgent counts as lost.
     """
 
     num_restarts = 0
@@ -233,7 +219,6 @@ class RemoteExecutor(Executor):
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """`step_timeout_s`: maximum seconds of a step. After that, the WorkAgent counts as lost. None: no limit."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._clock = clock

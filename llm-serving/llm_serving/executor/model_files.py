@@ -23,12 +23,9 @@ from llm_serving.text.tokenizer.vocabulary import config_files
 from llm_serving.transport.messages import Loaded
 
 CHUNK_BYTES: Final = 2**20
-"""Bytes that are read and hashed at a time. Other threads can run between two chunks."""
 
 
 class FileState(NamedTuple):
-    """State of a file. It differs after the file was replaced or rewritten."""
-
     path: Path
     size: int
     mtime_ns: int
@@ -43,28 +40,23 @@ class FileState(NamedTuple):
         return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
 
     def check(self) -> None:
-        """Raise ModelError if the file has changed since this state was recorded."""
         if FileState.of(self.path) != self:
             raise ModelError(f"{self.path}: has changed since it was loaded")
 
 
 class ModelFiles(NamedTuple):
-    """The files of a model that affect answers."""
-
     weights: tuple[FileState, ...]
     tokenizer: tuple[FileState, ...]
 
     @classmethod
     def served(cls, model: ModelConfig) -> ModelFiles:
-        """Record the state of the configured model's files. Raise ModelError if one is missing."""
         assert model.model_path is not None
         return cls(served_weights(model), _tokenizer(model.model_path, model.tokenizer_path))
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of the files of a model folder or GGUF file. Raise ModelError if one is missing.
-
-        `tokenizer`: file or folder of a tokenizer that replaces the model's own.
+        """Record the state of a model's files, and of a tokenizer that replaces its own. Raise ModelError if one is
+        missing.
         """
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
@@ -92,7 +84,7 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 async def hash_in_thread(files: ModelFiles) -> ContentHashes:
-    """Call `content_hashes` in a thread for which the end of the process does not wait. The call may take minutes."""
+    """Call `content_hashes`, which may take minutes, in a thread for which the end of the process does not wait."""
     hashes: Future[ContentHashes] = Future()
     hashes.set_running_or_notify_cancel()
 
@@ -151,8 +143,6 @@ def _file_hash(state: FileState, on_progress: Callable[[int], None]) -> str:
 
 
 class LoadedAgent(Protocol):
-    """The attributes of `WorkAgentProcess` that `SameFiles` uses."""
-
     machine: str
     loaded: Loaded
 

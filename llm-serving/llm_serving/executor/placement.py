@@ -18,8 +18,6 @@ from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, ran
 
 
 class ProcessArguments(NamedTuple):
-    """Command line and inherited descriptors of a process."""
-
     arguments: Sequence[str]
     inherited: Sequence[int] = ()
 
@@ -29,9 +27,8 @@ def start_processes(
 ) -> LocalProcess | RankProcesses:
     """Start the processes of one replica, one for each rank. If one cannot start, kill the others and raise OSError.
 
-    Several ranks inherit shared memory for all-reduce, and the number of a free port of this machine, which compiled
-    graphs use for their collectives. If a different process takes the port first, the ranks exit, and restart with a
-    new port.
+    Several ranks inherit shared memory for all-reduce, and the number of a free port, which compiled graphs use for
+    their collectives. If a different process takes the port first, the ranks exit, and restart with a new port.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -59,15 +56,13 @@ def _free_port() -> int:
 
 
 class StartedAgent(NamedTuple):
-    """A WorkAgent that has connected. The handshake follows."""
+    """A WorkAgent that has connected from `machine` (empty: the master's). The handshake follows."""
 
     process: AgentProcess
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     machine: str = ""
-    """Address of the WorkAgent's machine; empty: the master's machine."""
     blocks: AgentChannel | None = None
-    """Connection that transfers KV blocks or uses the disk cache; None: neither is configured."""
 
 
 class Placement(Protocol):
@@ -79,13 +74,11 @@ class Placement(Protocol):
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> StartedAgent:
-        """Start WorkAgent `index` within `timeout_s` seconds.
-
-        Raise WorkerDiedError if it could not be started, exited, did not connect in time, or was cancelled.
+        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, is cancelled, or does not connect within
+        `timeout_s`.
         """
 
-    def settings(self, settings: LoadModel) -> LoadModel:
-        """Return the settings with the changes that the WorkAgent's machine needs."""
+    def settings(self, settings: LoadModel) -> LoadModel: ...
 
     def close(self) -> None: ...
 
@@ -94,12 +87,11 @@ class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
     Each process (one for each rank) inherits one end of a socket pair for messages, a memory file for step arrays, the
-    memory of the transfer pool, if any, and a pipe as standard input, which closes when the master exits for any
-    reason.
+    memory of the transfer pool (`transfer_fd`), and a pipe as standard input, which closes when the master exits for
+    any reason.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:
-        """`transfer_fd`: memory of the transfer pool, which the caller owns."""
         self._transfer_fd = transfer_fd
 
     def start(

@@ -45,14 +45,13 @@ _NO_ADAPTERS = no_adapters()
 _Sample = tuple[Request, int]
 """A token to be sampled: (request, number of draft tokens before it)."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
-"""Field of `SamplingInput` -> (getter of its value in `SamplingParams`, dtype)."""
 
 
 class StepBuilder:
     """Builds the input of each step.
 
-    A token that the master does not know yet is always a sample of the previous step. The input refers to the token by
-    the position of this sample in the previous step. So the builder stores these positions.
+    A token that the master does not know yet is always a sample of the previous step. The input refers to it by the
+    position of this sample, which the builder stores.
     """
 
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
@@ -173,7 +172,6 @@ class StepBuilder:
 
 
 def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Array, ScoringInput]:
-    """Return the `ResultToken` entries for prompt log-probabilities and vectors, and the tokens to score."""
     scores: list[ResultToken] = []
     vectors: list[ResultToken] = []
     token_ids: list[int] = []
@@ -193,13 +191,12 @@ def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Arra
 
 
 class _SamplingParams:
-    """Sampling parameters of a step's samples as arrays. The arrays are reused while the samples stay the same."""
+    """Sampling parameters of a step's samples as arrays, which are reused while the samples stay the same."""
 
     def __init__(self, samples: list[_Sample], known: Mapping[Request, Int32Array]) -> None:
         self.samples = samples
         self.has_penalties = self.has_biases = self.has_matchers = False
         self.allowed: dict[Request, Int32Array] = {}
-        """Request -> bit mask of its allowed tokens, if they never change."""
         values, num_logprobs, prompt_lens = [], [], []
         for request, _ in samples:
             params, prompt_len = request.sampling, 0
@@ -257,7 +254,7 @@ class _PackedTables:
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._sizes: list[tuple[int, int]] = []
-        """(number of entries, number of entries without a block) of each table. A changed table has other numbers."""
+        """(number of entries, number without a block) of each table. A changed table has other numbers."""
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:

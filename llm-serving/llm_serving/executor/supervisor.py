@@ -48,13 +48,12 @@ from llm_serving.transport.messages import (
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 NUM_BUFFERS = 2
-"""Number of step buffers: one for the step that runs, one for the next."""
+"""One for the step that runs, one for the next."""
 
 _EXIT_TIMEOUT_S = 5.0
 FIRST_DELAY_S: Final = 0.1
 MAX_DELAY_S: Final = 5.0
 MIN_RESTART_TIMEOUT_S: Final = 20.0
-"""Minimum time limit of a restart attempt in seconds."""
 RESTART_TIMEOUT_FACTOR: Final = 3.0
 """Time limit of the first restart attempt, as a multiple of the duration of the first start."""
 LOCAL_PLACEMENT: Final = LocalPlacement()
@@ -64,17 +63,13 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class WorkAgentProcess:
-    """A running WorkAgent with a loaded model."""
-
     index: int
     process: AgentProcess
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     machine: str = ""
-    """Address of the WorkAgent's machine; empty: the master's machine."""
     block_link: BlockLink | None = None
-    """Transfers blocks to another machine, or uses the disk cache; None: neither is configured."""
     _closed: bool = False
 
     def stop(self) -> None:
@@ -109,15 +104,10 @@ def start_work_agent(
 ) -> WorkAgentProcess:
     """Start WorkAgent `index` and wait until its model is loaded.
 
-    Args:
-        on_progress: Called with progress texts. If it raises an exception, the WorkAgent is stopped.
-        previous: What the replaced WorkAgent had loaded. The new one allocates the same number of blocks.
-        timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time between two messages.
-        cancellation: When cancelled before the WorkAgent is ready, kills the WorkAgent.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        WorkerDiedError: The process could not be started, exited, or was not ready in time.
+    The WorkAgent that replaces `previous` allocates the same number of blocks. `timeout_s` limits the whole start,
+    `load_timeout_s` the time between two messages. If `on_progress` raises an exception, or on cancellation, the
+    WorkAgent is killed. Raise ModelError if the model cannot be loaded, WorkerDiedError if the WorkAgent exited or was
+    late.
     """
     settings = load_settings(config, index)
     if previous is not None:
@@ -161,9 +151,8 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Make the WorkAgent load the model, after a check that the WorkAgent runs the master's code.
-
-    Its code differs if the package was upgraded while the master runs, or if the other machine has a different version.
+    """Make the WorkAgent load the model, after a check that it runs the master's code, which an upgrade may have
+    changed.
     """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
@@ -308,11 +297,10 @@ def restart_delay_s(attempt: int) -> float:
 
 
 def restart_timeout_s(load_s: float, num_failed: int) -> float:
-    """Return the maximum seconds of a restart attempt after `num_failed` failures. `load_s`: seconds of the first
-    start.
+    """Return the maximum seconds of a restart attempt after `num_failed` failures.
 
     The limit is short at first, because a WorkAgent may hang while it loads. Each failure doubles it, because the
-    machine may have become slow.
+    machine may have become slow. `load_s`: seconds of the first start.
     """
     return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 
@@ -320,11 +308,10 @@ def restart_timeout_s(load_s: float, num_failed: int) -> float:
 class SupervisedExecutor(RemoteExecutor):
     """Runs steps on a WorkAgent. When it exits, `restart` replaces it.
 
-    Args:
-        max_restarts: Maximum number of consecutive restarts without a completed step. Above it, the start of the first
-            WorkAgent fails. A later WorkAgent is still restarted, but `restarts_exhausted` is True.
-        cancellation: Cancelled by `cancel_restarts`. `start` should react to it.
-        pause: Waits for a number of seconds. Returns whether restarts were cancelled.
+    After `max_restarts` consecutive restarts without a completed step, the start of the first WorkAgent fails. A later
+    WorkAgent is still restarted, but `restarts_exhausted` is True. `pause` waits for a number of seconds, and returns
+    whether restarts were cancelled. Raise ConfigError if the model cannot be loaded, WorkerDiedError if every attempt
+    exits.
     """
 
     def __init__(
@@ -336,7 +323,6 @@ class SupervisedExecutor(RemoteExecutor):
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
     ) -> None:
-        """Start the first WorkAgent. Raise ConfigError if it cannot load, WorkerDiedError if every attempt exits."""
         self._start = start
         self._step_timeout_s = step_timeout_s
         self._max_restarts = max_restarts
@@ -357,7 +343,6 @@ class SupervisedExecutor(RemoteExecutor):
 
     @property
     def resident_bytes(self) -> int:
-        """Resident memory of the WorkAgent's processes; 0: they run on another machine."""
         return resident_bytes(self._agent.process.pids)
 
     @property

@@ -41,7 +41,6 @@ class RankChannels:
             self._poll.register(channel, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a rank has sent a message or exited."""
         return self._poll.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -49,12 +48,8 @@ class RankChannels:
             channel.send(_to_rank(rank, message))
 
     def receive(self, timeout_s: float | None = None) -> AgentMessage:
-        """Return the next message that all ranks have sent.
-
-        Raises:
-            DeadlineExceededError: A rank has not sent it within `timeout_s` seconds.
-            ChannelClosedError: A rank has exited.
-            ProtocolError: The ranks' messages differ, or one is invalid.
+        """Return the next message of all ranks. Raise ProtocolError if they differ, and the errors of
+        `Channel.receive`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not all(self._received):
@@ -122,7 +117,6 @@ class RankProcesses:
     def __init__(self, processes: Sequence[LocalProcess]) -> None:
         self.ranks = processes
         self._first: int | None = None
-        """The rank that exited first, without being terminated; None: unknown."""
 
     @property
     def pids(self) -> list[int]:

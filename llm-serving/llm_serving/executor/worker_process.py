@@ -1,4 +1,4 @@
-"""The process of a WorkAgent and the connection to it."""
+"""The process of a WorkAgent, the connection to it, the state of its restart, and the cancellation of starts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ KILL_TIMEOUT_S: Final = 10.0
 
 
 class AgentLink(Protocol):
-    """Connection to a WorkAgent: a `Channel` or `RankChannels`."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when a message arrives or the WorkAgent has exited."""
+    def fileno(self) -> int: ...
 
     def send(self, message: msgspec.Struct) -> None: ...
 
@@ -39,8 +36,6 @@ class AgentLink(Protocol):
 
 
 class AgentProcess(Protocol):
-    """The supervisor's interface to the process of a WorkAgent."""
-
     @property
     def pids(self) -> list[int]:
         """Process ids on this machine, one for each rank; empty: the WorkAgent runs on another machine."""
@@ -55,12 +50,10 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: the process was killed."""
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):
-    """A process of this machine whose standard input is a pipe."""
-
     @property
     def pids(self) -> list[int]:
         return [self.pid]
@@ -96,15 +89,12 @@ class RestartStatus:
 
     reason: str
     lost_at: float
-    """Time at which the last working WorkAgent was lost."""
     attempt_at: float
-    """Time at which the latest attempt starts, after its delay."""
     load_s: float
     num_failed: int
     num_restarts: int
     """Number of consecutive attempts without a completed step, including the latest."""
     max_restarts: int
-    """Maximum `num_restarts` at which the WorkAgent is still expected to recover."""
 
     @property
     def restarts_exhausted(self) -> bool:
@@ -145,7 +135,6 @@ class StartCancellation:
                 callback()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the cancellation, at most `timeout_s` seconds. Return whether it happened."""
         return self._event.wait(timeout_s)
 
     @contextmanager

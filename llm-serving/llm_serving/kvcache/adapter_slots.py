@@ -33,7 +33,6 @@ class AdapterSlots:
         return self._adapters.index(adapter)
 
     def waits_for_a_step(self, request: Request, step: int) -> bool:
-        """Return whether the request must wait, because `step` already fills one slot."""
         return self._filled_step == step and request.adapter not in self._adapters
 
     def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:

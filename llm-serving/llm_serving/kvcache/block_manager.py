@@ -121,7 +121,6 @@ class BlockManager(RequestBlocks):
         return max(num_shared, common)
 
     def num_prefix_hit_tokens(self, request: Request) -> int:
-        """Return how many tokens `admit` would find in the prefix cache."""
         return self._shared_blocks(request, None, unshared=False)[0].end * self.block_size
 
     def num_common_tokens(self, request: Request, other: Request) -> int:
@@ -136,8 +135,8 @@ class BlockManager(RequestBlocks):
         return num_tokens if self.states is None else self.states.num_common_tokens(other, num_tokens)
 
     def free_outside_window(self, request_id: str, num_computed: int) -> int:
-        """Free the blocks that no token after the first `num_computed` attends to, and return their number. The steps
-        that compute these tokens must have been submitted.
+        """Free blocks to which only the first `num_computed` tokens attend, whose steps were submitted. Return their
+        number.
         """
         count = 0
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
@@ -159,7 +158,6 @@ class BlockManager(RequestBlocks):
         return self._num_missing_blocks(self.tables[request_id], num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> int:
-        """Extend the request's tables to `num_tokens`. Return the number of new blocks."""
         tables = self.tables[request_id]
         missing = self._num_missing_blocks(tables, num_tokens)
         if missing:
@@ -199,7 +197,6 @@ class BlockManager(RequestBlocks):
             self._kept_ends.pop(request_id, None)
 
     def num_blocks_to_swap(self, request: Request) -> int:
-        """Return the number of computed blocks to which later tokens attend."""
         end = self.num_blocks_for(request.num_computed_tokens)
         starts = self._starts(request.request_id, request.num_computed_tokens)
         return sum(max(0, end - start) for start in starts)
@@ -231,7 +228,6 @@ class BlockManager(RequestBlocks):
     # --- KV transfer between replicas -------------------------------------------------------------------------------
 
     def add_import(self, request_id: str, transfer: Transfer) -> None:
-        """Record the blocks of a request that migrates from another replica. `admit` imports them."""
         if transfer.block_ids:
             blocks = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
             starts = [each.first_block(transfer.num_tokens, self.block_size) for each in self.groups.windows]
@@ -260,9 +256,7 @@ class BlockManager(RequestBlocks):
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Import a request's blocks that were read from disk. Return how many of its tokens are computed then; before,
-        they were `num_shared`.
-        """
+        """Import a request's blocks that were read from disk. Return how many of its tokens are then computed."""
         assert self.disk is not None
         table, hashes = self.table(request.request_id), self.prompt_hashes(request)
         moves = self.disk.imports(request.request_id, table, num_shared // self.block_size, hashes, self.pool)
@@ -361,7 +355,6 @@ class BlockManager(RequestBlocks):
         self._block_moves += block_moves(kind, sources, targets, start, num_tokens, self.block_size)
 
     def _starts(self, request_id: str, num_tokens: int) -> list[int]:
-        """Return for each table its first entry to which a token after the first `num_tokens` attends."""
         return [
             max(table.start, window.first_block(num_tokens, self.block_size))
             for window, table in zip(self.groups.windows, self.tables[request_id], strict=True)

@@ -17,11 +17,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
-        """`last_epoch`: the first allocation has the next epoch."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._early: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with a hash that were freed early, in order of allocation."""
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
         self._num_allocations = last_epoch % MAX_EPOCH
@@ -53,7 +51,6 @@ class BlockPool:
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks with one reference each."""
         assert count <= self.num_free_blocks, f"cannot allocate {count} blocks: {self.num_free_blocks} are free"
         block_ids = []
         for _ in range(count):

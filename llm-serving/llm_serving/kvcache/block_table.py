@@ -22,7 +22,6 @@ class BlockTable:
     __slots__ = ("epochs", "ids", "start")
 
     def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
-        """`ids`, `epochs`: entries from index `start` on."""
         self.start = start
         self.ids = array("i", [NO_BLOCK]) * start
         self.epochs = array("i", [0]) * start
@@ -31,7 +30,6 @@ class BlockTable:
 
     @classmethod
     def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
-        """Return a table of the pool's blocks `block_ids`, the first of which is entry `start`."""
         return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
@@ -50,7 +48,6 @@ class BlockTable:
         return block_ids
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
-        """Return (block id, epoch) of the entries from `start` on."""
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
@@ -97,25 +94,21 @@ DIGEST_BYTES = 16
 
 
 def namespace_hash(namespace: str) -> bytes:
-    """Return the hash before the first block of a namespace."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest()
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a block, chained to the hash of the block before it, because KV depends on all earlier tokens.
-    It is cryptographic, because clients choose the tokens and must not find two texts with the same block hash.
-    """
+    """Return the hash of a block, chained to the one before. Clients choose tokens, so it is cryptographic."""
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def group_hash(block_hash: bytes, group: int) -> bytes:
-    """Return the hash of a block of a group of layers; for the first group, `block_hash` itself."""
     return block_hash + bytes((group,)) if group else block_hash
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the prefix lengths, in blocks, after which later prompts probably differ from this one: that of the shared
-    prefix, that of the prefix that the first group of layers has in the cache, and that of the prompt.
+    """Return the prefix lengths, in blocks, after which later prompts probably differ: the shared, cached and whole
+    prefix.
     """
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
@@ -194,7 +187,6 @@ class PrefixSearch:
 
 
 def _runs(blocks: Sequence[int]) -> list[int]:
-    """Return for each block the length of the gapless run of blocks that ends with it."""
     runs, run = [], 0
     for block in blocks:
         run = 0 if block == NO_BLOCK else run + 1

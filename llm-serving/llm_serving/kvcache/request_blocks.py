@@ -51,10 +51,8 @@ class RequestBlocks:
         self.tables: dict[str, Tables] = {}
         self._host_tables: dict[str, Tables] = {}
         self._import_tables: dict[str, Tables] = {}
-        """Id of a waiting request -> its blocks in other replicas' transfer pools."""
 
     def max_blocks_of(self, num_tokens: int) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` holds at a time, over all groups."""
         return self.groups.max_blocks_of(num_tokens, self.block_size, self.pool.num_blocks)
 
     def num_blocks_shared(self, request_id: str) -> int:
@@ -67,7 +65,6 @@ class RequestBlocks:
         return count
 
     def num_tokens_with_blocks(self, request_id: str) -> int:
-        """Return how many tokens from the start have, or had, a block in every group."""
         return min([len(table.ids) for table in self.tables[request_id]]) * self.block_size
 
     @property
@@ -79,7 +76,6 @@ class RequestBlocks:
         return self.tables[request_id][0]
 
     def block_table(self, request_id: str) -> list[int]:
-        """Return the block ids of the first group; empty: the request has no table."""
         return list(self.tables[request_id][0]) if request_id in self.tables else []
 
     def check_integrity(self) -> None:
@@ -99,7 +95,6 @@ class RequestBlocks:
             self.disk.exports.check_integrity()
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
-        """Raise AssertionError unless the blocks of the tokens [start, end) belong only to this request."""
         num_entries = -(-end // self.block_size)
         for table in self.tables[request_id]:
             blocks = table.ids[start // self.block_size : num_entries]

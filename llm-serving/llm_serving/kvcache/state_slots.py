@@ -24,7 +24,6 @@ class StateSlots:
     """
 
     def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
-        """`num_pieces`: number of transfer pool blocks that hold one state."""
         assert num_slots >= max_running, f"{num_slots} slots cannot hold the states of {max_running} requests"
         self.pool = BlockPool(num_slots)
         self.max_running = max_running
@@ -33,13 +32,11 @@ class StateSlots:
         self._own: dict[str, int] = {}
         self._swapped: set[str] = set()
         self._sources: dict[str, int] = {}
-        """Request id -> slot of the checkpoint from which its next row continues."""
         self._drafts: dict[str, list[int]] = {}
         """Request id -> slots of the states after each draft token of its step in flight."""
         self._checkpoint_ends: dict[str, list[int]] = {}
         """Request id -> prompt lengths, in tokens, at which checkpoints are stored, if there are any."""
         self._latest: dict[str, tuple[int, int]] = {}
-        """Request id -> (slot, epoch) of its latest checkpoint in the output."""
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}
         """Request id -> (number of tokens, slot) of checkpoints that a step in flight stores."""
         self._accesses: list[StateAccess] = []
@@ -51,9 +48,7 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request may continue from the checkpoint of this block. If no request uses the checkpoint,
-        it takes a spare slot.
-        """
+        """Return whether a request may continue from this block's checkpoint. Without users, it takes a spare slot."""
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
@@ -90,7 +85,6 @@ class StateSlots:
         return [BlockMove(kind, block_id, slot, each, epoch, num_tokens) for block_id, each in pieces]
 
     def export(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Return the moves of a request's state, after `num_tokens` tokens, to the transfer pool blocks `pieces`."""
         slot = self._sources.get(request_id, self._own[request_id])
         kind, epoch = int(BlockMoveKind.EXPORT_STATE), self.pool.epoch(slot)
         return [BlockMove(kind, slot, block_id, epoch, each, num_tokens) for block_id, each in pieces]
@@ -100,9 +94,7 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether one more request can be swapped out. It keeps its slot, and the request that runs instead may need
-        one to continue from a checkpoint.
-        """
+        """Whether one more request can be swapped out, and one slot stays free for the request that runs instead."""
         return self.num_spare > 1
 
     def swap_out(self, request_id: str) -> None:
@@ -111,7 +103,6 @@ class StateSlots:
         self.pool.free(slot for _, slot in self._unconfirmed.pop(request_id, ()))
 
     def free(self, request_id: str) -> None:
-        """Free all slots of a request, if any. Confirmed checkpoints stay cached."""
         if request_id not in self._own:
             return
         slots = [self._own.pop(request_id), *self._drafts.pop(request_id, ())]
@@ -181,7 +172,6 @@ class StateSlots:
                 self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
 
     def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
-        """Raise AssertionError unless exactly the running and swapped requests have slots, and no slot is lost."""
         assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
         assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
         assert self.num_spare >= 0, "too few slots are free for the states of further running requests"

@@ -30,10 +30,8 @@ class TransferPool:
         self._first = first
         self._pending: dict[str, tuple[BlockTable, int]] = {}
         self._handed_over: dict[int, int] = {}
-        """Id of a block that another replica may read -> its epoch."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Allocate blocks for the entries [start, end) of a table; None: too few are free."""
         count = end - start
         if count > self.pool.num_free_blocks:
             return None
@@ -50,7 +48,6 @@ class TransferPool:
         return Transfer(ids, epochs, table.start, num_tokens)
 
     def cancel(self, request_id: str) -> None:
-        """Free the pending blocks of a request that does not migrate."""
         table, _ = self._pending.pop(request_id)
         self.pool.free(each - self._first for each in table)
 
@@ -78,7 +75,6 @@ class StoredBlocks(NamedTuple):
     """Full blocks of a prompt in the transfer pool, which the WorkAgent writes to disk."""
 
     key: str
-    """Key of the export in `DiskPrefixes.exports`."""
     hashes: list[bytes]
     blocks: list[TransferBlock]
 

@@ -1,4 +1,4 @@
-"""Metrics of each request class: load, refusals, preemptions, time to first token, and service level objectives."""
+"""Metrics of parts of a server: request classes, HTTP, swapped blocks, migrated requests, disk cache."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ class ClassMetrics:
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
-        """Returns the load of a class. Each scrape calls it for each class."""
         self.predicted_s: Callable[[str], float | None] = lambda name: None
-        """Returns the predicted TTFT in seconds of a short request of the class that arrives now; None: unknown."""
         self._labels = labels
         self._lock = Lock()
         self._refusals = Counter(dict.fromkeys(((each.name, reason) for each in classes for reason in REFUSALS), 0))
@@ -85,11 +83,7 @@ class ClassMetrics:
         """Count whether a finished request met the targets of its class.
 
         A failed request met no target. A request that was aborted or reached its deadline counts only for targets that
-        it had already missed.
-
-        Args:
-            ttft_s: Seconds from arrival to the first token; None: no token.
-            tpot_s: Mean seconds between tokens; None: fewer than two tokens.
+        it had already missed. `tpot_s`: mean seconds between tokens; None: fewer than two tokens.
         """
         request_class = class_of(priority, self._classes)
         targets = self._targets[request_class.name]
@@ -113,7 +107,6 @@ class ClassMetrics:
                     self._slo[request_class.name, target, met] += 1
 
     def targets_met(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return class -> configured target -> (number of requests that met it, number that missed it)."""
         with self._lock:
             counts = dict(self._slo)
         found: dict[str, dict[str, tuple[int, int]]] = {each.name: {} for each in self._classes}
@@ -180,7 +173,7 @@ def _is_met(target_s: float | None, seconds: float | None, failed: bool) -> bool
 
 
 class HttpMetrics:
-    """Metrics of HTTP requests by route and status. Every metric has `labels`. Only the event loop may record."""
+    """Metrics of HTTP requests by route and status. Only the event loop may record."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -218,7 +211,6 @@ class HttpMetrics:
 
 class SwapLoad(NamedTuple):
     num_requests: int
-    """Number of preempted requests whose blocks are in the host pool."""
     num_used_blocks: int
     num_blocks: int
 
@@ -258,23 +250,15 @@ class SwapMetrics:
 
 
 class MoveMetrics:
-    """Metrics of migrated requests and blocks. The engine that receives a request counts it."""
-
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
         self._lock = Lock()
         self.block_bytes = 0
-        """Bytes of a block over all layers; 0: unknown."""
         self._num_requests = self._num_blocks = 0
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests in the first step that computes them here.
-
-        Args:
-            seconds: For each request, the time since the reply to its last step on the other replica.
-            moves: Block moves of the step, of which imports are counted.
-        """
+        """Count migrated requests in their first step here, `seconds` after their last step on the other replica."""
         with self._lock:
             self._num_requests += len(seconds)
             self._seconds += sum(seconds)
@@ -293,22 +277,16 @@ class MoveMetrics:
 
 
 class DiskMetrics:
-    """Metrics of blocks read from and written to the disk cache, summed over replicas."""
-
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
         self._lock = Lock()
         self.block_bytes = 0
-        """Bytes of a block over all layers; 0: unknown."""
         self._num_looked_up = self._num_read = self._num_damaged = self._num_written = self._num_evicted = 0
         self._num_bytes = -1
 
     def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
-        """Count a lookup in the disk cache.
-
-        Args:
-            num_looked_up: Number of full blocks of the prompt that were not in the KV cache.
-            num_bytes: Bytes of all files; -1: the folder cannot be used.
+        """Count a lookup of prompt blocks that are not in the KV cache. `num_bytes`: of all files; -1: unusable
+        folder.
         """
         with self._lock:
             self._num_looked_up += num_looked_up
@@ -317,7 +295,6 @@ class DiskMetrics:
             self._num_bytes = num_bytes
 
     def record_stored(self, num_written: int, num_evicted: int, num_bytes: int) -> None:
-        """Count blocks that were written. `num_bytes`: see `record_read`."""
         with self._lock:
             self._num_written += num_written
             self._num_evicted += num_evicted

@@ -1,6 +1,6 @@
 """The event log: a limited history of requests and steps.
 
-A step records which requests it computed. A request records the few times at which its state changed. So no step has to
+A step records which requests it computed, and a request the few times at which its state changed. So no step has to
 write to each of its requests. `latency_breakdown.py` combines both when a breakdown is requested.
 """
 
@@ -51,18 +51,15 @@ class Preempted(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Why requests have been waiting since `time`."""
-
     time: float
     blocked: Blocked | None
 
 
 class Outage(NamedTuple):
-    """A period without results, because steps were lost or the WorkAgent was restarting."""
+    """A period without results, because steps were lost or the WorkAgent was restarting. `ended` may be infinite."""
 
     began: float
     ended: float
-    """Time of the end; infinite: it has not ended."""
 
 
 class RequestSummary(NamedTuple):
@@ -102,7 +99,6 @@ class RequestRecord:
         self.tenant = request.tenant
         self.request_class = request_class
         self.number = number
-        """Sequence number of the request in order of arrival at the engine, from 1."""
         self.http_timings: HttpTimings | None = request.http_timings
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
@@ -111,14 +107,12 @@ class RequestRecord:
         self.has_beams = False
         """Whether the request is a beam search. Its beams wait for each other, so token gaps have no bound."""
         self.sequences: frozenset[int] = frozenset()
-        """`Request.sequence` of each request that the scheduler computes for this one: itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
         self._summary: RequestSummary | None = None
 
     @property
     def summary(self) -> RequestSummary:
-        """The state of the request or, if it has ended, its final state."""
         request = self._request
         if request is None:
             assert self._summary is not None
@@ -177,7 +171,7 @@ class EventSnapshot:
 class EventLog(StepObserver):
     """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
 
-    It holds the latest `num_requests` requests that have ended (0: the log is off), and `num_steps` steps.
+    It holds the latest `num_requests` ended requests (0: the log is off), and `num_steps` steps.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
@@ -197,7 +191,6 @@ class EventLog(StepObserver):
     # --- events of requests -----------------------------------------------------------------------------------------
 
     def submitted(self, request: Request, request_class: RequestClass) -> None:
-        """Record that a request was put into the engine's inbox. Thread-safe."""
         if not self.enabled:
             return
         self._num_submitted += 1
@@ -206,7 +199,6 @@ class EventLog(StepObserver):
             request.http_timings.unfinished_request_ids.add(request.request_id)
 
     def forget(self, request: Request) -> None:
-        """Remove a request that the engine did not accept."""
         self._records.pop(request.request_id, None)
         if request.http_timings is not None:
             request.http_timings.unfinished_request_ids.discard(request.request_id)
@@ -223,7 +215,6 @@ class EventLog(StepObserver):
             record.arrival_time = since
 
     def queued(self, request: Request, now: float) -> None:
-        """Record that the engine moved a request from its inbox to the scheduler."""
         record = self._records.get(request.request_id)
         if record is None:
             return
@@ -250,7 +241,6 @@ class EventLog(StepObserver):
             http_timings.unfinished_request_ids.discard(record.request_id)
 
     def _end(self, record: RequestRecord, now: float, status: str) -> None:
-        """Replace the request in its record by a summary. If there are too many ended requests, remove the oldest."""
         record._summary = record.summary._replace(status=status)
         record._request = None
         record.ended_time = now
@@ -310,14 +300,12 @@ class EventLog(StepObserver):
         self._outages.append(Outage(began, math.inf))
 
     def recovered(self, now: float) -> None:
-        """Record that steps can be scheduled again after a failure (`on_failed`)."""
         if self.enabled:
             self._outages[-1] = self._outages[-1]._replace(ended=now)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def records(self) -> list[RequestRecord]:
-        """Return the records of all unfinished requests and of the latest ended ones. Thread-safe."""
         return list(self._records.values())
 
     def snapshot(self, now: float) -> EventSnapshot:

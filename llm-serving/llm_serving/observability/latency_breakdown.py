@@ -52,8 +52,6 @@ class Span(NamedTuple):
 
 
 class OwnRow(NamedTuple):
-    """A step that computed the request."""
-
     step: Step
     part: Part
     samples_after_first: bool
@@ -111,8 +109,6 @@ def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Seque
 
 
 class _State(NamedTuple):
-    """The state of a request from `start` on, for times in which no step computes it."""
-
     start: int
     kind: str
     preempted: Preempted | None = None
@@ -268,8 +264,6 @@ def _end_of(record: RequestRecord, events: EventSnapshot) -> float:
 
 
 class ExplainedPart(Struct, kw_only=True):
-    """The total time that a request spent for one reason."""
-
     what: str
     detail: str
     ms: float
@@ -280,7 +274,6 @@ class ExplainedSteps(Struct, kw_only=True):
     """Numbers of steps between the request's arrival and its end."""
 
     first: int | None
-    """Number of the first recorded step that computed the request; null: there is none."""
     last: int | None
     prefill: int
     computed_again: int
@@ -300,8 +293,6 @@ class ExplainedTokens(Struct, kw_only=True):
 
 
 class BoundAndMet(Struct, kw_only=True):
-    """A guaranteed maximum of the request's class, and the request's actual value, in steps or events."""
-
     bound: int | None
     met: int | None
 
@@ -361,7 +352,6 @@ def explain(
     with_tenant: bool,
     step_s: float | None = None,
 ) -> Explanation:
-    """Return the latency breakdown of one request. `step_s`: recent mean seconds of a step; None: unknown."""
     summary = record.summary
     wait_bound_s = None if summary.wait_bound is None or step_s is None else summary.wait_bound * step_s
     spans, rows = attribute(record, events), own_rows(record, events)

@@ -36,7 +36,6 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Return (upper bound, number of values up to it) of each bucket, and the sum of all values."""
         total, buckets = 0, []
         for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
@@ -62,7 +61,6 @@ def gauge(name: str, text: str, labels: Labels, value: float) -> GaugeMetricFami
 
 
 def counter_by(name: str, text: str, labels: Labels, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-    """Return a counter with the additional label `label`. `counts`: value of the label -> count."""
     family = CounterMetricFamily(name, text, labels=[*labels, label])
     for value, count in counts.items():
         family.add_metric([*labels.values(), value], count)

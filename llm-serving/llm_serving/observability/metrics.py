@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of the engine in Prometheus format."""
+"""Counters, gauges and histograms of the engine in Prometheus format, and a periodic log line of load and rates."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ logger = get_logger(__name__)
 
 
 class Totals(NamedTuple):
-    """Counts since the server started."""
-
     steps: int
     prompt_tokens: int
     """Number of prompt tokens computed, including tokens recomputed after a preemption."""
@@ -44,12 +42,9 @@ class Totals(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one replica, or of all replicas: the sum of their requests and the mean of their cache usage."""
-
     num_running: int
     num_waiting: int
     kv_usage: float
-    """Fraction of the KV cache in use, between 0.0 and 1.0."""
 
 
 class ReplicaCounts(NamedTuple):
@@ -58,10 +53,7 @@ class ReplicaCounts(NamedTuple):
 
 
 class WorkAgentMemory(NamedTuple):
-    """Memory of a replica's WorkAgent, in bytes."""
-
     reserved: int
-    """Bytes of all blocks of the KV cache."""
     committed: int
     """Bytes of the blocks that were used at least once: the system provides memory at first use."""
     resident: int
@@ -69,8 +61,6 @@ class WorkAgentMemory(NamedTuple):
 
 
 class StateSlotUsage(NamedTuple):
-    """The state slots of one replica."""
-
     total: int = 0
     used: int = 0
     checkpoints: int = 0
@@ -81,7 +71,6 @@ class Metrics(Collector):
     """The metrics of a server. Names that start with `vllm:` match dashboards for vLLM. Times are in seconds.
 
     Several engine threads record without a lock, so the numbers of one scrape may belong to adjacent steps.
-    `model_name`: label of every metric. `classes`: by ascending rank.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -100,11 +89,9 @@ class Metrics(Collector):
         self._state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
-        """Name of the metric -> proposer -> count."""
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
         self.num_shares_broken = dict.fromkeys(SHARES, 0)
-        """Number of violations of tenant limits and of class weights across all replicas."""
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
@@ -118,24 +105,20 @@ class Metrics(Collector):
     def record_step(
         self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
     ) -> None:
-        """Count a step of `num_tokens` tokens, and record the load of the replica (see `Load`)."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             self._counts["llm_serving:steps_total"] += 1
             self._iteration_tokens.observe(num_tokens)
 
     def record_load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
-        """Record the load of a replica outside a step, for example when its engine becomes idle."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
 
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions that every scrape calls for a replica.
-
-        `num_compilations`: returns how many graphs its WorkAgent has compiled. `machine`: returns the address of its
-        machine; empty: the master's machine.
+        """Register functions that every scrape calls: number of compiled graphs, and address of the machine (empty: the
+        master's).
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
@@ -147,7 +130,6 @@ class Metrics(Collector):
         self._state_slots[replica] = usage
 
     def machine(self, replica: int) -> str:
-        """Return the address of the WorkAgent's machine; empty: the master's machine."""
         return self._machines[replica]() if replica in self._machines else ""
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None:
@@ -205,7 +187,6 @@ class Metrics(Collector):
         self._add("llm_serving:shared_answers_total", 1)
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
-        """Count verified draft tokens. `verified`: (proposer, tokens verified, tokens accepted)."""
         with self._lock:
             self._counts["vllm:spec_decode_num_drafts_total"] += 1
             for proposer, *counts in verified:
@@ -414,15 +395,12 @@ class _Reading(NamedTuple):
 
 
 class ThroughputLine:
-    """Makes a log line from the change of the metrics since the previous line."""
-
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
         self._clock = clock
         self._before = self._read()
 
     def next(self) -> str | None:
-        """Return the line for the time since the previous call; None: no step ran."""
         before, self._before = self._before, self._read()
         now = self._before
         seconds = now.time - before.time

@@ -17,18 +17,12 @@ from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
 MAX_WAITING: Final = 10_000
-"""Maximum number of waiting requests that a scheduler state lists. All are counted."""
 MAX_SNAPSHOT_WAITING: Final = 1024
-"""Maximum number of waiting requests that an engine snapshot lists. All are counted."""
 MAX_STEPS: Final = 64
-"""Maximum number of steps in an engine snapshot, which has the latest steps."""
 MAX_ENDED: Final = 64
-"""Maximum number of finished requests in an engine snapshot, which has the latest ones."""
 
 
 class RunningRequest(Struct, kw_only=True):
-    """A request that holds a running slot."""
-
     id: str
     request_class: str
     tenant: str
@@ -112,8 +106,6 @@ class WaitingRequest(Struct, kw_only=True):
 
 
 class ClassQueueState(Struct, kw_only=True):
-    """The queue of a request class, and the slots and blocks that the class holds."""
-
     request_class: str
     rank: int
     weight: int
@@ -143,8 +135,6 @@ class ClassQueueState(Struct, kw_only=True):
 
 
 class BlockUsage(Struct, kw_only=True):
-    """Usage of the KV cache and of the host pool, in blocks."""
-
     tokens: int
     total: int
     used: int
@@ -170,8 +160,6 @@ class BlockUsage(Struct, kw_only=True):
 
 
 class SchedulerState(NamedTuple):
-    """An immutable copy of a scheduler's state."""
-
     now: float
     """Seconds on the engine's clock."""
     step: int
@@ -181,7 +169,6 @@ class SchedulerState(NamedTuple):
     waiting: dict[int, WaitingRequest]
     """`Request.sequence` -> waiting request, unordered, up to a maximum number."""
     num_waiting: int
-    """Number of all waiting requests, including forks that wait for their parent."""
     classes: list[ClassQueueState]
     served: dict[str, dict[str, int]]
     """Class -> tenant -> virtual tokens, for the tenants of `running` and `waiting`."""
@@ -226,7 +213,6 @@ class EngineSnapshot(NamedTuple):
     state: SchedulerState
     max_step_tokens: int
     step_s: float | None
-    """Recent mean seconds of a step; None: unknown."""
     steps: list[tuple[float, Step]]
     """(time at which the WorkAgent began the step, step)."""
     ended: list[RequestRecord]

@@ -18,12 +18,10 @@ class CompletedStep(NamedTuple):
 
     schedule: Schedule
     num_tokens: int
-    """Number of tokens that the step computed, including draft tokens."""
     finished: list[Request]
     accepted: Mapping[int, int]
     """`Request.sequence` -> number of accepted draft tokens, for rows with drafts."""
     in_flight: Sequence[Schedule]
-    """Steps submitted after this one, oldest first."""
     now: float
     """When the scheduler had applied the results. The WorkAgent could begin the next step then."""
 
@@ -38,16 +36,12 @@ class StepObserver:
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """Called when the scheduler has formed the next step; None: no request can run.
-
-        `blocked`: the first request that could not be admitted.
-        """
+        """Called with the next step; None: no request can run. `blocked`: the first request that was not admitted."""
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
         """Called when the executor has received a step. `now`: when the step was formed."""
 
-    def on_completed(self, step: CompletedStep) -> None:
-        """Called when the scheduler has applied the results of the oldest step in flight."""
+    def on_completed(self, step: CompletedStep) -> None: ...
 
     def on_failed(self, now: float) -> None:
         """Called when a step failed or the WorkAgent exited. No step is in flight then."""

@@ -29,7 +29,6 @@ class ReplicaTrace:
     own_steps_only: bool = False
     """Whether to show only `records` and steps that computed them, because a client sees only its own tenant."""
     machine: str = ""
-    """Address of the WorkAgent's machine. It is not shown with `own_steps_only`."""
 
     @property
     def name(self) -> str:
@@ -61,7 +60,6 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
 def _shown(
     replica: ReplicaTrace, num_steps: int
 ) -> tuple[list[tuple[Step, int, int]], list[tuple[RequestRecord, list[Span]]], int | None]:
-    """Return (step, start, end) of each step of a trace, (request, spans) of each request, and the earliest time."""
     events = replica.events
     steps: list[tuple[Step, int, int]] = []
     end = 0

@@ -12,10 +12,8 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 MAX_PENDING_BYTES: Final = 64 * 2**20
-"""Maximum bytes that wait to be written. If more wait, the disk is too slow, and the recording stops."""
 BATCH_S: Final = 0.1
 CLOSE_S: Final = 10.0
-"""Maximum seconds that `close` waits for the disk."""
 
 
 class RecordFiles:
@@ -32,7 +30,7 @@ class RecordFiles:
         self._is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
-        """Data that wait to be written: (whether they start a new file, data)."""
+        """(whether the data start a new file, data)."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._filled = threading.Event()
@@ -51,7 +49,6 @@ class RecordFiles:
         self._put(False, data)
 
     def close(self) -> bool:
-        """Stop accepting data. Return whether everything was written."""
         self._closing.set()
         self._filled.set()
         self._thread.join(CLOSE_S)

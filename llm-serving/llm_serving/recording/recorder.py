@@ -97,7 +97,7 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Writes events and decisions as sealed records (see `records`), and starts a new file after `max_file_bytes`.
+    """Writes events and decisions as sealed records, and starts a new file after `max_file_bytes`.
 
     Each file begins with the complete state of the scheduler, so it can be replayed without earlier files. An error
     ends the recording but does not affect serving.

@@ -35,7 +35,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
     version: str
     name: str
     seal: bytes
-    """Last seal of the previous file; empty in the first file."""
     layouts: dict[str, list[str]]
     nodes: list[Any]
     """The scheduler's state, together with `layouts` (see `snapshot.py`)."""
@@ -65,7 +64,6 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     last_scheduled_step: int
     wants_migration: bool
     transfer: Transfer | None
-    """KV blocks from another replica."""
     num_cached_tokens: int
     first_scheduled_time: float | None
     disk_prefix: DiskPrefix | None = None
@@ -84,8 +82,6 @@ class ScheduleCalled(msgspec.Struct, array_like=True, frozen=True, tag="schedule
 
 
 class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
-    """A call of `Scheduler.update` for the schedule of `step`."""
-
     step: int
     token_ids: list[int]
     time: float
@@ -158,14 +154,10 @@ class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""(`Request.sequence`, number of tokens already in the cache, number of tokens computed, number of tokens sampled,
-number of the request's blocks, ids of its new blocks).
-"""
+"""(sequence, tokens in the cache, tokens computed, tokens sampled, blocks of the request, ids of its new blocks)."""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
-    """The decision that `Scheduler.schedule` returned."""
-
     step: int | None
     """Number of the step; None: no request could be computed, and the other fields are empty."""
     rows: list[Row]
@@ -220,10 +212,7 @@ class Chain:
 
 
 class Entry(NamedTuple):
-    """A record with its position in a file."""
-
     number: int
-    """Number of the record; the header is 0."""
     offset: int
     payload: bytes
     record: Record
@@ -236,7 +225,7 @@ class Reader:
         self._file = file
         self._chain = Chain()
         self.torn_at: int | None = None
-        """Offset in bytes of the last record if it is incomplete; None: it is complete."""
+        """Offset in bytes of the last record if it is incomplete."""
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError("is not a recording of the scheduler")
         self._entries = self._read()
@@ -251,7 +240,6 @@ class Reader:
         self.header_payload = first.payload
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the records after the header. Raise RecordingError if a record is damaged."""
         return self._entries
 
     def _read(self) -> Iterator[Entry]:

@@ -55,9 +55,7 @@ class Replay:
         self.explanation = ""
         """Description of the state and the decision at which `run(explain=True)` stopped."""
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
-        """Called with each reproduced schedule and its time."""
         self.on_request: Callable[[Request], None] = lambda request: None
-        """Called with each request that is added during the replay."""
         self._reader = reader
         state = restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
@@ -85,11 +83,8 @@ class Replay:
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
         """Replay all records, or those up to the decision of step number `until`.
 
-        With `explain`, `explanation` describes the state where the replay stops.
-
-        Raises:
-            ReplayDiffersError: A decision differs from the recorded one.
-            RecordingError: A record is damaged, or there is no such step.
+        Raise ReplayDiffersError if a decision differs from the recorded one, RecordingError if a record is damaged or
+        there is no such step.
         """
         entries = iter(self._reader)
         for entry in entries:

@@ -17,17 +17,14 @@ from llm_serving.scheduler.schedule import Schedule, WaitReason
 from llm_serving.scheduler.scheduler import Scheduler
 
 MAX_SHOWN: Final = 20
-"""Maximum number of waiting requests of a class that a text lists. All are counted."""
 
 _HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
 MAX_STEPS: Final = 2000
-"""Maximum number of steps on a page. Only the latest are shown, because a browser opens a larger page slowly."""
+"""Maximum number of steps on a page: the latest, because a browser opens a larger page slowly."""
 MAX_WAITING: Final = 64
-"""Maximum number of waiting requests of a step that a page lists. All are counted."""
 
 
 def describe_state(scheduler: Scheduler) -> str:
-    """Return a table of all running and waiting requests."""
     pool, host_pool = scheduler.blocks.pool, scheduler.blocks.host_pool
     lines = [
         f"before step {scheduler._step}: {len(scheduler.running)} of {scheduler.limits.max_num_seqs} slots run,"
@@ -182,12 +179,10 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     running: list[tuple[int, int]]
     """(request, number of blocks), in decode order."""
     waiting: list[int]
-    """The first `MAX_WAITING` waiting requests, in order of admission."""
     num_waiting: int
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """Index of the waiting request that the step could not admit; None: it admitted all requests."""
     reason: str
     """Why `next` could not be admitted; empty: no request waits."""
     behind: str | None
@@ -206,12 +201,9 @@ class ReplayPageData(msgspec.Struct):
     requests: list[ReplayedRequest]
     steps: list[ReplayedStep]
     num_left_out: int
-    """Number of steps before the collected ones."""
 
 
 class ReplayPageBuilder:
-    """Collects the latest `max_steps` steps of a replay for the replay page."""
-
     def __init__(self, scheduler: Scheduler, max_steps: int = MAX_STEPS) -> None:
         self._scheduler = scheduler
         self._steps: deque[ReplayedStep] = deque(maxlen=max_steps)
@@ -247,7 +239,6 @@ class ReplayPageBuilder:
         )
 
     def page_data(self, name: str, version: str) -> ReplayPageData:
-        """Return the collected steps with their requests. `name`: the recording's name. `version`: from its header."""
         pool = self._scheduler.blocks.pool
         indices: dict[int, int] = {}
         steps = [_renumbered(step, indices) for step in self._steps]
@@ -281,8 +272,6 @@ def _admission_order(request: Request) -> tuple[Any, ...]:
 
 
 def _renumbered(step: ReplayedStep, indices: dict[int, int]) -> ReplayedStep:
-    """Return a step with an index for each `Request.sequence`. Requests without an index are added to `indices`."""
-
     def index_of(sequence: int) -> int:
         return indices.setdefault(sequence, len(indices))
 

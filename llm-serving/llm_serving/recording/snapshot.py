@@ -126,7 +126,6 @@ def _attributes(value: Any) -> list[str]:
 
 
 def _declared(kind: type[Any]) -> list[str]:
-    """Return the attributes that the class declares as fields or slots; empty: it declares none."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "__slots__", ()))
 
 

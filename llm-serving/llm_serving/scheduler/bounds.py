@@ -22,8 +22,6 @@ MIN_HEAP: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
-    """Guarantees for every request of a class under any load."""
-
     name: str
     max_decode_gap: int
     """Maximum number of consecutive steps that give a decoding request no token."""
@@ -32,7 +30,6 @@ class ClassBounds:
     """Maximum number of steps until the class can admit a request that arrives while it has no other request."""
     steps_per_admission: float
     max_overtakes: int
-    """Maximum number of consecutive admissions that bypass the class's oldest waiting request."""
     max_prompt_gap: int
     """Maximum number of consecutive steps that compute no token of a running request whose prompt is incomplete."""
 
@@ -49,7 +46,6 @@ class ClassBounds:
         return self.describe(None)
 
     def describe(self, step_s: float | None) -> str:
-        """Describe all bounds in one line. `step_s`: duration of a step in seconds."""
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
@@ -161,8 +157,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps by which a prompt token of one request delays a token of a second request.
-    `chunk`: number of prompt tokens for which each step has room.
+    """Return by how many steps a prompt token delays another request's token. `chunk`: tokens for which a step has
+    room.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -177,7 +173,6 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return the part of a step that each prompt takes at least."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
@@ -203,9 +198,7 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Monitor a request that begins to wait. It has waited `num_waited` steps in another class or before a
-        reload.
-        """
+        """Monitor a request that has waited `num_waited` steps, in another class or before a reload."""
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
         if not request.has_run:

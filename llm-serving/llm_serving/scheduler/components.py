@@ -31,8 +31,6 @@ class SchedulingRules(NamedTuple):
 
 
 class SchedulerComponents:
-    """The parts of a scheduler, built for one set of rules."""
-
     def __init__(
         self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:

@@ -24,10 +24,9 @@ _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
 class ClassUsage(NamedTuple):
-    """Service of a class at one scheduler since the last `pop_usage`."""
+    """Service of a class at one scheduler since the last `pop_usage`, divided by its weight."""
 
     service: int
-    """Charged service divided by the weight of the class."""
     quantum: int
     """Service of `quantum_steps` full steps, divided by the weight of the class."""
     has_demand: bool
@@ -58,7 +57,6 @@ class WeightedFairSharing:
         self._usage = dict.fromkeys(self._names, _NOTHING)
         """Class -> charge for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Class -> charge for prompt tokens, divided by weight."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
 
@@ -251,9 +249,7 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return the maximum number of consecutive steps in which prefills leave no room for a class's decodes. It is at
-    least 1, because prefill and decode alternate if a step has no room for both.
-    """
+    """Return for how many steps in a row prefills may leave out a class's decodes; at least 1."""
     return max(1, sum_of_weights // weight - 1)
 
 
@@ -266,7 +262,6 @@ class TenantTokenCounters:
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._floor = 0
-        """Lower bound of the counter of a tenant that begins to wait."""
         self._last_to_leave: str | None = None
 
     def served(self, tenant: str) -> int:
@@ -279,9 +274,7 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Record that a tenant begins to wait. Raise its counter to `least_waiting`, the minimum of the waiting
-        tenants, so that idle time earns no credit.
-        """
+        """Record that a tenant begins to wait. Idle time earns no credit: its counter rises to `least_waiting`."""
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
         self._floor = max(self._floor, least_waiting or 0)
@@ -293,7 +286,6 @@ class TenantTokenCounters:
         self._last_to_leave = tenant
 
     def _evict(self) -> None:
-        """Drop the counters of the tenants with the least service, until half of `MAX_TENANTS` remain."""
         most_last = sorted(self._served, key=self._served.__getitem__)
         kept = most_last[-(MAX_TENANTS // 2) :]
         self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

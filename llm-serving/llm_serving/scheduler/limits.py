@@ -10,8 +10,6 @@ MAX_WEIGHT_DIVISOR: Final = 8
 
 
 class PreemptionMode(enum.StrEnum):
-    """What happens to the KV cache of a preempted request."""
-
     RECOMPUTE = "recompute"
     SWAP = "swap"
     """Swap it out to host memory. If that is full, recompute it."""
@@ -24,7 +22,6 @@ class SchedulerLimits:
     """Token budget of a step: prompt and output tokens together. It is at least `max_num_seqs`."""
     max_num_seqs: int
     max_prefill_seqs: int
-    """Maximum number of prompts, or chunks of prompts, in one step."""
     max_model_len: int
     max_prefill_gap: int = 16
     """Maximum number of consecutive steps that compute no prompt although one could run."""
@@ -37,7 +34,6 @@ class SchedulerLimits:
     quantum_steps: int = 64
     """Number of steps that a lower class may get above its share before a higher class preempts it."""
     max_steps_in_flight: int = 1
-    """Maximum number of steps that are formed and have no reply yet."""
     whole_prompts: bool = False
     """Whether a step computes each prompt at once. `max_num_batched_tokens` is then at least `max_model_len`."""
     max_long_prefill_tokens: int | None = None
@@ -52,7 +48,6 @@ class SchedulerLimits:
     max_running_per_tenant: int | None = None
     """Maximum number of admitted, unfinished requests of a tenant. A beam search counts as one."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
-    """Tenant -> limit of this tenant, which replaces `max_running_per_tenant`."""
     num_schedulers: int = 1
     """Number of schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0

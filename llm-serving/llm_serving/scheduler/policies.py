@@ -36,8 +36,7 @@ class Policy(Protocol):
     honours_classes: bool
     """Whether classes and priorities order requests. If not, requests run in order of arrival."""
 
-    def prefer(self, load: PolicyInput) -> Preference:
-        """Return the stage that the next step begins with. Called once for each step."""
+    def prefer(self, load: PolicyInput) -> Preference: ...
 
 
 class PrefillFirst:
@@ -148,8 +147,6 @@ class Order(Protocol):
 
 
 class ArrivalOrder:
-    """First come, first served."""
-
     shares_fairly = False
     record_finished = None
 
@@ -159,8 +156,6 @@ class ArrivalOrder:
 
 
 class FairOrder:
-    """The tenant with the least service goes first, with its requests in order of arrival."""
-
     shares_fairly = True
     record_finished = None
     sort_key = ArrivalOrder.sort_key

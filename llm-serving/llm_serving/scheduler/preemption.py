@@ -15,8 +15,6 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class Preemptor:
-    """Preempts as few running requests as possible to free slots or blocks for another request."""
-
     def __init__(
         self,
         limits: SchedulerLimits,
@@ -43,8 +41,8 @@ class Preemptor:
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt running requests to make room for a waiting one. Return False, and preempt none, if that is
-        impossible. `parent`: the request whose blocks a fork shares.
+        """Preempt requests to make room for `request`, or return False. `parent`: the request whose blocks a fork
+        shares.
         """
         victims = self._find_victims(request, parent)
         for victim in victims:

@@ -55,7 +55,6 @@ class ClassQueue:
         self._by_tenant: dict[str, _Heap] = {}
         """Tenant -> heap of its requests. Without sharing among tenants, all requests are under ""."""
         self._tenants: list[_TenantEntry] = []
-        """Heap of waiting tenants. An entry that is not in `_tenant_entries` is outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
 
     def __len__(self) -> int:
@@ -69,7 +68,6 @@ class ClassQueue:
 
     @property
     def can_be_bypassed(self) -> bool:
-        """Whether another request may be admitted before the oldest one."""
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:

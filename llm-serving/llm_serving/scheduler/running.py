@@ -58,7 +58,6 @@ class RunningSlots:
         self._max_running = max(self._max_running, len(running))
 
     def remove(self, request: Request) -> None:
-        """Free the slot of a request, before its blocks are freed."""
         self.running.remove(request)
         if request.adapter:
             self._adapters.release(request)
@@ -99,7 +98,6 @@ class RunningSlots:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
 
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
-        """Return how many free blocks a request needs, if the requests `without` are preempted first."""
         num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
@@ -118,7 +116,6 @@ class RunningSlots:
         return self.num_blocks_to_admit(request, parent, without) + num_kept <= self._blocks.pool.num_free_blocks
 
     def is_at_limit(self, request: Request, share: RequestClass) -> bool:
-        """Return whether the request would exceed `max_running_share` or `max_kv_share` of the class `share`."""
         if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
             return False
         members = [other for other in self.running if other.request_class is share and not other.paused]

@@ -18,8 +18,6 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class WaitReason(enum.StrEnum):
-    """Why a step did not admit the next waiting request."""
-
     SLOTS = "no free slot"
     BLOCKS = "no free block"
     BUDGET = "the step has all its tokens"
@@ -60,8 +58,6 @@ class Preemption(NamedTuple):
 
 
 class ScheduledRow(NamedTuple):
-    """The part of a step that computes one request."""
-
     request: Request
     num_computed: int
     query_len: int
@@ -121,8 +117,6 @@ class Schedule:
 
 
 class StepPlan:
-    """A step that the scheduler is forming."""
-
     def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
         self.number = number
         self.now = now
@@ -130,7 +124,6 @@ class StepPlan:
         self.budget = budget
         self.closed_classes: set[str] = set()
         self.first_class: str | None = None
-        """Class whose prompts the step computes first; None: the highest class."""
         self.blocked: Blocked | None = None
         self.changes_running = False
         self.has_draft_tokens = False
@@ -148,7 +141,6 @@ class StepPlan:
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add a row of one token for a decoding request, unless the step has a row for it."""
         if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
@@ -166,7 +158,6 @@ class StepPlan:
         self.prefills.add(request.request_id)
 
     def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
-        """Add at most `num_drafts` draft tokens to the row of a decoding request, as the budget allows."""
         row = self.rows[request.request_id]
         num_drafts = min(num_drafts, self.budget)
         self.rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
@@ -182,7 +173,6 @@ class StepPlan:
 
 
 def find_blocked(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:
-    """Return the first waiting request that a formed step could not admit."""
     full = waiting_requests.tenant_limiter.full_tenants
     if len(waiting_requests.queue) == 0:
         return Blocked(None, None, WaitReason.TENANT, full_tenants=full) if full else None

@@ -61,7 +61,6 @@ class Scheduler:
         self._step = 0
         self._usage_step = 0
         self.blocked: Blocked | None = None
-        """The request that the latest `schedule` could not admit."""
 
     def _use_components(self, components: SchedulerComponents) -> None:
         self._components = components
@@ -331,7 +330,6 @@ class Scheduler:
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
-        """Return the service of tenants since the last call: (class, tenant) -> virtual tokens."""
         service, self.waiting.service = self.waiting.service, {}
         return service
 
@@ -374,7 +372,6 @@ class Scheduler:
         return bool(self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts)
 
     def skip_step(self) -> None:
-        """Count a step that the simulator has computed without `schedule`."""
         self._step += 1
         self.blocked = None
 
@@ -387,7 +384,6 @@ class Scheduler:
         return self._closed_classes
 
     def held_by_tenant_limits(self) -> Iterator[Request]:
-        """Yield the requests that are not in the waiting queue because their tenant is at its limit."""
         return self.waiting_requests.tenant_limiter.held_requests()
 
     def unstarted_slot_holders(self) -> list[str]:
@@ -407,9 +403,7 @@ class Scheduler:
         assert is_whole, "a request is both waiting and running, or neither"
 
     def _advance(self, plan: StepPlan, rows: Sequence[ScheduledRow], running: RunningSnapshot) -> list[Request]:
-        """Mark the tokens of a formed step as computed, and charge classes and tenants for them. Return the requests
-        for which this is the first step.
-        """
+        """Mark a step's tokens as computed, and charge for them. Return the requests that had their first step."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step

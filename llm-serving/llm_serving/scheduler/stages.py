@@ -144,7 +144,6 @@ class PrefillStage:
         return max(0.0, limits.batch_waiting_time - (now - oldest))
 
     def parent_of(self, request: Request) -> Request | None:
-        """Return the running request whose blocks a fork can share."""
         if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
@@ -178,7 +177,6 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the contending class with the lowest prefill usage; None: prompts of only one class wait."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
@@ -192,10 +190,8 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit waiting requests in order until one does not fit.
-
-        `capped`: gets the requests whose prefill `max_long_prefill_tokens` shortens. `before`: admit only classes whose
-        prompts come before those of this class.
+        """Admit waiting requests in order until one does not fit. `before`: only if their prompts come before this
+        class.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None

@@ -44,7 +44,6 @@ class _Tenant:
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
         self.released: dict[str, dict[int, Request]] = {}
-        """Class -> `Request.sequence` -> request in the waiting queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
         """Class -> heap of requests outside the waiting queue."""
 
@@ -87,8 +86,8 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request, and hold it if its tenant is at its limit. Return None if the tenant has no limit, or if the
-        request was admitted before.
+        """Add a request, and hold it if its tenant is at its limit. None: no limit applies, or it was admitted
+        before.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -145,7 +144,6 @@ class TenantLimiter:
         return changes
 
     def pop_demand(self) -> dict[str, SlotDemand]:
-        """Return the demand of each tenant whose demand changed since the last call."""
         if not self._changed_tenants:
             return {}
         changed, self._changed_tenants = self._changed_tenants, {}
@@ -156,7 +154,6 @@ class TenantLimiter:
         return bool(self._changed_tenants)
 
     def adopt(self, before: TenantLimiter) -> None:
-        """Take over the slots in use and the leases of `before`, the limiter before a reload."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
@@ -227,7 +224,6 @@ class TenantLimiter:
         self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """Return the tenant's class that fair sharing admits next; None: it is the highest waiting class."""
         waiting, slots = self._update_contenders(tenant)
         name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name

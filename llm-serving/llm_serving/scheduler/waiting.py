@@ -24,7 +24,6 @@ class WaitingRequests:
         self.monitor = monitor
         self.forks: dict[str, list[Request]] = {}
         self.paused: list[Request] = []
-        """Requests that were preempted while they were paused."""
         self.num_arrivals = 0
         self.num_admitted = 0
         self._slots = slots
@@ -40,7 +39,6 @@ class WaitingRequests:
             self.enqueue(fork)
 
     def num_steps_waited(self) -> dict[int, int]:
-        """Return `Request.sequence` -> number of steps waited so far, for each queued request."""
         return {request.sequence: self.monitor.num_steps_waited(request) for request in self.queue}
 
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
@@ -80,7 +78,6 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a migrated request, which keeps its tenant's slot."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 

@@ -1,7 +1,7 @@
 """Decides which requests get draft tokens, how many, and whether drafts raise the throughput.
 
-Each accepted draft token saves its request a step. Each draft token makes the step that verifies it longer. Because a
-draft follows the latest token, a step with drafts can be formed only after the reply to the previous step. Drafts never
+Each accepted draft token saves its request a step; each draft token prolongs the step that verifies it. Because a draft
+follows the latest token, a step with drafts can be formed only after the reply to the previous step. Drafts never
 change an answer.
 """
 
@@ -31,7 +31,7 @@ from llm_serving.speculation.statistics import (
 MIN_NGRAM_RATE: Final = 0.25
 """Minimum expected acceptance rate of an n-gram draft. With a draft model, `MIN_ACCEPTANCE_RATE` applies instead."""
 MAX_RATE: Final = 0.98
-"""Upper bound of the expected acceptance rate of a draft, even if all recent draft tokens were accepted."""
+"""Upper bound of the expected acceptance rate of a draft."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
 MIN_PRICE: Final = 1e-3
 """Lower bound of the relative cost of a draft token and of acceptance rates, so that their logarithms exist."""
@@ -42,26 +42,20 @@ MAX_DELAY: Final = 0.03
 MAX_ARRIVAL_DELAY: Final = 0.1
 """Maximum product of the share of steps with prompts and the fraction by which drafts prolong a step."""
 HOST_MEMORY: Final = 16
-"""Time constant, in steps, of the moving averages of times in the master."""
 PROPOSAL_S: Final = 3e-6
-"""Assumed seconds to make one draft, until the first measurement."""
 MIN_SEARCH_STEP_S: Final = 0.004
-"""Minimum step time, in seconds, for a search of the best draft length. The search takes 1 % of this time."""
+"""Minimum seconds of a step for a search of the best draft length. The search takes 1 % of this time."""
 MIN_CHECKED: Final = 32
 """`could_pay` is called before an update of the drafts only if at least this many requests have an n-gram match."""
 UPDATE_SHARE: Final = 0.005
 """Maximum fraction of the step time for updates of n-gram drafts while drafts do not raise the throughput."""
 UPDATE_MEMORY: Final = 16
-"""Time constant, in updates, of the moving average of update times."""
 MAX_UPDATE_PERIOD: Final = 16
-"""Maximum number of steps between two updates."""
 MIN_SWEPT: Final = 64
-"""A new request triggers the removal of aborted requests only if more than this number of requests are tracked."""
+"""A new request triggers the removal of aborted requests only if more requests than this are tracked."""
 
 
 class DraftCandidate(NamedTuple):
-    """A draft that could be proposed for a step."""
-
     acceptance: Acceptance
     max_tokens: float = math.inf
     """Maximum length in tokens. For tokens that a grammar forces: their expected number."""
@@ -86,9 +80,7 @@ class GainModel:
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a decode step of `num_tokens` tokens. `host_s`: seconds by which the step started
-        later because it was formed only after the previous reply.
-        """
+        """Record the duration of a decode step. `host_s`: see `_host`."""
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -133,13 +125,9 @@ class GainModel:
     ) -> bool:
         """Return whether drafts raise the throughput of a step, and set the best maximum length.
 
-        Args:
-            num_rows: Number of rows of the step.
-            num_drafted: Number of rows with a draft, as for `prepare`.
-            candidates: The drafts that could be proposed.
-            num_unmatched: Number of requests that have just lost their draft. They do not count as delayed.
-            pass_s: Seconds in which the draft model computes one token of each request.
-            prompt_share: Share of steps that compute prompts. New requests wait until the current step has finished.
+        `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: number of requests that have just lost their draft,
+        which do not count as delayed. `pass_s`: seconds in which the draft model computes one token of each request.
+        `prompt_share`: share of steps that compute prompts; new requests wait until the current step has finished.
         """
         if not self.step_s or not num_rows:
             return True
@@ -210,23 +198,17 @@ class SpeculationController:
         draft_model: DraftModelProposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Args:
-        max_draft_tokens: Maximum draft length of a request.
-        ngram: Proposes drafts for requests whose text has an n-gram match.
-        draft_model: Proposes drafts for other requests; None: no draft model.
-        clock: Measures updates and proposals; None: they are assumed to take no time.
-        """
+        """`draft_model`: for requests without an n-gram match. `clock`: if None, updates take no time."""
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
         self._model = draft_model
         self._ngram = ngram
         self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
         self._predictable: dict[Request, RequestDrafts] = {}
-        """Requests whose n-gram draft reaches the minimum expected acceptance rate."""
         self._constrained: dict[Request, RequestDrafts] = {}
         self.waiting: dict[Request, RequestDrafts] = {}
-        """Requests whose steps are always formed after the previous reply. Because drafts do not delay them, they get
-        drafts even while `pays` is False.
+        """Requests that get drafts even while `pays` is False, because their steps are formed after the reply
+        anyway.
         """
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
@@ -256,8 +238,8 @@ class SpeculationController:
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
         """Return draft tokens for the next step. `synchronous`: no step is in flight.
 
-        If a step is in flight, or while drafts do not raise the throughput, only requests in `waiting` get drafts.
-        Raise WorkerError if the WorkAgent with the draft model has exited.
+        Otherwise, or while drafts do not raise the throughput, only requests in `waiting` get drafts. Raise WorkerError
+        if the WorkAgent with the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}
@@ -284,7 +266,6 @@ class SpeculationController:
         return proposed
 
     def record_verified(self, request: Request, num_draft_tokens: int, num_accepted: int) -> list[VerifiedDraft]:
-        """Record how many of a request's draft tokens were accepted. Return the counts of each proposer."""
         drafts, num_output = self._ngram.requests.get(request), len(request.output_token_ids)
         if drafts is None:
             return [VerifiedDraft(Proposer.NGRAM, num_draft_tokens, num_accepted)] if num_draft_tokens else []
@@ -301,7 +282,6 @@ class SpeculationController:
         return [each for each in counts if each.num_draft_tokens]
 
     def record_step(self, finished: Iterable[Request], num_rows: int) -> None:
-        """Record that a step of `num_rows` rows has ended, with the requests that it finished."""
         answers = []
         for request in finished:
             if request in self._ngram.requests:
@@ -424,5 +404,4 @@ class SpeculationController:
 
 
 def _is_ready(request: Request) -> bool:
-    """Return whether the latest token is known and the next step computes only that token."""
     return request.status is RUNNING and not request.num_tokens_in_flight and request.is_decoding

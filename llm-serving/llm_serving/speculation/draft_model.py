@@ -17,11 +17,9 @@ from llm_serving.speculation.statistics import MovingAverage, RequestStatistics,
 logger = get_logger(__name__)
 
 FIRST_ACCEPTANCE_RATE: Final = 0.75
-"""Acceptance rate that is assumed until a draft token has been verified."""
 GLOBAL_RATE_MEMORY: Final = 256
 """Time constant, in draft tokens, of the moving average of the acceptance rate over all requests."""
 PASS_MEMORY: Final = 32
-"""Time constant, in proposals, of the moving average of the duration of a pass of the draft model."""
 MAX_WORKER_DEATHS: Final = 3
 """The draft model is switched off after the WorkAgent has exited this many times during a proposal."""
 
@@ -42,13 +40,7 @@ class DraftModelProposer:
         clock: Clock = monotonic,
         blocks: BlockManager | None = None,
     ) -> None:
-        """Args:
-        propose: The method `Executor.propose`.
-        block_size: Tokens of a KV block.
-        clock: Returns the time in seconds.
-        blocks: KV blocks of the replica, if a layer for multi-token prediction proposes; None: a draft model
-            proposes.
-        """
+        """`propose`: `Executor.propose`. `blocks`: KV blocks, if a layer for multi-token prediction proposes."""
         self.proposer = Proposer.DRAFT_MODEL if blocks is None else Proposer.MTP
         self._propose = propose
         self._block_size = block_size
@@ -78,9 +70,8 @@ class DraftModelProposer:
         )
 
     def propose(self, requested: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return request -> draft tokens, without the requests that have no room for a draft.
-
-        `requested`: (request, maximum number of draft tokens). Raise WorkerError if the WorkAgent exits.
+        """Return request -> draft tokens. `requested`: (request, maximum number). Raise WorkerError if the WorkAgent
+        exits.
         """
         counts = [(request, min(count, self._room(request))) for request, count in requested]
         counts = [each for each in counts if each[1] > 0]

@@ -31,21 +31,17 @@ from llm_serving.speculation.statistics import (
 
 FINISHED_TOKENS: Final = 2**18
 MAX_INDEXED_TOKENS: Final = 8192
-"""Maximum number of prompt tokens that are searched. In a longer prompt, only the last ones are."""
+"""Maximum number of prompt tokens that are searched: the last ones."""
 INDEX_SHARE: Final = 4
-"""Finished answers enter the index together once their number is 1/INDEX_SHARE of the rows of a step. Adding one answer
-takes as long as adding many.
-"""
+"""Finished answers enter the index once they are 1/INDEX_SHARE of a step's rows: many take as long as one."""
 FAILED_TOKEN: Final = -1
-"""Output token of a failed step. It must not enter a draft, where a negative id refers to the previous step."""
+"""Output token of a failed step. In a draft, a negative id would refer to the previous step."""
 MATCH_TOKENS: Final = 1.4
 """Assumed number of tokens that a match saves if it predicts the next token."""
 LOOKUP_SHARE: Final = 0.0025
-"""Fraction of the step time that lookups in rotation may take (see `NgramProposer`)."""
+"""Fraction of the step time that lookups in rotation may take."""
 LOOKUP_S: Final = 2.5e-6
-"""Assumed seconds of a lookup, until the first measurement."""
 LOOKUP_MEMORY: Final = 16
-"""Time constant, in measurements, of the moving average of lookup times."""
 TOKEN_BITS: Final = 32
 """Bits of a token in an n-gram. An n-gram is one integer, because an integer is hashed faster than a tuple."""
 _FACTOR: Final = 0x9E3779B97F4A7C15
@@ -84,7 +80,6 @@ class FinishedAnswersIndex:
         salt: Callable[[str], int] = hash,
     ) -> None:
         self._weights = [pow(_FACTOR, power, 1 << _BITS) for power in range(1, 2 * length + 1)]
-        """Hash factors of the tokens of an n-gram, from the latest token back."""
         self._max_tokens = max_tokens
         slot_bits = (2 * max_tokens).bit_length()
         self._shift = _BITS - slot_bits
@@ -96,7 +91,7 @@ class FinishedAnswersIndex:
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Return (answer, index after the last `length` tokens of `tokens` in it); None: no match."""
+        """Return (answer, index after the last `length` tokens of `tokens` in it)."""
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]
@@ -154,7 +149,6 @@ class NgramLookup:
         self._ngram = 0
         self._indexed = 0
         self._draft: Sequence[int] | None = None
-        """Text that contains the draft; the draft starts at `_index`. None: there is no draft."""
         self._index = 0
 
     @property
@@ -171,9 +165,7 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens and compare them with the draft. Return how many tokens the draft predicted, and whether
-        the token after these differs from the draft.
-        """
+        """Append output tokens. Return how many the draft predicted, and whether the next one differs from it."""
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
         draft, index = self._draft, self._index
@@ -217,24 +209,19 @@ class NgramLookup:
 
 @dataclass(eq=False, kw_only=True)
 class RequestDrafts(RequestStatistics):
-    """The n-gram lookup of one request, and the acceptance rates of its drafts."""
-
     lookup: NgramLookup
 
     def expected_match_rate(self, num_output_tokens: int) -> float:
-        """Return the probability that a new lookup predicts the next token."""
         num_seen = self.lookup.num_output_tokens
         known = max(self.match_rate, FIRST_TOKEN_RATE * RATE_DECAY**num_seen)
         return float(known * RATE_DECAY ** (num_output_tokens - num_seen))
 
     def compare(self, output_token_ids: list[int]) -> bool:
-        """Compare new output tokens with the draft. Return whether a draft remains."""
         lookup = self.lookup
         self.record_match(*lookup.advance(output_token_ids[lookup.num_output_tokens :]))
         return lookup.has_draft
 
     def search(self, output_token_ids: list[int]) -> bool:
-        """Search for a draft after the latest output token. Return whether one was found."""
         unpredicted = output_token_ids[self.lookup.num_output_tokens :]
         self.lookup.advance(unpredicted)
         self.match_rate *= RATE_DECAY ** len(unpredicted)
@@ -251,10 +238,8 @@ class NgramProposer:
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """Args:
-        length: Tokens of an n-gram.
-        finished: Index of finished answers; None: a new one of `FINISHED_TOKENS` tokens, with 64 bytes for each.
-        clock: Measures lookups; None: each lookup is assumed to take `LOOKUP_S`.
+        """`length`: tokens of an n-gram. `finished`: index of finished answers; None: a new one of `FINISHED_TOKENS`
+        tokens, with 64 bytes for each. `clock`: measures lookups; None: each lookup is assumed to take `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None
@@ -264,13 +249,12 @@ class NgramProposer:
         """All requests, in the order in which the rotation reaches them."""
         self.matched: dict[Request, RequestDrafts] = {}
         self.unmatched: dict[Request, RequestDrafts] = {}
-        """New requests, and requests that have just lost their draft. A lookup for them may gain more than it costs."""
+        """Requests without a draft for which a lookup may gain more than it costs."""
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
         self._credit = 0.0
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
-        """Start to track a request. `model_rate`: assumed acceptance rate of the draft model."""
         if not self.requests:
             self.add_finished((), 0)
         namespace = cache_namespace(request.tenant, request.cache_salt, request.adapter)
@@ -292,15 +276,10 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts, and look up new drafts.
+        """Compare new output tokens with the drafts, and look up new drafts, `num_steps` steps after the last update.
 
-        Return whether any lookup was expected to gain more than it cost.
-
-        Args:
-            num_rows: Rows of a step.
-            num_steps: Steps since the last update.
-            step_s: Seconds of a step.
-            could_pay: Returns whether drafts would raise the throughput if all were accepted.
+        Return whether any lookup was expected to gain more than it cost. `could_pay`: returns whether drafts would
+        raise the throughput if all were accepted.
         """
         self._compare()
         promising = self._promising(num_rows, step_s)
@@ -322,9 +301,8 @@ class NgramProposer:
                 self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return unmatched requests whose lookup should gain more than it costs. Remove all others from `unmatched`.
-
-        The gain is the number of saved tokens. The cost is the number of tokens that all rows could compute meanwhile.
+        """Return the unmatched requests whose lookup gains more tokens than it costs. Remove all others from
+        `unmatched`.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:

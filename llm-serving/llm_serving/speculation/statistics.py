@@ -8,24 +8,22 @@ from typing import Final, NamedTuple
 from llm_serving.core.enums import Proposer
 
 RATE_MEMORY: Final = 8
-"""Time constant, in draft tokens, of the moving average of an acceptance rate."""
 RATE_DECAY: Final = 1 - 1 / RATE_MEMORY
 FIRST_TOKEN_RATE: Final = 0.3
-"""Acceptance rate that is assumed for the first token of a new n-gram match."""
+"""Assumed acceptance rate of the first token of a new n-gram match."""
 FURTHER_TOKEN_RATE: Final = 0.8
-"""Acceptance rate that is assumed for a draft token after an accepted one."""
+"""Assumed acceptance rate of a draft token after an accepted one."""
 MIN_ACCEPTANCE_RATE: Final = 0.5
-"""Acceptance rate below which a request gets no tokens from the draft model or from its constraint."""
+"""Below this rate, a request gets no tokens from the draft model or from its constraint."""
 FIRST_PAUSE_TOKENS: Final = 32
 """Output tokens of the first pause of the draft model for a request. Each further pause is twice as long."""
 FIRST_FORCED_TOKENS: Final = 1.0
 """Assumed number of tokens per step that a constraint forces, until the first measurement."""
 FORCED_MEMORY: Final = 8
-"""Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
 """Time constant, in output tokens, of the average's return to `FIRST_FORCED_TOKENS` while none is verified."""
 MAX_OUTLIER: Final = 4
-"""Maximum ratio of a measurement to the average. Larger measurements, for example of a paused thread, are clipped."""
+"""Maximum ratio of a measurement to the average. Larger ones, for example of a paused thread, are clipped."""
 STEP_DECAY: Final = 1 - 1 / 256
 """Factor by which each later step reduces the weight of a recorded step."""
 SIZE_DECAY: Final = 1 / 1024
@@ -36,26 +34,19 @@ MIN_VARIANCE: Final = 1e-6
 """Minimum relative variance of token counts for an estimate of the time of one token."""
 
 PROMPT_MEMORY: Final = 64
-"""Time constant, in steps, of the moving average of the share of steps that compute prompts."""
 GAIN_MEMORY: Final = 16
-"""Time constant, in steps, of the moving average of the measured gain."""
 FIRST_GAIN: Final = 1.15
-"""Gain that is assumed when drafts begin."""
 MIN_GAIN: Final = 1.03
-"""Drafts pause if their measured gain is below this."""
 FIRST_PAUSE_STEPS: Final = 256
 """Number of steps of the first pause of all drafts. Each further pause is twice as long."""
 MAX_PAUSE_STEPS: Final = 4096
 
 
 def no_time() -> float:
-    """Return 0. A clock for work that is assumed to take no time."""
     return 0.0
 
 
 class VerifiedDraft(NamedTuple):
-    """How many draft tokens of a proposer a step verified and accepted for a request."""
-
     proposer: Proposer
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -76,9 +67,8 @@ def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int 
 
 
 class MovingAverage:
-    """Exponential moving average of durations in seconds. Outliers are clipped.
-
-    `memory`: time constant in measurements. `value`: assumed value until the first measurement.
+    """Exponential moving average of durations in seconds, with clipped outliers. `memory`: time constant in
+    measurements.
     """
 
     __slots__ = ("_memory", "value")
@@ -94,8 +84,6 @@ class MovingAverage:
 
 @dataclass(eq=False)
 class RequestStatistics:
-    """Acceptance rates of the draft tokens of one request, by proposer."""
-
     model_rate: float
     match_rate: float = 0.0
     """Fraction of the latest output tokens that the n-gram draft predicted."""
@@ -129,7 +117,6 @@ class RequestStatistics:
         self._is_confirmed = not is_mismatched
 
     def forced_tokens(self, num_output_tokens: int) -> float:
-        """Return the expected number of tokens that the constraint forces in a step."""
         known = (1 - 1 / FORCED_MEMORY_TOKENS) ** (num_output_tokens - self._forced_at)
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
@@ -220,7 +207,6 @@ class MeasuredGain:
         and `_spent_s`, the seconds that they took.
         """
         self.prompt_share = 0.0
-        """Share of the latest steps that computed prompts."""
         self._num_steps = self._resumes_at = 0
         self._pause = FIRST_PAUSE_STEPS
 
@@ -231,12 +217,9 @@ class MeasuredGain:
     def add(self, num_tokens: int, factor: float, seconds: float, *, has_prompts: bool, pays: bool) -> None:
         """Record a step, and pause drafts if they save too little.
 
-        Args:
-            num_tokens: Number of tokens of the step without draft tokens.
-            factor: Output tokens of the step divided by the output tokens that the step would have had without drafts.
-            seconds: Seconds since the previous reply.
-            has_prompts: Whether the step computed prompts.
-            pays: Whether drafts are in use, so that no step is formed ahead.
+        `num_tokens`: without draft tokens. `factor`: output tokens of the step divided by the output tokens that it
+        would have had without drafts. `seconds`: since the previous reply. `pays`: whether drafts are in use, so that
+        no step is formed ahead.
         """
         self._num_steps += 1
         self.prompt_share += (has_prompts - self.prompt_share) / PROMPT_MEMORY

@@ -16,7 +16,7 @@ from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Maximum size of a frame: room for 2,048 vectors of 8,192 numbers, or 20 log-probabilities for 400,000 tokens."""
+"""Room for 2,048 vectors of 8,192 numbers, or 20 log-probabilities for 400,000 tokens."""
 KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
 _KEEPALIVE_INTERVAL_S: Final = 2
@@ -42,7 +42,7 @@ class Channel(Generic[Incoming]):
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
-        """Seconds for which `receive` polls a peer on this machine before it sleeps. Waking up would take time."""
+        """Seconds for which `receive` polls a peer on this machine before it sleeps, because waking up takes time."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -58,13 +58,11 @@ class Channel(Generic[Incoming]):
         return str(self._socket.getpeername()[0])
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one frame. Return when the kernel has accepted it. Only one thread may send at a time.
+        """Send one frame, with characters that UTF-8 cannot encode (in file names) escaped. Only one thread may send at
+        a time.
 
-        Characters that UTF-8 cannot encode (in file names) are escaped.
-
-        Raises:
-            ProtocolError: The message exceeds `max_frame_bytes`.
-            ChannelClosedError: The peer has exited, or has accepted nothing for `send_timeout_s`.
+        Raise ProtocolError if the message exceeds `max_frame_bytes`, ChannelClosedError if the peer has exited, or has
+        accepted nothing for `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
         try:
@@ -84,10 +82,8 @@ class Channel(Generic[Incoming]):
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Return the next message.
 
-        Raises:
-            DeadlineExceededError: No complete message arrived within `timeout_s` seconds.
-            ChannelClosedError: The peer closed the connection or died.
-            ProtocolError: The frame is too long, or is not a message of the union.
+        Raise DeadlineExceededError if none is complete within `timeout_s` seconds, ChannelClosedError if the peer has
+        exited, ProtocolError if the frame is too long or is not a message of the union.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)

@@ -67,10 +67,7 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """Return the step that `step_arrays` converted. Only shared prefixes are copied.
-
-    Raise ProtocolError if the arrays belong to a different step.
-    """
+    """Return the step that `step_arrays` converted. Raise ProtocolError if the arrays belong to a different step."""
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
     sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
@@ -91,7 +88,6 @@ def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
 
 
 def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
-    """Return the allowed tokens that `allowed_arrays` converted. Raise ProtocolError if they belong to another step."""
     return AllowedTokens(*_check_step_number(step, arrays, _NUM_ALLOWED_ARRAYS))
 
 
@@ -124,7 +120,6 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
 
 
 def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """Return the arrays after the step number. Raise ProtocolError if this number or the number of arrays is wrong."""
     if len(arrays) != count:
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
@@ -138,10 +133,10 @@ def max_step_bytes(
 ) -> int:
     """Return the size of a buffer for the arrays of any step of a model with `num_groups` groups of layers.
 
-    The size covers these maxima: for each row, its whole history and a full bias table; for each token, a result and a
-    bit mask of allowed tokens; for each draft token, a bias table of its own and one more history token than the
-    previous draft token. A block table entry needs at most four block moves; there is space for five. The kernel
-    allocates pages when they are first written.
+    It covers: for each row, its whole history and a full bias table; for each token, a result and a bit mask of allowed
+    tokens; for each draft token, a bias table of its own and one more history token than the previous draft token. A
+    block table entry needs at most four block moves; there is space for five. The kernel allocates pages when they are
+    first written.
     """
     max_row_blocks = -(-max_model_len // block_size) * num_groups
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
@@ -180,7 +175,6 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """Return the output that `encode_output` converted, without a copy. Raise ProtocolError for wrong lengths."""
     try:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")

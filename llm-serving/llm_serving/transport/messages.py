@@ -44,8 +44,6 @@ PROTOCOL_VERSION = 25
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Type and shape of one array in a buffer. Each array follows the previous one."""
-
     dtype: str
     shape: tuple[int, ...]
 
@@ -62,12 +60,9 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     version: int
     pid: int
     code_fingerprint: str
-    """Result of `core.fingerprint.code_fingerprint`."""
 
 
 class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
-    """Settings that a WorkAgent needs to load its model, from the operator's configuration."""
-
     model_path: str
     mindir_path: str | None
     mindir_ini: str | None
@@ -99,9 +94,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     step_timeout_s: float
     draft_model_path: str | None = None
     num_transfer_blocks: int = 0
-    """Number of blocks in the transfer pool of all replicas."""
     num_state_slots: int | None = None
-    """Number of slots for recurrent states; None: see `models.memory.num_state_slots`."""
     num_ranks: int = 1
     rank: int = 0
     disk_cache_path: str | None = None
@@ -114,7 +107,6 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     max_lora_rank: int = 0
     rank_table: str | None = None
     uses_mtp: bool = False
-    """Whether the model's layer for multi-token prediction proposes draft tokens."""
     groups_layers: bool = False
     """Whether layers with different windows may form groups, each with its own block tables."""
     has_group_blocks: bool = False
@@ -129,7 +121,6 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_blocks: int
     num_swap_blocks: int
     notice: str
-    """Warning about this WorkAgent for the operator, or empty."""
     compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
     """Bytes of a block over all layers of a group; 0: unknown."""
@@ -163,16 +154,12 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end, so the master should form the next one. If the backend cannot report this, the message
-    is sent when the step begins.
-    """
+    """The step is about to end, or, if the backend cannot report this, begins. The master should form the next one."""
 
     step: int
 
 
 class TopTokensDone(msgspec.Struct, array_like=True, frozen=True):
-    """`core.step.TopTokens`, each array as raw little-endian bytes."""
-
     offsets: bytes
     token_ids: bytes
     logprobs: bytes
@@ -211,11 +198,7 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
-    """Request to read an adapter, which the master has checked, into host memory while steps run. If `folder` is empty,
-    drop it.
-
-    The first step that needs the adapter waits until it is read.
-    """
+    """Read an adapter into host memory while steps run, or drop it (`folder` empty). Steps that need it wait."""
 
     number: int
     folder: str
@@ -227,8 +210,6 @@ class Proposed(msgspec.Struct, tag="proposed", frozen=True):
 
 
 class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
-    """Request for the contents of transfer pool blocks, each with its required epoch."""
-
     block_ids: list[int]
     epochs: list[int]
 
@@ -240,7 +221,7 @@ class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
     epochs: list[int]
     num_written: list[int]
     content: bytes
-    """Keys of all blocks in the first layer, their values, then keys and values of the second layer, and so on."""
+    """Keys of all blocks in the first layer, their values, then those of the second layer, and so on."""
 
 
 class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
@@ -253,7 +234,6 @@ class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
 
     hashes: list[bytes]
     start: int
-    """Index in `hashes` of the first block to read."""
     block_ids: list[int]
     """Transfer pool blocks to read into, the first for block `start`. Each gets its epoch in `epochs`."""
     epochs: list[int]
@@ -263,13 +243,10 @@ class BlocksLoaded(msgspec.Struct, tag="blocks_loaded", frozen=True):
     num_stored: int
     num_read: int
     num_damaged: int
-    """Number of files that were deleted because their contents did not match their checksum."""
     num_bytes: int
 
 
 class StoreBlocks(msgspec.Struct, tag="store_blocks", frozen=True):
-    """Request to write transfer pool blocks to the disk cache."""
-
     hashes: list[bytes]
     block_ids: list[int]
     epochs: list[int]
@@ -279,7 +256,7 @@ class BlocksStored(msgspec.Struct, tag="blocks_stored", frozen=True):
     num_written: int
     num_evicted: int
     num_bytes: int
-    """Bytes of all files in the folder; -1: unknown, because the folder cannot be used."""
+    """Bytes of all files in the folder; -1: it cannot be used."""
 
 
 class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):

@@ -25,10 +25,9 @@ PIECE_BYTES: Final = 2**20
 """Bytes of a piece of the all-reduce buffers. It must equal kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
 
 MAX_FRAMES_IN_FLIGHT: Final = 2
-"""Maximum number of frames without a reply on a block connection. While one is processed, the next one is sent."""
+"""Maximum number of frames without a reply. While one is processed, the next one is sent."""
 MAX_BLOCKS_PER_FRAME: Final = 256
 MAX_TOKENS_PER_BLOCK: Final = 2**16
-"""Maximum valid number of tokens in a block, for the check of `num_written`."""
 _NAMES_BYTES: Final = 2**14
 
 AnyArray = NDArray[Any]
@@ -42,7 +41,6 @@ class StoredArrays(NamedTuple):
 
 
 def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
-    """Return the layout of a step's arrays. Raise ProtocolError for a dtype that steps do not use."""
     layout = []
     for array in arrays:
         if (name := _NAMES.get(array.dtype)) is None:
@@ -52,12 +50,10 @@ def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
 
 
 class SharedBuffers:
-    """Buffers of equal size in one anonymous memory file.
+    """Buffers of equal size in one anonymous memory file. Each array starts at a multiple of 64 bytes.
 
     The master creates the file, and the WorkAgent inherits its descriptor. The file has no name, so the kernel removes
     it when both processes have exited. Pages are allocated when first written, so a generous size costs nothing.
-
-        | buffer 0: array, array, ... | buffer 1: ... |        each array starts at a multiple of 64 bytes
     """
 
     def __init__(self, fd: int, num_buffers: int, buffer_bytes: int) -> None:
@@ -69,7 +65,6 @@ class SharedBuffers:
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
-        """Create a new file. `close` releases it."""
         fd = os.memfd_create("llm_serving_steps", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
@@ -130,7 +125,6 @@ class SharedBuffers:
         return buffer * self.buffer_bytes
 
     def close(self) -> None:
-        """Unmap the file in this process. Existing views keep the memory alive."""
         try:
             self._memory.close()
         except BufferError:  # a view still exists: the mapping is released with it

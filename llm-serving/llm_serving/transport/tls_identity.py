@@ -1,8 +1,7 @@
 """Mutual TLS between master and WorkAgents of a cluster, derived from one secret that all machines share.
 
-Both sides present the same certificate, which is derived only from the secret, and trust no other certificate. Every
-machine derives the same certificate, bit for bit: any 32 bytes are an Ed25519 key, and Ed25519 signatures are
-deterministic (RFC 8032).
+Both sides present the same certificate, and trust no other. Every machine derives it from the secret, bit for bit: any
+32 bytes are an Ed25519 key, and Ed25519 signatures are deterministic (RFC 8032).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""Minimum length of the secret. Any peer sees the certificate, so a peer can try out short secrets offline."""
+"""Any peer sees the certificate, so a peer can try out short secrets offline."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
 """OpenSSL's flag `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"

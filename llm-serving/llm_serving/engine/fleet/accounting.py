@@ -35,7 +35,6 @@ class TenantUsage:
         self._version = 0
         self._snapshot_versions: dict[int, int] = {}
         self._snapshots: dict[int, list[int]] = {}
-        """Replica -> totals at its snapshot, plus the replica's own service since then."""
         self._known: dict[int, list[int]] = {}
         """Replica -> the part of the totals that the replica knows: its service, and what `pop_remote` returned."""
 
@@ -78,7 +77,6 @@ class TenantUsage:
         self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
     def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
-        """Return the service of other replicas between the snapshots of the last call and of this one."""
         snapshot, known = self._snapshots.get(replica), self._known.get(replica)
         if snapshot is None or known is None or snapshot == known:
             return {}
@@ -108,7 +106,6 @@ class FleetAccounting:
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
         self._lead_monitor = ClassLeadMonitor()
-        """Checks `class_usage` by an independent computation."""
         self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()
@@ -120,9 +117,7 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica. `wake`: makes its thread apply changed leases; any thread may call it. `num_reloads`: number
-        of the reload whose rules it uses.
-        """
+        """Add a replica. Any thread may call `wake`, after which the replica's thread applies changed leases."""
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
         self._leave_classes(replica)
@@ -144,9 +139,7 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage that a scheduler reports. Return the range of each class's lead since the replica's last
-        call. `service`: by class, computed from the contents of the step.
-        """
+        """Add the class usage of a step. Return the range of each class's lead since the replica's last call."""
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
             return self._lead_monitor.record(replica, service, usage)

@@ -54,11 +54,9 @@ class MigratingRequest(NamedTuple):
     request: Request
     produced: ProducedOutput
     audited: Answer | None
-    """Outputs that the client has received, for an audit."""
     exported_at: float
     """Time, on the engine's clock, of the reply to the step that exported the blocks."""
     transferred: TransferredBlocks | None = None
-    """Where the blocks were transferred; None: they are in the first machine's transfer pool."""
 
     @property
     def blocks(self) -> list[TransferBlock]:
@@ -90,7 +88,6 @@ def failure_output(request: Request, reason: FinishReason, error: str) -> Reques
 
 
 def continuation_of(request: Request, transfer: Transfer) -> Request:
-    """Return a copy of a request for the engine that continues it."""
     return Request(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -142,7 +139,6 @@ class RequestMigration(StepObserver):
         self._exported: list[tuple[Request, Transfer, float]] = []
         """Requests that left the scheduler: (request, its exported blocks, time on the engine's clock)."""
         self._accepted: dict[Request, float] = {}
-        """Accepted request -> `MigratingRequest.exported_at`, until the request's first step."""
 
     def accept(self, migrating: MigratingRequest) -> None:
         request = migrating.request
@@ -198,7 +194,6 @@ class RequestMigration(StepObserver):
                 listener.on_migrating(migrating)
 
     def release_imports(self) -> None:
-        """Reclaim the imported blocks of all steps, because no step is in flight."""
         while self._imported:
             self._reclaim(self._imported.popleft())
 
@@ -253,8 +248,8 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start the transfer of a request's blocks from `replica`. Return False if the queue is full or no thread can
-        start. `done` is called in another thread, with True if all blocks arrived.
+        """Start to transfer a request's blocks. Return False if that is impossible. A thread calls `done`: all blocks
+        arrived.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -333,8 +328,6 @@ def _until(
 
 
 class _CpuTime(threading.local):
-    """CPU time of the calling thread at its latest `TransferThrottle.wait`."""
-
     seconds = 0.0
 
 

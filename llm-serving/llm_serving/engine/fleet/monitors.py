@@ -67,9 +67,8 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return the number of pairs (A, B) for which it violates the rule of this class.
-
-        `leads`: leads of the classes across replicas; empty: unknown. `shares`: result of `step_shares`, if known.
+        """Add a step. Return the number of pairs (A, B) for which it breaks the rule. `leads`: across replicas, if
+        known.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -104,7 +103,6 @@ class WeightMonitor:
         return len(queue) > 0 and name not in self._scheduler.closed_classes and queue.arrival_clock() is not None
 
     def _was_due(self, one: str, other: str, leads: Mapping[str, ClassLead]) -> bool:
-        """Return whether class `other` was entitled to the slot that class `one` got."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
         first_steps = next(each.first_steps for each in scheduler.bounds if each.name == other)
@@ -142,7 +140,6 @@ class LimitMonitor:
         self._max_tenants = MIN_TENANTS
         self._reloads: dict[int, int] = {}
         self._kept: dict[int, set[str]] = {}
-        """Replica -> ids of requests that held a tenant slot at its last reload and have not started."""
 
     @property
     def replicas(self) -> set[int]:
@@ -178,10 +175,7 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a migrated request. Return 1 if it exceeds its tenant's limit, else 0.
-
-        Return 0 also while a reload has reached some replicas only, because their limits differ then.
-        """
+        """Record a migrated request. Return 1 if it exceeds its tenant's limit; 0 while the replicas' limits differ."""
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)

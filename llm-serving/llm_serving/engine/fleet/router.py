@@ -31,8 +31,6 @@ MAX_BLOCKS: Final = 1024
 
 
 class OpenReplicas:
-    """The engines that accept requests, by ascending index."""
-
     def __init__(self, engines: Mapping[int, Engine]) -> None:
         self.engines = engines
 
@@ -42,12 +40,10 @@ class OpenReplicas:
 
     @cached_property
     def caches(self) -> list[tuple[int, Callable[[bytes], bool]]]:
-        """(replica, function that returns whether its KV cache has a block hash)."""
         return [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in self.engines.items()]
 
     @cached_property
     def smallest_cache(self) -> BlockManager:
-        """The KV cache with the lowest `max_request_tokens`."""
         return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.max_request_tokens)
 
     @property
@@ -73,7 +69,6 @@ class PromptBlocks:
         """Request id -> (replica, hashes of its prompt blocks). Other classes only read it."""
         self._counts: dict[int, Counter[bytes]] = {}
         self._first_blocks: dict[bytes, Counter[int]] = {}
-        """Hash of a first block -> replica -> number of requests that begin with this block."""
 
     def add(self, request_id: str, replica: int, hashes: Sequence[bytes]) -> None:
         if hashes:
@@ -103,11 +98,9 @@ class PromptBlocks:
         self.add(request_id, replica, hashes)
 
     def replicas_with(self, first: bytes, caches: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
-        """Return the replicas that have or will compute a prompt's first block."""
         return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
     def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
-        """Return how many blocks from the start of a prompt the replica has cached or will compute."""
         counts = self._counts.get(replica, Counter())
         for number, each in enumerate(hashes):
             if each not in counts and pool.find_cached(each) is None:
@@ -174,8 +167,8 @@ class Router:
         return prompt_block_hashes(namespace, prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
-        """Return the best replica for a group of requests, without changing state. `hashes`: block hashes of the first
-        prompt.
+        """Return the best replica for a group of requests, without changing state. `hashes`: of the first prompt's
+        blocks.
 
         Raise UnavailableError if no replica accepts requests, or if the chosen WorkAgent will not restart soon.
         """
@@ -195,7 +188,6 @@ class Router:
         return route
 
     def route_of(self, stream: RequestStream) -> Route | None:
-        """Return the route of an unfinished request, for its fork; None: the replica of this route has ended."""
         opened = self._requests.by_id.get(stream.request_id)
         if opened is None or opened.engine.dead is not None:
             return None
@@ -205,9 +197,9 @@ class Router:
         return None if index is None else Route(index, opened.engine, num_shared)
 
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
-        """Return the replicas that may continue a request whose prompt is computed, best first: those that are not
-        drained, those that only decode, those whose WorkAgents do not restart, then `preferred`, then those with the
-        fewest requests.
+        """Return the replicas that may continue a computed prompt, best first.
+
+        The order: not drained, decode only, WorkAgent not restarting, `preferred`, fewest requests.
         """
         return sorted(
             self._replicas.living().items(),
@@ -224,10 +216,8 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the route's replica, for admission control.
-
-        While its WorkAgent restarts, its speed is unknown. If too few of its steps were measured, the result of
-        `speed_of_another` is used.
+        """Return the load of the route's replica. Its speed is unknown during a restart; if unmeasured, that of another
+        is used.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -327,7 +317,6 @@ class Router:
     def _cached_tokens(
         self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
     ) -> dict[int, int]:
-        """Return replica -> number of cached prompt tokens, if any, with the least loaded replica first."""
         found = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
         if not found:
             return {}

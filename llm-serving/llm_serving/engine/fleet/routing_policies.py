@@ -26,15 +26,12 @@ OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
 
 
 class Candidate(NamedTuple):
-    """A replica that a policy can choose, with its present load."""
-
     replica: int
     num_unfinished: int
     num_prompt_tokens: int
     num_cached_tokens: int
     """Number of prompt tokens that the replica has computed, or computes for other requests."""
     num_queued_tokens: int
-    """Number of prompt tokens of waiting requests that the replica must compute."""
     num_used_blocks: int
     block_size: int
     token_s: float
@@ -42,7 +39,6 @@ class Candidate(NamedTuple):
 
     @property
     def prompt_s(self) -> float:
-        """Seconds by which the prompt prolongs the steps of the replica."""
         return (self.num_prompt_tokens - self.num_cached_tokens) * self.token_s
 
 
@@ -80,7 +76,6 @@ class Candidates:
         return map(self._candidate_of, filter(self._is_available, ranked))
 
     def after(self, replica: int) -> Candidate:
-        """Return the replica with the next index, cyclically."""
         start = bisect_right(self._replicas, replica)
         indices = chain(self._replicas[start:], self._replicas[:start])
         return next(self._candidate_of(each) for each in indices if self._is_available(each))
@@ -108,9 +103,7 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
-    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router: twice the number of blocks to compute,
-    plus the number of blocks to hold (https://docs.nvidia.com/dynamo/design-docs/router-design).
-    """
+    """Chooses the lowest cost: twice the blocks to compute plus the blocks to hold, like NVIDIA Dynamo's KV router."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
         return min(candidates, key=lambda each: (_block_cost(each), each.num_unfinished, each.replica))
@@ -123,8 +116,6 @@ def _block_cost(candidate: Candidate) -> float:
 
 
 class LeastLoaded(RoutingPolicy):
-    """Chooses the replica with the fewest unfinished requests."""
-
     needs_prefixes = False
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
@@ -132,9 +123,7 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """Chooses the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware router
-    (https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html).
-    """
+    """Chooses the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware router."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
         least, best = next(candidates.by_load()), next(candidates.by_prefix(), None)
@@ -171,8 +160,6 @@ class PredictedTtft(RoutingPolicy):
 
 
 class RoundRobin(RoutingPolicy):
-    """Chooses the next replica in order of index."""
-
     needs_prefixes = False
 
     def __init__(self) -> None:

@@ -99,8 +99,6 @@ class FleetClassUsage:
 
 
 class ClassLead(NamedTuple):
-    """Lowest and highest lead of a class (see `FleetClassUsage`) between two reports of a replica."""
-
     lowest: float
     highest: float
 
@@ -112,7 +110,6 @@ class ClassLeadMonitor:
         self._leads: Counter[str] = Counter()
         self._demand = ClassDemand()
         self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
-        """Class -> its leads, by the number of the call of `record`."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
 
@@ -127,10 +124,7 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step. Return the range of each class's lead since the replica's last call.
-
-        `service`: of the step, by class, divided by weight. `usage`: what the scheduler reported.
-        """
+        """Add a step. Return the range of each class's lead since the replica's last call."""
         self._demand.update(replica, usage)
         leads = self._leads
         for name, served in service.items():
@@ -170,7 +164,6 @@ class ExtremesSince:
         maxima.append(value)
 
     def since(self, index: int) -> tuple[int, int]:
-        """Return the minimum and maximum from this index on. A value must have been added at the index."""
         least = self._minima[bisect_left(self._min_indices, index)]
         return least, self._maxima[bisect_left(self._max_indices, index)]
 
@@ -183,7 +176,6 @@ class _Tenant:
         self.limit = 0
         self.demands: dict[int, SlotDemand] = {}
         self.changes: Counter[int] = Counter()
-        """Replica -> number of slots leased to it since its last report; negative: slots that it must return."""
         self.last_leases: Counter[int] = Counter()
         """Replica -> sequence number of its latest lease. A lower number is an earlier lease."""
         self.num_leased = 0
@@ -192,7 +184,6 @@ class _Tenant:
         return self.demands[replica].num_leased + self.changes[replica]
 
     def num_missing(self, replica: int) -> int:
-        """Return how many more slots the replica could use."""
         demand = self.demands[replica]
         return demand.num_active + demand.num_waiting - self.leased_to(replica)
 
@@ -210,12 +201,9 @@ class TenantSlots:
         self._wakes: dict[int, Callable[[], None]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._pending: dict[int, set[str]] = {}
-        """Replica -> tenants whose changed leases it has not got from `exchange` yet."""
         self.migrating: dict[str, str] = {}
-        """Id of a migrating request -> tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
         self._arrived: dict[int, list[str]] = {}
-        """Replica -> ids of the requests that have migrated to it since its last report."""
         self._num_leases = 0
 
     @property

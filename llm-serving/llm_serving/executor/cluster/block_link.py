@@ -74,7 +74,6 @@ class BlockLink:
                 yield self._checked(request, reply)
 
     def write(self, frames: Iterable[BlockContents]) -> None:
-        """Write blocks into the transfer pool. Raise WorkerError if that fails."""
         with contextlib.closing(self._replies(frames)) as replies:
             for frame, reply in replies:
                 names = frame.block_ids, frame.epochs
@@ -104,7 +103,6 @@ class BlockLink:
         return reply
 
     def close(self) -> None:
-        """Close the connection, and wake a thread that waits for a reply. A second call has no effect."""
         self.is_closed = True
         for channel in (self._channel, self._steps):
             with contextlib.suppress(OSError):
@@ -169,7 +167,6 @@ class BlockLink:
         return WorkerDiedError(f"the WorkAgent sent an invalid reply about blocks: {str(reply)[:100]}")
 
     def _release(self) -> None:
-        """Close the connection, unless a thread uses the link; then that thread closes it."""
         if self._lock.acquire(blocking=False):
             self._channel.close()
             self._lock.release()

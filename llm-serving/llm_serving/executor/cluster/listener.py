@@ -37,7 +37,7 @@ class _PendingConnection:
 
 
 class PendingHandshakes:
-    """Connections that have not presented a token yet, at most `limit`. Thread-safe.
+    """Connections that have not presented a token yet. Thread-safe.
 
     At the limit, a new connection replaces the oldest one of the address with the most connections. So silent
     connections cannot keep other clients out.
@@ -49,10 +49,7 @@ class PendingHandshakes:
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection and start its `thread`, or return False if the limit does not allow another connection.
-
-        The thread must call `remove` before it closes the connection.
-        """
+        """Add a connection, whose thread must call `remove` before closing it. Return False at the limit."""
         with self._lock:
             dropped = None if len(self._connections) < self._limit else self._next_to_drop()
             if dropped is not None:
@@ -105,7 +102,6 @@ class PendingStarts:
                 queue.get_nowait().close()
 
     def deliver(self, token: str, channel: AgentChannel) -> bool:
-        """Pass a connection to the start that waits for this token. Return False if none does."""
         with self._lock:
             queue = self._expected.pop(token, None)
             if queue is not None:
@@ -118,7 +114,6 @@ class ExpectedConnection:
         self._queue = queue
 
     def wait(self, timeout_s: float) -> AgentChannel | None:
-        """Return the connection; None: no WorkAgent has connected within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except Empty:
@@ -126,14 +121,9 @@ class ExpectedConnection:
 
 
 class Listener:
-    """Accepts connections of WorkAgents that know the cluster's secret.
-
-    A connection sends the token of the WorkAgent's start (`expect`), which then receives the connection. Each
-    connection has its own thread, and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
-    """
+    """Accepts connections of WorkAgents that present their start's token. Raise OSError for an unusable address."""
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:
-        """Raise OSError if the address cannot be bound."""
         self._context = identity.server_context()
         self._pending_starts = PendingStarts()
         self._handshakes = PendingHandshakes(MAX_HANDSHAKES)

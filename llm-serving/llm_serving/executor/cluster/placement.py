@@ -34,15 +34,12 @@ CONNECT_TIMEOUT_S: Final = 300.0
 WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
 """`CONNECT_TIMEOUT_S` of a WorkAgent whose machine first receives the weights."""
 POLL_INTERVAL_S: Final = 0.2
-"""Seconds between two checks whether the process runs and whether the start is cancelled."""
 
 
 class AgentStarter(Protocol):
-    """Runs WorkAgent processes in the cluster, and detects their exit."""
-
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, all on one machine.
-        Raise WorkerDiedError if the WorkAgent cannot be started.
+        """Run `python -m llm_serving.work_agent` for each rank of a WorkAgent, all on one machine, or raise
+        WorkerDiedError.
         """
 
     def close(self) -> None: ...
@@ -51,12 +48,9 @@ class AgentStarter(Protocol):
 class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
-    Each rank has one connection for steps. If blocks are transferred, each replica has one more, for KV blocks. Each
-    connection presents its own random token.
-
-    Args:
-        host: Address of this machine, for the other machines.
-        own_devices: Whether a WorkAgent sees only its own devices, one for each rank, numbered from 0.
+    Each rank has one connection for steps. If blocks are transferred, each replica has one more. Each connection
+    presents its own random token. `host`: address of this machine, for the other machines. `own_devices`: whether a
+    WorkAgent sees only its own devices, numbered from 0. Raise ConfigError if the address cannot be bound.
     """
 
     def __init__(
@@ -69,7 +63,6 @@ class ClusterPlacement:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         clock: Clock = monotonic,
     ) -> None:
-        """Raise ConfigError if the address cannot be bound."""
         try:
             self._listener = Listener(host, identity)
         except OSError as error:
@@ -161,7 +154,7 @@ def _peer_of(index: int, channel: AgentChannel) -> str:
 
 @contextmanager
 def open_placement(config: ServingConfig) -> Iterator[Placement]:
-    """Yield the placement. Its WorkAgents must exit before the context ends. Raise ConfigError if it is unusable."""
+    """Yield the configured placement, or raise ConfigError. Its WorkAgents must exit before the context ends."""
     if config.cluster.engine == EngineName.LOCAL:
         with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
             yield LocalPlacement(transfer_fd)
@@ -200,7 +193,6 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
 
 @contextmanager
 def _secret_file(config: ServingConfig) -> Iterator[Path]:
-    """Yield the configured file with the cluster's secret, or a temporary one that only this user can read."""
     if config.cluster.secret_file is not None:
         yield config.cluster.secret_file
         return

@@ -1,7 +1,6 @@
 """The process that connects to Ray for the master, and the actor that runs a WorkAgent on each machine.
 
 Ray terminates a process that has lost the head node for a minute, so the master itself must not be connected.
-`RayStarter` starts this process, which exits with the master.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ from llm_serving.executor.tensor_parallel import RankProcesses
 from llm_serving.transport.channel import Channel
 
 EXIT_S: Final = 5.0
-"""Seconds within which the other ranks must exit after the first one."""
 NAMESPACE: Final = "llm-serving"
 PLACEMENT_TIMEOUT_S: Final = 120.0
-"""Seconds within which the cluster must have room for all WorkAgents."""
 DEVICE: Final = "NPU"
 ATTEMPTS: Final = "2"
 """Number of attempts to reach a head node. Each takes at least 41 s. Ray's default is 20."""
@@ -55,19 +52,14 @@ class AgentHost:
     """Ray actor that runs all ranks of one WorkAgent. When the actor exits, its ranks lose their inputs and exit."""
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
-        """Return this machine's folder with the model's files; None: missing. `files`: `WeightFiles` as JSON."""
         found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
         return None if found is None else str(found)
 
     def store_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
-        """Store the files of a model. Return their folder. `pieces`: Ray references, resolved one by one."""
         return str(store_in_cache(cache, msgspec.json.decode(files, type=WeightFiles), _fetch_pieces(pieces)))
 
     def run(self, ranks: Sequence[Sequence[str]]) -> str:
-        """Run a WorkAgent, each rank with its arguments, until it exits. Return how it exited, for example "code 3".
-
-        When the first rank exits, the others are terminated.
-        """
+        """Run the ranks of a WorkAgent until one exits. Return how it exited, for example "code 3"."""
         # Ray sets OMP_NUM_THREADS to the CPUs of the actor, or to 1; the kernels are configured otherwise.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         agent = start_processes([ProcessArguments(arguments) for arguments in ranks], environment)
@@ -120,16 +112,14 @@ def _exit_with_the_master(connection: socket.socket) -> None:
 
 
 class RayAgents:
-    """The WorkAgents of a server, each in its own Ray actor."""
+    """The WorkAgents of a server, each in its own Ray actor. Raise ConfigError if the cluster has no room for all."""
 
     def __init__(self, ray: Any, requirements: RayRequirements, channel: Channel[RayCommand]) -> None:
-        """Raise ConfigError if the cluster has no room for all WorkAgents."""
         self._ray, self._requirements, self._channel = ray, requirements, channel
         self._weights = None if requirements.weights is None else StoredWeights(ray, requirements.weights)
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
-        """Ray's reference to the result of an actor's `run` -> number of the start."""
         self._devices = {DEVICE: requirements.num_devices} if requirements.num_devices else {}
         bundle = {"CPU": requirements.cpus, **self._devices}  # on one machine, because ranks share memory
         strategy = "SPREAD" if requirements.strategy == SpreadName.SPREAD else "PACK"
@@ -144,10 +134,7 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent.
-
-        The connection may then belong to an earlier cluster, even if a new one runs at the same address.
-        """
+        """Start a WorkAgent. Return False if that failed without other WorkAgents: the cluster may be a new one."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
             "max_restarts": 0,  # the supervisor restarts WorkAgents, with new tokens
@@ -223,9 +210,8 @@ class RayAgents:
 def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
     """Connect to Ray and yield its package. Without an address, run a cluster on this machine until the context ends.
 
-    The calling thread must live as long as the connection, because Ray ties the processes that it starts to that
-    thread. Raise ConfigError if Ray is not installed or the address has no cluster, NotStartedError if the local
-    cluster fails.
+    The calling thread must live as long as the connection, because Ray ties its processes to that thread. Raise
+    ConfigError if Ray is not installed or the address has no cluster, NotStartedError if the local cluster fails.
     """
     if address is not None:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", ATTEMPTS)  # read when the package is imported
@@ -268,10 +254,7 @@ def _resources(ray: Any) -> str:
 
 
 def status_lines(address: str) -> Iterator[str]:
-    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents.
-
-    Raise ConfigError if Ray is not installed or the address has no cluster.
-    """
+    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents."""
     with connect_to_ray(address) as ray:
         free = importlib.import_module("ray._private.state").available_resources_per_node()
         agents = _count_agents(ray)

@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors. The WorkAgents' own connections, not Ray, show whether they are alive."""
+"""Starts WorkAgents as Ray actors through a Ray process (`ray_process`), and the messages to that process."""
 
 from __future__ import annotations
 
@@ -20,24 +20,20 @@ from llm_serving.transport.channel import Channel
 
 
 class RayWeights(msgspec.Struct, frozen=True):
-    """A model folder of the master that Ray's object store copies to the other machines."""
+    """A model folder of the master that Ray's object store copies to the folder `cache` of every machine."""
 
     folder: str
     cache: str
-    """Folder for the copies on every machine."""
 
 
 class RayRequirements(msgspec.Struct, frozen=True):
-    """What a server requires of a Ray cluster."""
-
     address: str | None
     num_replicas: int
     cpus: int
-    """Number of cores of a replica with all its ranks. All ranks run on one machine."""
+    """Number of cores of a replica with all its ranks, which run on one machine."""
     strategy: str
     num_devices: int
     weights: RayWeights | None = None
-    """Weights to send to the machines; None: every machine has the model at the same path."""
 
 
 class StartAgent(msgspec.Struct, tag="start", frozen=True):
@@ -51,8 +47,6 @@ class KillAgent(msgspec.Struct, tag="kill", frozen=True):
 
 
 class RayConnected(msgspec.Struct, tag="connected", frozen=True):
-    """Reports that the cluster has reserved resources for all WorkAgents."""
-
     host: str
     resources: str
 
@@ -76,19 +70,18 @@ logger = get_logger(__name__)
 KILL_TIMEOUT_S: Final = 2.0
 """Seconds to wait until a killed actor has exited. Ray may report the exit of a lost machine only later."""
 SHUTDOWN_S: Final = 10.0
-"""Seconds to wait until the Ray process has exited. This process hangs if the head node is lost."""
+"""Seconds to wait until the Ray process has exited. It hangs if the head node is lost."""
 ATTEMPTS: Final = 3
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
 class RayStarter:
-    """Starts WorkAgents through a separate Ray process (see `ray_process`).
-
-    If that process has exited, the next start creates a new one, which may find a new cluster at the address.
+    """Starts WorkAgents through a separate Ray process. If it exits, the next start creates a new one, which may find a
+    new cluster at the address. Raise ConfigError if Ray is not installed, the address has no cluster, or the cluster
+    has no room.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
-        """Raise ConfigError if Ray is not installed, if the address has no cluster, or if the cluster has no room."""
         self._requirements, self._secret_file, self._command = requirements, secret_file, command
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -122,7 +115,6 @@ class RayStarter:
 
 class RayConnection:
     def __init__(self, requirements: RayRequirements, command: Sequence[str]) -> None:
-        """Start the Ray process. Raise OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         arguments = [msgspec.json.encode(requirements).decode(), str(theirs.fileno())]
         with theirs:
@@ -136,7 +128,6 @@ class RayConnection:
         self._connected: RayConnected | None = None
         self._gone_reason: str | None = None
         self.is_retryable = False
-        """Whether a new Ray process may succeed after this process has exited."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()
@@ -151,7 +142,6 @@ class RayConnection:
         return self._gone_reason is not None
 
     def wait(self) -> RayConnected:
-        """Wait until the cluster has reserved the resources. Raise ConfigError if it cannot."""
         self._answered.wait()
         if self._connected is None:
             raise ConfigError(self._gone_reason or "")

@@ -22,7 +22,6 @@ from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.cluster.ray_starter import RayWeights
 
 PIECE_BYTES: Final = 2**25
-"""Maximum bytes of a file that are read and sent at a time."""
 DEFAULT_CACHE: Final = "~/.cache/llm_serving/weights"
 _DIGEST_BYTES: Final = 20
 
@@ -64,7 +63,7 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files in pieces, each of one file. Raise ModelError if the files have changed."""
+    """Yield the contents of the files in pieces. Raise ModelError if the files have changed."""
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
         digest.add(names[piece.file], piece.content)
@@ -74,7 +73,6 @@ def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
 
 
 def find_cached(cache: str, files: WeightFiles) -> Path | None:
-    """Return this machine's cached folder with these files; None: it is missing or has wrong contents."""
     folder = _folder(cache, files)
     try:
         return folder if folder.is_dir() and describe_folder(folder) == files else None
@@ -162,10 +160,9 @@ def _exclusive_lock(path: Path) -> Iterator[None]:
 
 
 class StoredWeights:
-    """A model folder in Ray's object store, uploaded when the first machine needs it."""
+    """A model folder in Ray's object store, uploaded when needed. Raise ConfigError if it cannot be read."""
 
     def __init__(self, ray: Any, weights: RayWeights) -> None:
-        """Raise ConfigError if the folder cannot be read."""
         self._ray, self._folder, self._cache = ray, Path(weights.folder), weights.cache
         try:
             self._files = describe_folder(self._folder)
@@ -175,10 +172,7 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Copy the folder to an actor's machine unless it is there. Return its path.
-
-        Raise ConfigError if the object store or the machine has no room for it, Ray's own error if the machine is lost.
-        """
+        """Copy the folder to an actor's machine unless it is there. Return its path. Raise ConfigError without room."""
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
         if found is None:
