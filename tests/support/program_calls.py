@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from llm_serving.kernels import library
-from llm_serving.kernels.address_table import AddressTable
+from llm_serving.kernels.library import AddressTable
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import Weight

@@ -179,7 +179,7 @@ class Backend(Protocol):
     def program(self) -> nn.Cell | None:
         """Operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: not supported.
 
-        `table` holds the address of every array (`kernels.address_table.AddressTable`): instructions and operands, the
+        `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the
         step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by
         `STATE_INPUTS` if there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`,
         `block_weight`, `table`, `vector` or `numbers`.

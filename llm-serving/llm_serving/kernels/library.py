@@ -15,7 +15,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llm_serving.errors import KernelError
 from llm_serving.kernels.compiler import kernels_path, library_path
@@ -25,6 +28,43 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 Callback = ctypes.CFUNCTYPE(None)
+
+_INT, _I64, _F64 = ctypes.c_int, ctypes.c_int64, ctypes.c_double
+_POINTER, _TEXT, _I64_POINTER = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)
+_SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "llm_pack_weight": (_INT, [_POINTER, _POINTER, _TEXT, _I64, _I64]),
+    "llm_packed_qvalues_bytes": (_I64, [_I64] * 4),
+    "llm_pack_qvalues": (
+        _INT,
+        [_I64, _I64, _POINTER, _POINTER, _POINTER, _I64, _I64, _POINTER, _TEXT, _I64, _I64, _I64],
+    ),
+    "llm_packed_blocks_bytes": (_I64, [_POINTER, _I64, _I64]),
+    "llm_pack_blocks": (_INT, [_I64, _POINTER, _I64, _I64, _POINTER, _TEXT, _I64]),
+    "llm_round_to_qvalues": (_INT, [_POINTER, _TEXT, _I64, _I64, _I64, _I64, _I64, _POINTER, _POINTER]),
+    "llm_release_weight": (None, [_POINTER]),
+    "llm_isa": (_TEXT, []),
+    "llm_use_kernels": (None, [_POINTER]),
+    "llm_num_threads": (_I64, []),
+    "llm_set_num_threads": (None, [_I64]),
+    "llm_num_calls": (_I64, []),
+    "llm_num_weight_bytes": (_I64, []),
+    "llm_last_error": (_TEXT, []),
+    "llm_announce_ending": (None, [Callback]),
+    "llm_set_profiling": (None, [_INT]),
+    "llm_profile": (_TEXT, [_I64, _I64_POINTER, _I64_POINTER]),
+    "llm_sample": (_INT, [_POINTER]),
+    "llm_sample_args_size": (_I64, []),
+    "llm_read_memory": (ctypes.c_uint64, [_POINTER, _I64, _I64]),
+    "llm_join_ranks": (_POINTER, [_I64, _I64, _I64, _F64]),
+    "llm_error_of_ranks": (_TEXT, [_POINTER]),
+    "llm_begin_step": (None, [_POINTER, _I64, _F64]),
+    "llm_all_reduce": (None, [_POINTER, _POINTER, _POINTER, _I64, _TEXT]),
+    "llm_all_gather": (None, [_POINTER, _POINTER, _I64, _I64]),
+    "llm_exchange": (None, [_POINTER, _POINTER, _I64, _POINTER]),
+    "llm_leave_ranks": (None, [_POINTER]),
+    "llm_use_ranks": (None, [_POINTER]),
+}
+"""Function of the library -> types of its result and of its arguments."""
 
 
 def last_error() -> str:
@@ -44,66 +84,9 @@ def load() -> ctypes.CDLL:
     """Load the operator library and declare the arguments and results of its functions."""
     path = library_path()
     library = _open(path)
-    library.llm_pack_weight.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-    ]
-    library.llm_packed_qvalues_bytes.argtypes = [ctypes.c_int64] * 4
-    library.llm_packed_qvalues_bytes.restype = ctypes.c_int64
-    library.llm_pack_qvalues.argtypes = [
-        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-        ctypes.c_int64,
-        *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-    ]
-    library.llm_packed_blocks_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    library.llm_packed_blocks_bytes.restype = ctypes.c_int64
-    library.llm_pack_blocks.argtypes = [
-        *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64),
-    ]
-    library.llm_round_to_qvalues.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
-    ]
-    library.llm_release_weight.argtypes = [ctypes.c_void_p]
-    library.llm_release_weight.restype = None
-    library.llm_isa.restype = ctypes.c_char_p
-    library.llm_use_kernels.argtypes = [ctypes.c_void_p]
-    library.llm_use_kernels.restype = None
-    library.llm_num_threads.restype = ctypes.c_int64
-    library.llm_set_num_threads.argtypes = [ctypes.c_int64]
-    library.llm_set_num_threads.restype = None
-    library.llm_num_calls.restype = ctypes.c_int64
-    library.llm_num_weight_bytes.restype = ctypes.c_int64
-    library.llm_last_error.restype = ctypes.c_char_p
-    library.llm_announce_ending.argtypes = [Callback]
-    library.llm_announce_ending.restype = None
-    library.llm_set_profiling.argtypes = [ctypes.c_int]
-    library.llm_set_profiling.restype = None
-    library.llm_profile.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)]
-    library.llm_profile.restype = ctypes.c_char_p
-    library.llm_sample.argtypes = [ctypes.c_void_p]
-    library.llm_sample_args_size.restype = ctypes.c_int64
-    library.llm_read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    library.llm_read_memory.restype = ctypes.c_uint64
-    library.llm_join_ranks.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double]
-    library.llm_join_ranks.restype = ctypes.c_void_p
-    library.llm_error_of_ranks.argtypes = [ctypes.c_void_p]
-    library.llm_error_of_ranks.restype = ctypes.c_char_p
-    library.llm_begin_step.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double]
-    library.llm_all_reduce.argtypes = [*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_char_p]
-    library.llm_all_gather.argtypes = [*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 2]
-    library.llm_exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    for function in (library.llm_leave_ranks, library.llm_use_ranks):
-        function.argtypes = [ctypes.c_void_p]
-    for function in (
-        *(library.llm_leave_ranks, library.llm_use_ranks, library.llm_begin_step),
-        *(library.llm_all_reduce, library.llm_all_gather, library.llm_exchange),
-    ):
-        function.restype = None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     configured = os.environ.get(ISA_VARIABLE)
     if configured and not is_supported(configured):
         logger.warning("%s=%s is not available on this CPU; the best instruction set is used", ISA_VARIABLE, configured)
@@ -229,3 +212,47 @@ _listener = _Listener()
 def _call_listener() -> None:
     if _listener.callback is not None:
         _listener.callback()
+
+
+_TYPES: Final = {
+    np.dtype(name): number
+    for number, name in enumerate(("float32", "float16", "uint16", "int32", "int64", "int8"))  # uint16: bfloat16 bits
+}
+_AXES: Final = ("first", "second", "third", "fourth")
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_char_p),  # assigning bytes is several times faster than asking NumPy for an address
+        ("type", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        *[(axis, ctypes.c_int64) for axis in _AXES],
+    )
+
+
+_WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
+
+
+class AddressTable:
+    """The table that the C++ class `AddressedCall` reads, int64 [arrays, 7]. Its address never changes."""
+
+    def __init__(self, num_parameters: int) -> None:
+        table = (_Row * num_parameters)()
+        self._rows = list(table)
+        words = np.frombuffer(memoryview(table).cast("B"), np.int64)
+        self.memory: NDArray[np.int64] = words.reshape(num_parameters, _WORDS)
+
+    def set_copy(self, number: int, array: NDArray[Any]) -> None:
+        self._set(number, array.tobytes(), array)
+
+    def set_view(self, number: int, array: NDArray[Any]) -> None:
+        """Bind a parameter to a C-contiguous array, which the caller must keep alive."""
+        self._set(number, array.ctypes.data, array)
+
+    def _set(self, number: int, address: bytes | int, array: NDArray[Any]) -> None:
+        row = self._rows[number]
+        row.address = address
+        row.type = _TYPES[array.dtype]
+        row.rank = array.ndim
+        for axis, size in zip(_AXES, array.shape, strict=False):
+            setattr(row, axis, size)

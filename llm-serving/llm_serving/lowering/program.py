@@ -11,7 +11,7 @@ from mindspore import nn
 from llm_serving.backends.base import Array
 from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
 from llm_serving.core.step import Float32Array, Int32Array
-from llm_serving.kernels.address_table import AddressTable
+from llm_serving.kernels.library import AddressTable
 from llm_serving.lowering.step_inputs import STATE_INPUTS, STEP_INPUTS, KVCaches
 from llm_serving.network.program import DTYPES, Program
 
