@@ -7,7 +7,7 @@ from llm_serving.backends.quantize import quantize
 from llm_serving.errors import ModelError
 from llm_serving.formats.quantized_tensor import quantize_w4, quantize_w8
 from llm_serving.formats.stored_tensor import to_float32
-from llm_serving.kernels import rotation
+from llm_serving.kernels import quantized_products
 from support.instruction_sets import real_isas
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
@@ -17,8 +17,8 @@ BITS_OF = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 def assert_is_that_of_numpy(weight: np.ndarray) -> None:
     expected = [(quantize_w8(weight), quantize(weight, 8))]
-    block = rotation.block_of(weight.shape[1])
-    rotated = rotation.rotate(to_float32(weight)) / np.float32(block)
+    block = quantized_products.rotated_block(weight.shape[1])
+    rotated = quantized_products.rotate(to_float32(weight)) / np.float32(block)
     if np.isfinite(rotated).all():
         expected += [(quantize_w8(rotated), quantize(weight, 8, rotates=True))]
     expected += [(quantize_w4(weight, size), quantize(weight, 4, size)) for size in (32, 64)]

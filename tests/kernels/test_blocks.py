@@ -12,7 +12,7 @@ from llm_serving.backends.block_packing import BlockSegments
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.gguf_blocks import BLOCKS
-from llm_serving.kernels import blocks, library
+from llm_serving.kernels import library, quantized_products
 from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import (
     Array,
@@ -81,7 +81,7 @@ def random_tensor(rng: np.random.Generator, n: int, k: int, form: Form) -> Block
 
 def expected(x: Typed, tensor: BlockTensor) -> Array:
     numbers = tensor.group_scales(), tensor.group_minima(), tensor.group_size
-    return blocks.linear(x.values, tensor.qvalues, tensor.zero, *numbers)
+    return quantized_products.blocks(x.values, tensor.qvalues, tensor.zero, *numbers)
 
 
 class Product(NamedTuple):

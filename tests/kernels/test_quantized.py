@@ -3,7 +3,7 @@ set."""
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, w8a8
+from llm_serving.kernels import library, quantized_products
 from support.instruction_sets import real_isas
 from support.kernel_calls import Array, Typed, call, empty, integers, quantized, scalar, status_of, typed, unpacked
 
@@ -36,7 +36,7 @@ def test_quantize_rows_equals_numpy(isa: str, dtype: str) -> None:
         values[-1, 0] = np.inf if m > 2 else 1
         x = typed(values, dtype)
         qvalues, scales = encoded(x)
-        expected, expected_scales = w8a8.quantize_rows(x.values)
+        expected, expected_scales = quantized_products.quantize_rows(x.values)
         assert np.array_equal(qvalues.array, expected)
         assert np.array_equal(scales.array, expected_scales, equal_nan=True)
 
@@ -53,7 +53,7 @@ def test_quantized_product_bits_equal_numpy(isa: str, dtype: str, is_packed: boo
         rows, row_scales = encoded(x)
         y = empty((m, n), dtype)
         call("QuantBatchMatmul", *arguments(rows, weight, typed(scales, "float32"), row_scales, y))
-        expected = w8a8.linear(x.values, qvalues, scales)
+        expected = quantized_products.w8a8(x.values, qvalues, scales)
         assert np.array_equal(y.bits, typed(expected, dtype).bits), (m, n, k)
         sums = empty((m, n), "float32")
         call("MatMul", rows, weight, scalar(False, "bool"), scalar(True, "bool"), sums)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from llm_serving.backends.quantize import quantize
 from llm_serving.formats.quantized_tensor import QuantizedTensor
-from llm_serving.kernels import library, rotation, w8a8
+from llm_serving.kernels import library, quantized_products
 from support.instruction_sets import real_isas
 from support.kernel_calls import Array, Typed, call, empty, integers, linear, quantized, scalar, typed
 
@@ -26,15 +26,15 @@ def with_outliers(rng: np.random.Generator, *shape: int) -> Array:
 
 @pytest.mark.parametrize(("size", "block"), [(896, 128), (4864, 128), (80, 16), (96, 32), (100, 1), (8, 1), (0, 1)])
 def test_rotation_block_is_the_largest_power_of_two_that_divides_the_row(size: int, block: int) -> None:
-    assert rotation.block_of(size) == block
+    assert quantized_products.rotated_block(size) == block
     x = np.random.default_rng(1).integers(-9, 9, (3, size)).astype(np.float32)
-    assert np.array_equal(rotation.rotate(rotation.rotate(x)), block * x)
+    assert np.array_equal(quantized_products.rotate(quantized_products.rotate(x)), block * x)
 
 
 def test_rotation_spreads_an_outlier_over_its_block() -> None:
     x = np.zeros((1, 256), np.float32)
     x[0, 130] = 3
-    rotated = rotation.rotate(x)
+    rotated = quantized_products.rotate(x)
     assert (np.abs(rotated[0, 128:]) == 3).all() and not rotated[0, :128].any()
 
 
@@ -46,7 +46,7 @@ def test_rotated_w8a8_bits_equal_numpy(isa_of_codes: str, dtype: str) -> None:
         values[m // 2] *= 0
         qvalues, scales = rng.integers(-128, 128, (n, k)).astype(np.int8), rng.standard_normal(n).astype(np.float32)
         x, weight = typed(values, dtype), quantized(qvalues, scales, dtype, rotated=True)
-        expected = w8a8.linear(x.values, qvalues, scales, rotated=True)
+        expected = quantized_products.w8a8(x.values, qvalues, scales, rotated=True)
         assert np.array_equal(linear(x, weight, "float32").bits, expected.view(np.uint32)), (m, n, k)
 
 
@@ -79,7 +79,7 @@ def test_embedding_of_a_rotated_weight_has_its_rows(bits: int) -> None:
     tensor = quantize(with_outliers(rng, 50, 96), bits, 32 if bits == 4 else None, rotates=True)
     rows, y = rng.integers(0, 50, 9), empty((9, 96), "bfloat16")
     call("Gather", placed(tensor, "bfloat16"), integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
-    assert np.array_equal(y.bits, typed(rotation.rotate(tensor.dequantized())[rows], "bfloat16").bits)
+    assert np.array_equal(y.bits, typed(quantized_products.rotate(tensor.dequantized())[rows], "bfloat16").bits)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

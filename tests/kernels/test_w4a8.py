@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4
-from llm_serving.kernels import library, reference, w4a8
+from llm_serving.kernels import library, quantized_products, reference
 from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import Array, Typed, assert_close, call, empty, integers, linear, quantized, scalar, typed
 
@@ -35,7 +35,9 @@ def placed(tensor: QuantizedTensor, dtype: str) -> Typed:
 
 
 def expected(x: Typed, tensor: QuantizedTensor) -> Array:
-    return w4a8.linear(x.values, tensor.qvalues, tensor.scales, tensor.zeros, tensor.group_size, tensor.rotated)
+    return quantized_products.w4a8(
+        x.values, tensor.qvalues, tensor.scales, tensor.zeros, tensor.group_size, tensor.rotated
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

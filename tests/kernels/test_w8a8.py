@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import quantize_w8
-from llm_serving.kernels import library, reference, w8a8
+from llm_serving.kernels import library, quantized_products, reference
 from support.instruction_sets import EMULATED, isas_of_qvalues, real_isas
 from support.kernel_calls import (
     Array,
@@ -85,7 +85,7 @@ def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
     for m, n, k in SHAPES:
         qvalues, scales = random_weight(rng, n, k)
         x = typed(ROWS[kind](rng, m, k), dtype)
-        found.append((x, qvalues, scales, w8a8.linear(x.values, qvalues, scales).view(np.uint32)))
+        found.append((x, qvalues, scales, quantized_products.w8a8(x.values, qvalues, scales).view(np.uint32)))
     return found
 
 
@@ -104,7 +104,7 @@ def test_w8a8_bits_equal_numpy_for_any_spread(m: int, n: int, k: int, spread: in
     x = typed(np.ldexp(normal(rng, m, k), rng.integers(-spread, spread + 1, (m, k))), "bfloat16")
     with library.use_isa(isa):
         bits = linear(x, quantized(qvalues, scales, "bfloat16"), "float32").bits
-    assert np.array_equal(bits, w8a8.linear(x.values, qvalues, scales).view(np.uint32))
+    assert np.array_equal(bits, quantized_products.w8a8(x.values, qvalues, scales).view(np.uint32))
 
 
 @pytest.mark.parametrize(("code", "other"), [(-128, -128), (127, 127), (-128, 127)])

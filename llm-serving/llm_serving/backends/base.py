@@ -97,7 +97,7 @@ class Backend(Protocol):
     def quantized_linear(self) -> nn.Cell:
         """Return a product of quantized weights: (x [T, K], qvalues, scales) -> [T, N].
 
-        It quantizes x to 8 bits, with one scale for each row (`kernels.w8a8`).
+        It quantizes x to 8 bits, with one scale for each row (`kernels.quantized_products`).
         """
 
     def quantized_logits(self) -> nn.Cell:

@@ -54,7 +54,7 @@ class QuantizedTensor:
         zeros: [out, groups]: the zero points, of the type of `qvalues`. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
         group_size: Columns of a group. If a row is one group, the number of columns.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
-        rotated: Whether rows were rotated before rounding (kernels/rotation.py) and scaled by 1 / the block size
+        rotated: Whether rows were rotated before rounding (kernels.quantized_products) and scaled by 1 / the block size
             of the rotation. Kernels rotate the activations to match.
     """
 

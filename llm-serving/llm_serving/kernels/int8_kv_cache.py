@@ -1,10 +1,10 @@
 """The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
 Each head of a token's key and value, and each head of a query, has a scale: its largest magnitude / 127. Queries and
-keys are rotated first (rotation.py). An offset that is the same for all tokens may be subtracted from keys: it changes
-all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of quantized
-values, times both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to 16-bit
-integers, so that sums of their products with quantized values are exact too.
+keys are rotated first (`quantized_products.rotate`). An offset that is the same for all tokens may be subtracted from
+keys: it changes all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of
+quantized values, times both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to
+16-bit integers, so that sums of their products with quantized values are exact too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.kernels.rotation import Singles, block_of, rotate
-from llm_serving.kernels.w8a8 import quantize_rows
+from llm_serving.kernels.quantized_products import Singles, quantize_rows, rotate, rotated_block
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
@@ -63,7 +62,7 @@ def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -
     `offset` is not added back to the returned keys.
     """
     qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
-    block = block_of(qvalues.shape[-1])
+    block = rotated_block(qvalues.shape[-1])
     matrix = rotate(np.eye(block, dtype=np.float32)).astype(np.float64)
     values = qvalues.reshape(*qvalues.shape[:2], -1, block) @ matrix / block * scales[..., None, None]
     return values.reshape(x.shape)

@@ -1,0 +1,149 @@
+"""Linear layers of quantized weights and 8-bit activations, in NumPy: what csrc computes, bit by bit.
+
+A sum of products of quantized values is an exact integer. Sums of groups are added in float32 in ascending order, so
+every instruction set gives these bits. Subnormal numbers count as zero.
+
+The linear functions multiply x [M, K] by a transposed weight [N, K] and return [M, N] in float32, before rounding to
+the model dtype. float32 must represent the values of x exactly. Rows of x with infinity or NaN become NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+Singles = NDArray[np.float32]
+Int8Values = NDArray[np.integer[Any]]
+
+W4A8_ZERO: Final = 8
+BLOCK: Final = 32
+"""Number of inputs of an activation row that share a scale, for weights in GGUF blocks."""
+MIN_LARGEST: Final = np.float32(2.0**-100)
+"""A row whose largest magnitude is smaller than this counts as zeros."""
+_MAX_ROTATED: Final = 128
+_MIN_ROTATED: Final = 16
+_SMALLEST_NORMAL: Final = np.float32(2.0**-126)
+
+
+def w8a8(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
+    """Multiply by 8-bit weights (csrc/w8a8.h).
+
+    Args:
+        qvalues: int8, at most 65,536 columns.
+        scales: [N].
+        rotated: Whether the weight was rotated. The rows of x are then rotated too.
+    """
+    rows, row_scales = quantize_rows(rotate(x) if rotated else x)
+    # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.
+    sums = (rows.astype(np.float64) @ qvalues.astype(np.float64).T).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return without_subnormals(without_subnormals(sums * scales) * row_scales[:, None])
+
+
+def w4a8(
+    x: Floats,
+    qvalues: NDArray[np.uint8],
+    scales: Singles,
+    zeros: NDArray[np.uint8] | None,
+    group_size: int,
+    rotated: bool = False,
+) -> Singles:
+    """Multiply by 4-bit weights in groups (csrc/w4a8.h).
+
+    Args:
+        qvalues: 0 to 15, at most 65,536 columns.
+        scales, zeros: [N, groups], the scales and zero points; zeros None: `W4A8_ZERO`.
+        group_size: Columns of a group; the last may be shorter.
+        rotated: Whether the weight was rotated. The rows of x are then rotated too.
+    """
+    rows, row_scales = quantize_rows(rotate(x) if rotated else x)
+    totals = np.zeros((len(rows), len(qvalues)), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for group in range(scales.shape[1]):
+            columns = slice(group * group_size, (group + 1) * group_size)
+            zero = W4A8_ZERO if zeros is None else zeros[:, group, None].astype(np.float64)
+            numbers = qvalues[:, columns].astype(np.float64) - zero
+            sums = (rows[:, columns].astype(np.float64) @ numbers.T).astype(np.float32)
+            totals = without_subnormals(totals + without_subnormals(sums * scales[:, group]))
+        return without_subnormals(totals * row_scales[:, None])
+
+
+def blocks(
+    x: Floats, qvalues: NDArray[np.uint8], zero: int, scales: Singles, minima: Singles | None, group_size: int
+) -> Singles:
+    """Multiply by weights in GGUF blocks (csrc/blocks.h). Every `BLOCK` inputs of a row of x share a scale.
+
+    Args:
+        zero: The quantized value that stands for 0.
+        scales, minima: [N, groups].
+        group_size: Columns of a group, 16 or 32.
+    """
+    m, k = x.shape
+    rows, row_scales = quantize_rows(x.reshape(-1, BLOCK))
+    groups = rows.reshape(m, -1, group_size).astype(np.float64)
+    row_scales = np.repeat(row_scales.reshape(m, -1), BLOCK // group_size, axis=1)
+    totals = np.zeros((m, len(qvalues)), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for group in range(k // group_size):
+            columns = slice(group * group_size, (group + 1) * group_size)
+            numbers = qvalues[:, columns].astype(np.float64) - zero
+            sums = (groups[:, group] @ numbers.T).astype(np.float32)
+            value = without_subnormals(sums * scales[:, group])
+            if minima is not None:
+                row_sums = groups[:, group].sum(axis=1).astype(np.float32)
+                value = without_subnormals(value - without_subnormals(row_sums[:, None] * minima[:, group]))
+            value = without_subnormals(value * row_scales[:, group, None])
+            totals = without_subnormals(totals + value)
+    return totals
+
+
+def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
+    """Return quantized values [M, K] in -127..127, and scales [M]: x is about quantized value * scale.
+
+    The scale of a row is its largest magnitude / 127.
+    """
+    values = without_subnormals(x.astype(np.float32))
+    largest = np.abs(values).max(axis=1, initial=0)
+    finite, used = np.isfinite(largest), largest >= MIN_LARGEST
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        factors = np.where(finite & used, np.float32(127) / largest, np.float32(0))
+        values = np.where(finite[:, None], values, np.float32(0))
+        row_scales = np.where(used, largest / np.float32(127), np.float32(0))
+    qvalues = np.rint(values * factors[:, None]).astype(np.int8)
+    return qvalues, np.where(finite, row_scales, np.float32(np.nan)).astype(np.float32)
+
+
+def rotate(x: Floats) -> Singles:
+    """Multiply each block of the rows [..., size] by the Hadamard matrix H, in stages of sums and differences
+    (csrc/rotation.h).
+
+    H, whose elements are 1 and -1, spreads a large number over its block, so that rounding with a single scale loses
+    less precision of the other numbers (QuaRot, Ashkboos et al. 2024). H * H is the identity times the block size, so
+    the product of two rotated rows is the product of the rows times the block size.
+    """
+    values = without_subnormals(x.astype(np.float32))
+    block = rotated_block(x.shape[-1])
+    stride = 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        while stride < block:
+            pairs = values.reshape(-1, 2, stride)
+            sums, differences = pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]
+            values = without_subnormals(np.stack([sums, differences], axis=1)).reshape(x.shape)
+            stride *= 2
+    return values
+
+
+def rotated_block(size: int) -> int:
+    """Return the block size of the rotation for rows of `size` numbers: the largest power of two up to 128 that divides
+    `size`; 1, no rotation, if that is below 16.
+    """
+    block = min(size & -size, _MAX_ROTATED)
+    return block if block >= _MIN_ROTATED else 1
+
+
+def without_subnormals(values: Singles) -> Singles:
+    """Replace subnormal numbers by zeros of the same sign, as the kernels do."""
+    return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)
