@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from families import models
 from families.precision import greedy, served
-from llm_serving.backends.quantize import quantize
+from llm_serving.backends.weight_packing import quantize
 from llm_serving.core.enums import QuantizationName
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.backends.block_packing import BlockSegments
+from llm_serving.backends.weight_packing import BlockSegments
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.gguf_blocks import BLOCKS

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from llm_serving.backends.quantize import quantize
+from llm_serving.backends.weight_packing import quantize
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library, quantized_products
 from support.instruction_sets import real_isas

@@ -20,7 +20,6 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array, BlockMemory
-from llm_serving.backends.block_packing import BlockSegments
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
     parameter_over,
@@ -30,6 +29,7 @@ from llm_serving.backends.parameters import (
     zeroed_bytes,
 )
 from llm_serving.backends.token_drawing import TokenDrawing
+from llm_serving.backends.weight_packing import BlockSegments
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError, ModelError, NotFiniteError

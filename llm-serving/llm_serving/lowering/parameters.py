@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import mindspore as ms
 
 from llm_serving.backends.base import Backend
-from llm_serving.backends.quantize import quantize
+from llm_serving.backends.weight_packing import quantize
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError, NotFiniteError
 from llm_serving.formats.block_tensor import BlockTensor

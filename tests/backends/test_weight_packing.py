@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from llm_serving.backends.quantize import quantize
+from llm_serving.backends.weight_packing import quantize
 from llm_serving.errors import ModelError
 from llm_serving.formats.quantized_tensor import quantize_w4, quantize_w8
 from llm_serving.formats.stored_tensor import to_float32
