@@ -9,11 +9,11 @@ from llm_serving.errors import ModelError
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
 from llm_serving.network.builder import Network
-from llm_serving.network.factors import RowFactors
 from llm_serving.network.program import build_program
 from llm_serving.network.quantization import Quantization, quantized_weights
 from llm_serving.network.rewriting import rewrite, select_rows
 from llm_serving.network.sharding import sharded, sharding_violation
+from llm_serving.network.weights import RowFactors
 from support.family_configs import CONFIGS, RandomTensors, config_of
 from support.network_reference import parameters, run, run_ranks, step_of_prompt
 from support.weights import load_parameter

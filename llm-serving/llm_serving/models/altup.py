@@ -4,9 +4,9 @@ from functools import partial
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
-from llm_serving.network.factors import Scaled
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.streams import match_streams, mix_streams
+from llm_serving.network.weights import Scaled
 
 LEAST_SQUARE = 1e-5
 """Lower bound of the mean square of a residual stream that is scaled to the magnitude of another one."""

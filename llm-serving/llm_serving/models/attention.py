@@ -11,8 +11,8 @@ from typing import Any, Final
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value, Weight
-from llm_serving.network.orders import padded_order, repeated_order, shared_order
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
+from llm_serving.network.weights import padded_order, repeated_order, shared_order
 
 HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""

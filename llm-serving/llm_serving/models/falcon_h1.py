@@ -9,8 +9,8 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import decoder, empty_network
 from llm_serving.models.mamba import mamba_mixer, mamba_sizes
 from llm_serving.network.builder import Network
-from llm_serving.network.factors import RowFactors
 from llm_serving.network.operations import Value
+from llm_serving.network.weights import RowFactors
 
 PARTS = ("gate", "up", "down")
 BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")

@@ -11,9 +11,9 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.gemma_parts import GELU, LayerInputs, attention, shared_layers, text_decoder, text_prefix
 from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
-from llm_serving.network.factors import Constant
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.streams import mix_streams, sparsify
+from llm_serving.network.weights import Constant
 
 
 def gemma3n(c: ConfigReader) -> Network:

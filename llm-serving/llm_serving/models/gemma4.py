@@ -12,10 +12,9 @@ from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, l
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
-from llm_serving.network.factors import Scaled
 from llm_serving.network.operations import Value, Weight
-from llm_serving.network.orders import shared_order
 from llm_serving.network.rope import Rotary
+from llm_serving.network.weights import Scaled, shared_order
 
 
 def gemma4(c: ConfigReader) -> Network:

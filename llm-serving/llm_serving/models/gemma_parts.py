@@ -11,9 +11,9 @@ from llm_serving.models.attention import HEAD_NORMS, QKV, Heads, output_columns,
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.layers import Layer, Norm, decoder
 from llm_serving.network.builder import Network
-from llm_serving.network.factors import Scaled
 from llm_serving.network.operations import Value
 from llm_serving.network.rope import Rotary
+from llm_serving.network.weights import Scaled
 
 GELU = "gelu_pytorch_tanh"
 IMAGES = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")

@@ -11,8 +11,8 @@ from llm_serving.models.attention import HEAD_MULTIPLE
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
-from llm_serving.network.orders import repeated_order
 from llm_serving.network.rope import Rotary
+from llm_serving.network.weights import repeated_order
 
 KEY_NORM_EPS = 1e-6
 

@@ -14,8 +14,8 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.indexer import Indexer, Indexing
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value
-from llm_serving.network.orders import padded_order, repeated_order
 from llm_serving.network.rope import Rotary, yarn_mscale
+from llm_serving.network.weights import padded_order, repeated_order
 
 LATENT_EPS = 1e-6
 

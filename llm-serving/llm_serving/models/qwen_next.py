@@ -21,9 +21,9 @@ from llm_serving.models.qwen import feed_forward
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertStacks
 from llm_serving.network.operations import Value
-from llm_serving.network.orders import padded_order, parts_order, repeated_order
 from llm_serving.network.rope import Rotary
 from llm_serving.network.states import MAX_TAPS, causal_conv, delta_rule
+from llm_serving.network.weights import padded_order, parts_order, repeated_order
 
 LINEAR = "linear_attention"
 SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")

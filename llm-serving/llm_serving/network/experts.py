@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.operations import Weight
-from llm_serving.network.orders import order_of, padded_order, repeated_order
+from llm_serving.network.weights import order_of, padded_order, repeated_order
 
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
 """Activation function of a gate. "clamped" is the function of gpt-oss (csrc/kernels.h)."""

@@ -30,10 +30,9 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import StateShape
-from llm_serving.network.factors import RowFactors
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
-from llm_serving.network.orders import padded_order, repeated_order, shared_order
 from llm_serving.network.rewriting import Graph
+from llm_serving.network.weights import RowFactors, padded_order, repeated_order, shared_order
 
 KEY: Final = "cluster_config.tensor_parallel"
 

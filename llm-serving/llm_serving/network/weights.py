@@ -1,16 +1,56 @@
-"""Assembles the parameters of a network from the tensors of a model folder."""
+"""How weights are made from the tensors of a model folder: row and column orders, factors, constants, and assembly.
+
+Entry i of an order is the index of the tensor's row or column; -1 means zeros.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.formats.stored_tensor import to_float32
-from llm_serving.network.operations import Weight
+from llm_serving.network.operations import Float32Array, Transform, Weight
+
+
+def padded_order(unpadded: int, multiple: int) -> list[int]:
+    """Return the order 0, 1, ..., unpadded - 1, then -1 up to a multiple of `multiple`."""
+    return [i if i < unpadded else -1 for i in range(-(-unpadded // multiple) * multiple)]
+
+
+def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
+    """Repeat an order in each of `count` consecutive blocks of `size` elements."""
+    return [-1 if i < 0 else block * size + i for block in range(count) for i in order]
+
+
+def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
+    """Return the order from [group][part] to [part][group]. `start`: first element. `widths`: elements of each part."""
+    elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
+    parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
+    return [each for part in parts for each in part.reshape(-1).tolist()]
+
+
+def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
+    """Return an order in the form of `Weight.rows`; None: it keeps all `size` rows or columns unchanged."""
+    order = None if numbers is None else shared_order(tuple(numbers))
+    return None if order is None or _is_unchanged(order, size) else order
+
+
+@lru_cache(64)
+def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
+    return order == tuple(range(size))
+
+
+@lru_cache(64)
+def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return one tuple for all equal permutations, which saves memory for layers of the same shape."""
+    return order
+
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""
@@ -95,3 +135,63 @@ def picked(array: Array, order: Sequence[int] | None) -> Array:
     rows: Array = array[np.maximum(at, 0)]
     rows[at < 0] = 0
     return rows
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Generates a vector of equal elements. It is used as `Weight.generate`."""
+
+    size: int
+    value: float
+
+    def __call__(self, _: int) -> Float32Array:
+        return np.full(self.size, self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class PaddedMeanScale:
+    """Scales a norm weight, because zero padding of the rows makes their mean square smaller.
+
+    `share`: unpadded fraction of the columns. `transform`: applied to the norm weight first.
+    """
+
+    share: float
+    transform: Transform | None
+
+    def __call__(self, gamma: Float32Array) -> Float32Array:
+        changed = gamma if self.transform is None else self.transform(gamma)
+        return changed * np.float32(math.sqrt(self.share))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A `Weight.transform` that multiplies a weight by a factor."""
+
+    factor: float
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        return weight * np.float32(self.factor)
+
+
+@dataclass(frozen=True)
+class RowFactors:
+    """A `Weight.transform` that multiplies each row of a weight by a factor.
+
+    `parts`: (number of consecutive rows, factor). `rows`: the rows of the whole weight that one of several ranks has;
+    None: all.
+    """
+
+    parts: tuple[tuple[int, float], ...]
+    rows: tuple[int, ...] | None = None
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        counts, factors = zip(*self.parts, strict=True)
+        of_rows = np.repeat(np.array(factors, np.float32), counts)[
+            slice(None) if self.rows is None else list(self.rows)
+        ]
+        scaled: Float32Array = weight * of_rows[:, None]
+        return scaled
+
+    def of_rows(self, rows: tuple[int, ...]) -> RowFactors:
+        """Return the factors of these rows."""
+        return replace(self, rows=rows if self.rows is None else tuple(self.rows[row] for row in rows))
