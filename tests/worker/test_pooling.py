@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from llm_serving.core.step import ResultKind
-from llm_serving.network.positions import PositionEmbedding
+from llm_serving.network.weights import PositionEmbedding
 from llm_serving.worker.model_inputs import ModelInputs
 from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
 

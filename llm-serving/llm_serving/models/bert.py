@@ -7,8 +7,8 @@ from llm_serving.models.attention import attention_heads, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import classifier_labels, empty_network, plain_mlp
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Value
-from llm_serving.network.positions import PositionEmbedding, position_embedding
+from llm_serving.network.operations import BY_TOKEN, Value
+from llm_serving.network.weights import PositionEmbedding
 
 QKV: Final = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
 _FUNCTIONS: Final[Mapping[str, Literal["gelu", "gelu_tanh"]]] = {"gelu": "gelu", "gelu_new": "gelu_tanh"}
@@ -50,7 +50,7 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
     positions = PositionEmbedding(
         at + "position_embeddings", at + "token_type_embeddings", num_positions, num_types, first_position
     )
-    hidden = net.add(net.embedding(at + "word_embeddings"), position_embedding(net, positions))
+    hidden = net.add(net.embedding(at + "word_embeddings"), _position_embedding(net, positions))
     hidden = net.layer_norm(hidden, at + "LayerNorm", bias=True)
 
     def layer(hidden: Value, at: str) -> Value:
@@ -73,3 +73,10 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
     x = net.activation(net.linear(hidden, classifier[0], net.hidden, bias=True), "tanh")
     net.scores(net.linear(x, classifier[1], count, bias=True), count)
     return net
+
+
+def _position_embedding(net: Network, positions: PositionEmbedding) -> Value:
+    """Look up rows of a table by position and, if there are several token types, by type."""
+    net.positions = positions
+    attributes = {**BY_TOKEN, "of_positions": True}
+    return net.record("embedding", {}, {"table": positions.table(net.hidden)}, attributes)

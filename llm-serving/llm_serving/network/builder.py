@@ -13,9 +13,8 @@ from llm_serving.errors import ModelError
 from llm_serving.network.caches import CacheLayout, CacheShape, StateShape
 from llm_serving.network.experts import MAX_EXPERTS, Expert, ExpertRouting, ExpertStacks, Gate, expert_weights
 from llm_serving.network.operations import BY_TOKEN, ElementType, Operation, Transform, Value, Weight
-from llm_serving.network.positions import PositionEmbedding
 from llm_serving.network.rope import Rotary
-from llm_serving.network.weights import Constant, PaddedMeanScale, order_of, shared_order
+from llm_serving.network.weights import Constant, PaddedMeanScale, PositionEmbedding, order_of, shared_order
 
 
 class Network:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from llm_serving.core.step import Float32Array, Int32Array, ResultKind
-from llm_serving.network.positions import PositionEmbedding
+from llm_serving.network.weights import PositionEmbedding
 from llm_serving.worker.model_inputs import ModelInputs
 
 
