@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from llm_serving.backends import create_backend
 from llm_serving.core.step import ResultKind, SamplingInput, StepInput
-from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.adapters import AdapterLimits
 from llm_serving.worker.model_runner import ModelRunner
 from safetensors.numpy import save_file
 

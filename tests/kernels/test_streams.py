@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from llm_serving.kernels import reference
+from llm_serving.models.gemma3n import match_streams, mix_streams, sparsify
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value, Weight
-from llm_serving.network.streams import match_streams, mix_streams, sparsify
 from support.kernel_calls import FLOAT_TYPES, assert_close, typed
 from support.single_operations import random, result_of
 

@@ -11,9 +11,9 @@ from llm_serving.backends.ascend_cells import prompt_mask
 from llm_serving.core.enums import QuantizationName
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step_inputs import ADAPTER_INPUT, STEP_INPUTS, dynamic, dynamic_inputs
-from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.adapters import AdapterLimits
 from llm_serving.network.quantization import Quantization
 from llm_serving.worker.adapters import AdapterMemory
 from llm_serving.worker.compiled_graph import CompiledNetwork

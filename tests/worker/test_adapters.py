@@ -4,9 +4,8 @@ from families import adapters
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError, WorkerError
 from llm_serving.formats.peft import fingerprint, number_of, read_adapter
-from llm_serving.models.adapters import AdapterLimits, check_adapter
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.adapters import experts_modules
+from llm_serving.network.adapters import AdapterLimits, check_adapter, experts_modules
 from llm_serving.network.quantization import Quantization
 from llm_serving.worker.model_runner import ModelRunner
 from support.adapter_factories import merged, write_adapter

@@ -11,9 +11,8 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.errors import ModelError
 from llm_serving.formats.peft import fingerprint, number_of, read_adapter
 from llm_serving.log import get_logger
-from llm_serving.models.adapters import AdapterLimits, check_adapter
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.adapters import experts_modules
+from llm_serving.network.adapters import AdapterLimits, check_adapter, experts_modules
 
 logger = get_logger(__name__)
 

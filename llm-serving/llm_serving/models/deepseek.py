@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.indexer import Indexing
-from llm_serving.models.latent_attention import LatentAttention
+from llm_serving.models.latent_attention import Indexing, LatentAttention
 from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
 from llm_serving.models.mtp import NEXTN

@@ -16,8 +16,7 @@ from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError, WorkerError
 from llm_serving.formats.peft import PeftAdapter, number_of, read_adapter
 from llm_serving.formats.stored_tensor import to_float32
-from llm_serving.models.adapters import AdapterLimits, check_adapter
-from llm_serving.network.adapters import PANEL, AdaptedLinear, LowRankChange, panels
+from llm_serving.network.adapters import PANEL, AdaptedLinear, AdapterLimits, LowRankChange, check_adapter, panels
 from llm_serving.network.operations import Weight
 
 

@@ -28,7 +28,6 @@ from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_graph_settings, graph_settings
-from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.memory import (
     FREE_MEMORY_FRACTION,
     FREE_NPU_MEMORY_FRACTION,
@@ -41,6 +40,7 @@ from llm_serving.models.memory import (
 )
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder, mtp_layer
+from llm_serving.network.adapters import AdapterLimits
 from llm_serving.network.quantization import Quantization, keeps_blocks
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks

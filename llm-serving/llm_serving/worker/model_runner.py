@@ -27,10 +27,9 @@ from llm_serving.errors import StepMismatchError, WorkerError
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import step_inputs_for_rows
-from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.network.adapters import AdaptedLinear, experts_modules
+from llm_serving.network.adapters import AdaptedLinear, AdapterLimits, experts_modules
 from llm_serving.network.quantization import Quantization
 from llm_serving.worker.adapters import AdapterMemory
 from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
