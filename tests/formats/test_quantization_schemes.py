@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.formats.fp8 import Fp8
 from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w8
+from llm_serving.formats.small_floats import Fp8
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.model_factories import TINY, write_safetensors
 from support.quantized_folders import LAYOUTS, compressed, fp8_numbers, gptq, int_quantized, of_gptq, write_quantized

@@ -7,7 +7,7 @@ import huggingface_hub.file_download
 import pytest
 from llm_serving import hub as hub_package
 from llm_serving.errors import ModelError
-from llm_serving.hub import find
+from llm_serving.hub.base import missing_files
 from support.hub_server import COMMIT, StoredModel
 
 from .conftest import WEIGHTS, tiny_files, weight_requests
@@ -79,7 +79,7 @@ def test_huggingface_resumes_a_download(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.cut_after = 100_000
     assert "start again to resume" in error_of()
-    assert hub_package.find.missing_files(hub_package.locate("Tiny/Llama").folder) == ["*.safetensors"]
+    assert missing_files(hub_package.locate("Tiny/Llama").folder) == ["*.safetensors"]
     kept = 100_000
     hub.cut_after = None
     before = len(hub.sent["model.safetensors"])
@@ -200,7 +200,7 @@ def test_huggingface_unreachable_hub_error_suggests_a_mirror(caches):
 
 def test_huggingface_checks_disk_space(hub, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=len(WEIGHTS) - 1)
-    monkeypatch.setattr(find.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(hub_package.shutil, "disk_usage", lambda path: usage)
     assert "must have 0.4 MB free for the weights" in error_of()
     assert weight_requests(hub) == []
 

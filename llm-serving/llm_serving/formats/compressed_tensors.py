@@ -20,7 +20,6 @@ from typing import Final
 import numpy as np
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.fp8 import IGNORED, Fp8
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     SYMMETRIC_ZERO,
@@ -33,6 +32,7 @@ from llm_serving.formats.quantized_tensor import (
     unpack_words,
     values_per_word,
 )
+from llm_serving.formats.small_floats import IGNORED, Fp8
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor, to_float32
 
 SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zero_point", "packed", "shape", "g_idx"))
@@ -41,7 +41,7 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """4-bit and 8-bit integer weights. (`formats.fp8` reads 8-bit floating point.)
+    """4-bit and 8-bit integer weights. (`small_floats.Fp8` reads 8-bit floating point.)
 
     `group_size`: columns of a group; 0: derived from the number of groups. `bits`: bits of the quantized values if each
     takes one byte.

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import PANEL_ROWS, UNIT_COLUMNS, BlockTensor
-from llm_serving.formats.mxfp4 import TWICE
+from llm_serving.formats.small_floats import TWICE
 from llm_serving.formats.stored_tensor import Array
 
 Uint8Array = NDArray[np.uint8]

@@ -7,16 +7,14 @@ from typing import Any, Final
 
 from llm_serving.core.dtypes import describe_quantization, groups_of
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.awq import Awq
 from llm_serving.formats.compressed_tensors import CompressedTensors
-from llm_serving.formats.fp8 import Fp8
 from llm_serving.formats.gguf import METHOD, Gguf
 from llm_serving.formats.gguf_layouts import HeadCounts
 from llm_serving.formats.gguf_names import NAMINGS
-from llm_serving.formats.gptq import Gptq
-from llm_serving.formats.mxfp4 import Mxfp4
 from llm_serving.formats.packed import Scheme
+from llm_serving.formats.packed_words import Awq, Gptq
 from llm_serving.formats.quantized_tensor import QValuesForm
+from llm_serving.formats.small_floats import Fp8, Mxfp4
 
 READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8, MXFP4"
 _MAX_GROUP: Final = 2**20

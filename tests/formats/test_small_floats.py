@@ -5,7 +5,7 @@ import pytest
 from families import models
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
-from llm_serving.formats.mxfp4 import quantized
+from llm_serving.formats.small_floats import quantized
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from llm_serving.network.quantization import stored_qvalues
 from llm_serving.network.weights import assemble_weight
