@@ -2,8 +2,8 @@
 
 A row with an adapter gets x * weight^T + B round(A x), rounded once. A x is rounded to the model dtype. A slot holds
 the matrices A and B of one adapter for every linear operation. If an operation stacks several tensors, each tensor is
-one part: its columns read only its own rows of A. A rank of a tensor-parallel replica holds the columns of A or the
-rows of B that belong to its part of the weight, so the sum over all ranks includes the change once.
+one part, whose columns read only their own rows of A. A rank of a tensor-parallel replica holds the columns of A or the
+rows of B that belong to its part of the weight.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class AdaptedLinear:
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
         part_of_panel: Index of the part that each panel of 16 columns belongs to.
-        a, b: The matrices of all slots. In a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and
-            [slots, N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16; in Cells, whose
-            operations have one part: [slots * R, K] and [N, slots * R].
-        ranks: float32 [slots, parts], rank of the adapter in each slot; only programs read it.
-        parts: float32 [N / 16], `part_of_panel`; only programs read it.
+        a, b: The matrices of all slots. In a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and [slots,
+            N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16. In Cells, whose operations
+            have one part: [slots * R, K] and [N, slots * R].
+        ranks, parts: float32 [slots, parts], rank of the adapter in each slot, and [N / 16], `part_of_panel`. Only
+            programs read them.
     """
 
     weight: Weight
@@ -73,12 +73,10 @@ class AdaptedLinear:
         return 1 + max(self.part_of_panel)
 
     def stored_shape(self, module: str) -> tuple[int, int]:
-        """Return (rows, columns) of the whole tensor of a module."""
         rows, columns = self.weight.stored_shapes[self.modules.index(module)]
         return rows, columns
 
     def matrices(self, changes: Mapping[str, LowRankChange]) -> list[Matrices]:
-        """Return the matrices of each part of an adapter, in the order of the weight."""
         of_parts = [(name,) for name in self.modules] if self.num_parts > 1 else [self.modules]
         return [self._matrices({name: changes[name] for name in names if name in changes}) for names in of_parts]
 
@@ -100,13 +98,8 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network whose linear operations have slots for adapters, and these slots.
-
-    An operation whose weight is transformed while it is loaded gets no slots.
-
-    Args:
-        max_rank: Highest rank of an adapter, rounded up to a multiple of `PANEL`.
-        as_program: Whether a program computes the network; otherwise Cells do.
+    """Return a network whose linear operations have slots for adapters of up to `max_rank`, and these slots. An
+    operation whose weight is transformed while it is loaded gets no slots.
     """
     adapted = copy(network)
     head = network.head_operations
@@ -137,10 +130,8 @@ def experts_modules(network: Network) -> tuple[str, ...]:
 
 
 def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
-    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K padded to multiples of 16 by zeros.
-
-    `in_pairs`: whether the inputs k and k + 1 of a row are adjacent in memory, for even k. This is the order of
-    bfloat16 products; the shape of the panels is then only nominal.
+    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K padded to multiples of 16 by zeros. `in_pairs`:
+    inputs k and k + 1 of a row, for even k, are adjacent in memory, as bfloat16 products need.
     """
     n, k = matrix.shape
     rows, inputs = _padded(n), _padded(k)
@@ -176,7 +167,6 @@ def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> 
 
 
 def _part_of_panel(weight: Weight) -> tuple[int, ...]:
-    """Return for each panel of 16 rows the index of its tensor; zeros if a panel has rows of several tensors."""
     ends = np.cumsum([rows for rows, _ in weight.stored_shapes])
     rows = np.arange(weight.shape[0]) if weight.rows is None else np.array(weight.rows)
     tensors = np.where(rows < 0, -1, np.searchsorted(ends, rows, side="right"))
@@ -209,8 +199,6 @@ class _Numbers:
 
 
 class AdapterLimits(NamedTuple):
-    """Number of adapter slots, and the highest rank of an adapter."""
-
     max_loras: int
     max_rank: int
 

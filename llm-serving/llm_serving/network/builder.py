@@ -22,7 +22,6 @@ class Network:
     writes.
 
     Args:
-        vocab: Rows of the token embedding and of the LM head.
         gamma_transform: Converts stored norm weights to the weights to use, in float32; None: they are the same.
         causal: Whether tokens attend only to themselves and earlier ones. If not, one step must compute a whole prompt.
     """
@@ -40,7 +39,6 @@ class Network:
         self.vocab = vocab
         self.causal = causal
         self.positions: PositionEmbedding | None = None
-        """Learned position embeddings; None: the network has none."""
         self.given: Value | None = None
         """Rows that each step provides instead of token ids; None: the network looks up an embedding."""
         self.num_labels = 0
@@ -50,9 +48,7 @@ class Network:
         self.states: list[StateShape] = []
         """The states of operations. Their attribute `state` is an index into this list."""
         self.layout: CacheLayout | None = None
-        """Groups of the layers; None: one group."""
         self.num_adapter_slots = 0
-        """Number of adapters whose matrices the network holds (`network.adapters`)."""
         self.optional: set[str] = set()
         self.rotaries: set[Rotary] = set()
         self._num_experts = 0
@@ -70,7 +66,6 @@ class Network:
 
     @property
     def head_operations(self) -> list[Operation]:
-        """The LM head, or the operations that compute the scores of a request."""
         return self.operations[-1 if self._head_start is None else self._head_start :]
 
     @property
@@ -83,7 +78,6 @@ class Network:
         return self.vocab * (1 if self.positions is None else self.positions.num_types)
 
     def hidden_states(self) -> list[Operation]:
-        """Return the operations before the LM head. Their result is the input of the LM head."""
         before = self.operations[: -len(self.head_operations)]
         return [*before, Operation("hidden_states", {"x": self.head_input}, {}, {}, {})]
 
@@ -96,8 +90,7 @@ class Network:
         """Look up rows of the table [V, width] by token id.
 
         Args:
-            scale: Factor of the rows.
-            rounded_scale: Whether `scale` is first rounded to the model dtype.
+            scale, rounded_scale: Factor of the rows, and whether it is first rounded to the model dtype.
             width: Columns of the table; 0: the hidden size.
             stored_rows: Rows of the table in the checkpoint; 0: the vocabulary size. Tokens without a row get row 0.
         """
@@ -110,7 +103,6 @@ class Network:
         return self.record("embedding", {}, {"table": table}, attributes, width)
 
     def given_rows(self, width: int) -> Value:
-        """Begin a network whose input is a row of `width` elements for each token instead of token ids."""
         self.given = Value("given", width)
         return self.given
 
@@ -131,8 +123,8 @@ class Network:
         """Compute x * weight^T plus an optional bias.
 
         Args:
-            names: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked.
-            sizes: Rows of each tensor.
+            names, sizes: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked, and rows of
+                each.
             rows, columns, transform: As in `Weight`. `rows` also selects the elements of the bias.
             heads: With more than one, each head of x is multiplied by its own equal share of the weight's rows.
             stored_shapes: Shape of the tensor, if it is not (sum of sizes, columns).
@@ -177,7 +169,6 @@ class Network:
             names: Prefixes of the tensors `<name>.weight`, which are stacked to gamma; None: gamma is 1.
             group: Number of columns that are normalised together; 0: whole rows.
             unpadded: Number of columns of a group that are not zero padding; 0: all.
-            eps: None: the default of the network.
             rows: `Weight.rows` of gamma.
             as_stored: Whether the stored gamma is used without `gamma_transform`.
             of_row: Whether gamma has one element for each column of a row; otherwise one for each column of a group.
@@ -211,14 +202,8 @@ class Network:
         stored_shape: tuple[int, ...] | None = None,
         eps: float | None = None,
     ) -> Value:
-        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32.
-
-        Args:
-            names: Prefixes of the tensors `<name>.weight` and, with a bias, `<name>.bias`, which are stacked.
-            group: Number of columns that are normalised together, each with its own gamma and beta; 0: whole rows.
-            rows: `Weight.rows` of gamma and beta.
-            stored_shape: Shape of each tensor, if it is no vector.
-            eps: None: the default of the network.
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`. Each
+        group has its own gamma and beta. `stored_shape`: shape of each tensor, if it is no vector.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)
@@ -284,16 +269,15 @@ class Network:
         Args:
             q: Queries; equal groups of query heads share one KV head.
             layer: Result of `store_kv`.
-            window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal, a
-                row attends to tokens less than `window` positions away on either side.
+            window: Number of tokens that a row attends to, including itself. If the network is not causal, a row
+                attends to tokens less than `window` positions away on either side.
             cap: Scores s become cap * tanh(s / cap).
-            chunk: A row attends only to tokens of its own chunk of `chunk` positions (Llama 4); 0: no chunks. Not with
-                a window.
+            chunk: A row attends only to tokens of its own chunk of `chunk` positions (Llama 4). Not with a window.
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
             sinks: An additional score for each head, which takes part in the softmax and adds no value (gpt-oss).
             q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
                 latent vector, which is both key and value, and the cached v is the rotary part of the key.
-            selected: Result of `select_keys`: a row attends only to these keys; None: to all. Requires `q_rope`.
+            selected: Result of `select_keys`: a row attends only to these keys. Requires `q_rope`.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
         attributes |= {"causal": self.causal, "chunk": chunk}
@@ -310,12 +294,7 @@ class Network:
 
         The score of a key is the sum over heads of weight * relu(q * key); of equal scores, the first one counts as
         larger (DeepSeek-V3.2, 2025, section 2.1). Only keys up to the row's own position count. If there are too few,
-        -1 follows them.
-
-        Args:
-            q: [T, heads * key width]; all heads share the keys.
-            weights: [T, heads]
-            layer: Result of `store_kv`, with one KV head.
+        -1 follows them. q: [T, heads * key width]; weights: [T, heads]; layer: from `store_kv`, with one KV head.
         """
         selected = Value(f"selected{len(self.operations)}", top_k, "int32")
         attributes = {"layer": layer, "top_k": top_k}
@@ -327,22 +306,18 @@ class Network:
         return self.record("activation", {"x": x}, {}, {"function": function}, x.width)
 
     def gated_activation(self, x: Value, function: Gate) -> Value:
-        """Compute function(first half of x) * second half."""
         return self.record("gated_activation", {"x": x}, {}, {"function": function}, x.width // 2)
 
     def add(self, a: Value, b: Value, scale: float = 1.0) -> Value:
         return self.record("add", {"a": a, "b": b}, {}, {"scale": scale}, a.width)
 
     def multiply(self, a: Value, b: Value, function: Literal["", "silu", "sigmoid", "relu"] = "") -> Value:
-        """Compute a * function(b), element by element, rounded once."""
         return self.record("multiply", {"a": a, "b": b}, {}, {"function": function}, a.width)
 
     def scaled(self, x: Value, weight: Weight) -> Value:
-        """Multiply x by a vector with one element for each column."""
         return self.record("multiply", {"a": x}, {"gamma": weight}, {"function": ""}, x.width)
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
-        """Compute x * sigmoid(gate). `gate` has one element for each row."""
         return self.record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
     def experts(
@@ -402,10 +377,7 @@ class Network:
         transform: Transform | None = None,
         bias: bool = False,
     ) -> None:
-        """Compute scale * (x * head^T + bias), then cap * tanh(logits / cap). This is the last operation of a network.
-
-        `bias`: whether the head has a bias, in the tensor `<name>.bias`.
-        """
+        """Compute scale * (x * head^T + bias), then cap * tanh(logits / cap), as the last operation of the network."""
         weights = {"weight": self._matrix(name, (self.vocab, self.hidden), transform)}
         if bias:
             weights["bias"] = Weight((f"{name}.bias",), (self.vocab,), ((self.vocab,),), dtype="float32")
@@ -417,12 +389,12 @@ class Network:
         self._head_start = len(self.operations)
 
     def scores(self, x: Value, num_labels: int) -> None:
-        """Make x, in float32, the output of the network: `num_labels` scores of each request."""
+        """Make x, in float32, the result of the network."""
         self.num_labels = num_labels
         self.result(x)
 
     def result(self, x: Value) -> None:
-        """Make x, in float32, the result of a network without LM head. This is the last operation of a network."""
+        """Make x, in float32, the result of a network without LM head."""
         self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:
@@ -436,9 +408,8 @@ class Network:
         attributes: Mapping[str, Any],
         width: int | None = None,
     ) -> Value:
-        """Append an operation with one result of `width` columns (None: the hidden size). Return the result.
-
-        Inputs and weights that are None are omitted.
+        """Append an operation with one result of `width` columns, by default the hidden size. Omit inputs and weights
+        of None.
         """
         y = Value(f"{kind}{len(self.operations)}", self.hidden if width is None else width)
         present = {role: each for role, each in inputs.items() if each is not None}

@@ -26,7 +26,6 @@ class CacheShape:
 
     @property
     def num_elements(self) -> int:
-        """Elements of one token's keys and values."""
         return self.kv_heads * (self.key_width + self.value_width)
 
     def num_parts_for(self, other: CacheShape) -> int:
@@ -36,7 +35,6 @@ class CacheShape:
         return parts if fits else 0
 
     def bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes of one token's keys and values; with `int8`, including a scale for each head."""
         widths = self.key_width + self.value_width
         return self.kv_heads * (widths + 2 * INT8_SCALE_BYTES if int8 else widths * dtype_bytes)
 
@@ -61,7 +59,6 @@ class CacheView:
     """A part of a pair of key and value tensors, for a layer whose tokens need less memory than the pair has."""
 
     tensors: int
-    """Index of the pair in `CacheLayout.shapes`."""
     part: int
     """Index of the part. All parts of a row of the pair have the same size."""
     shape: CacheShape
@@ -81,7 +78,6 @@ class CacheLayout:
     layer_tensors: tuple[tuple[int, int], ...]
     """(group, cache) of each layer. Caches are the pairs of tensors, then the views."""
     shapes: tuple[CacheShape, ...]
-    """Shape of each pair of tensors."""
     views: tuple[CacheView, ...] = ()
     group_parts: tuple[int, ...] = ()
     """Number of parts of a row in the caches of each group; empty: 1 for all."""
@@ -102,7 +98,7 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return the layout of one group. `windows`: window of each layer. The group has the widest one."""
+    """Return the layout of one group, whose window is the widest one of the layers."""
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
@@ -111,8 +107,7 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
     """Return the layout of up to `MAX_GROUPS` groups with which a request of `max_model_len` tokens needs least memory.
-    Groups with fewer layers waste less memory, and larger groups need fewer tables. There is one group if several save
-    nothing, or the shape of a layer does not divide the largest one.
+    It has one group if more would save nothing, or if the shape of a layer does not divide the largest one.
     """
     largest = max(shapes, key=lambda each: each.num_elements, default=ONE_LAYER.shapes[0])
     seen = [each if 0 < each.num_tokens < max_model_len else LayerWindow() for each in windows]

@@ -16,12 +16,11 @@ Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
 ExpertFunction = Literal[Gate, "relu2"]
 """Activation function of experts. Experts with a squared ReLU ("relu2") have no gate."""
 MAX_EXPERTS: Final = 2**16
-"""Maximum number of experts in all layers together. Known models have much fewer."""
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Tensor names of one expert. An empty `gate` means that the expert has none."""
+    """Tensor names of one expert; an empty `gate`: it has none."""
 
     gate: str
     up: str
@@ -35,7 +34,7 @@ class ExpertStacks:
     Attributes:
         biases: Names of the tensors of both biases, [count, 2 * inner] and [count, H]; empty: no biases.
         interleaved: Whether rows of gate and up alternate; otherwise gate is first.
-        transposed: Whether the last two axes are exchanged: gate and up [count, H, 2 * inner], down [count, inner, H].
+        transposed: Whether the last two axes are exchanged.
     """
 
     count: int
@@ -51,7 +50,6 @@ class ExpertRouting:
     """How the router chooses the experts of a row. Router logits are float32; of equal ones, the lower number wins.
 
     Attributes:
-        top_k: Number of experts per row.
         score: Function that turns router logits into scores.
         normalise: Whether the weights of a row's experts sum to 1.
         scale: Factor of the weights, applied last.
@@ -59,12 +57,10 @@ class ExpertRouting:
         correction: Name of the tensor that is added to the scores only to select experts (DeepSeek-V3).
         correction_rows: Number of rows of that tensor in the checkpoint; 0: it is a vector.
         bias: Whether the router and each unstacked expert have biases.
-        function: Activation function of the experts.
         factors: Name of the tensor with a factor for the weight of each expert, applied last (Gemma 4).
         scales_input: Whether a row's weight multiplies the expert's input instead of its result (Llama 4).
-        margin: Parameter of the score "sparsemixer" (Phi-3.5-MoE), which ignores `normalise`, groups and the
-            correction. It chooses the remaining expert with the largest logit m, again and again. The weight of the
-            chosen one is its share of a softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
+        margin: Parameter of the score "sparsemixer" (Phi-3.5-MoE, `kernels.reference.route_by_sparse_mixer`), which
+            ignores `normalise`, groups and the correction.
     """
 
     top_k: int
@@ -85,9 +81,8 @@ class ExpertRouting:
 def expert_weights(
     experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool, gated: bool = True
 ) -> dict[str, Weight]:
-    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner].
-
-    Without gates, gate_up is [count * inner, H].
+    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H], without gates [count * inner, H],
+    and down [count * H, inner].
     """
     wide, halves = padded_order(inner, PANEL_ROWS), 1 + gated
     above: tuple[str, ...]
@@ -123,10 +118,6 @@ def expert_weights(
 
 @lru_cache(8)
 def _gate_up_rows(count: int, inner: int, halves: int, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the stored row of each row of the parameter (-1: padding); None: the rows are stored in order.
-
-    Each expert has its gate rows, then its up rows, both padded to a multiple of `PANEL_ROWS`.
-    """
     wide = padded_order(inner, PANEL_ROWS)
     if not interleaved:
         return None if len(wide) == inner else tuple(repeated_order(halves * count, inner, wide))

@@ -48,8 +48,6 @@ ElementType = Literal["model", "float32", "int32"]
 
 @dataclass(frozen=True)
 class Signature:
-    """The roles of an operation's outputs, inputs, weights and attributes. All roles are optional."""
-
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
     weights: tuple[str, ...]
@@ -136,11 +134,9 @@ class Weight:
     """A parameter, and how it is assembled from the tensors of a model folder. Equal weights share one parameter.
 
     Attributes:
-        names: Tensors, stacked along their rows.
+        names, stored_shapes: Tensors, stacked along their rows, and the shape of each.
         shape: Shape of the parameter: (rows, columns) for matrices and tables, (size,) for vectors.
-        stored_shapes: Shape of each tensor.
-        rows: Row i of the parameter is row rows[i] of the stack; -1 is a row of zeros. None keeps the stacked order.
-        columns: The same for the columns.
+        rows, columns: Row i of the parameter is row rows[i] of the stack; -1 is a row of zeros. None keeps the order.
         transposed: Whether the last two axes of each tensor are exchanged first.
         transform: Function that is applied to the float32 values.
         generate: Function of num_positions that returns the parameter, for a weight that no tensor stores.
@@ -168,7 +164,6 @@ class Operation:
     attributes: Mapping[str, Any]
 
     def changed(self, **parts: Mapping[str, Any]) -> Operation:
-        """Return a copy with entries of `inputs`, `weights`, `outputs` or `attributes` replaced or added."""
         fields = {name: {**getattr(self, name), **parts.get(name, {})} for name in _PARTS}
         return Operation(self.kind, **fields)
 

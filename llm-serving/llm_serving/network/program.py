@@ -79,7 +79,6 @@ def build_program(network: Network, dtype: str) -> Program:
 
 
 def build_hidden_states_program(network: Network, dtype: str) -> Program:
-    """Build the program whose result is the input of the head."""
     return _of_network(network, rewrite(select_rows(network.hidden_states())), dtype)
 
 
@@ -92,24 +91,21 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits or scores from hidden states.
-
-    The hidden states are the program's last weight, a table with one row for each token id of the step.
+    """Build the program that computes logits or scores from hidden states, its last weight: a table with one row for
+    each token id of the step.
     """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network with `given` rows. The result is float32.
-
-    The given rows are the program's last weight, a table that the token ids of a step index.
+    """Build the program of a network with `given` rows, its last weight: a table that the token ids of a step index.
+    The result is float32.
     """
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 
 
 def build_embedding_program(network: Network, dtype: str) -> Program:
-    """Build the program whose result is the token embedding, in float32."""
     first = network.operations[0]
     result = Operation("hidden_states", {"x": first.outputs["y"]}, {}, {}, {})
     return assemble(rewrite(select_rows([first, result])), 0, dtype, list(first.weights.values()))
@@ -179,9 +175,8 @@ def assemble(
 
 
 class ProgramMemory:
-    """The memory layout of a program. Values that do not exist at the same time share memory.
-
-    `offsets`: position of each value, in bytes per row of a step.
+    """The memory layout of a program: `offsets` of values, in bytes per row of a step. Values that do not exist at the
+    same time share memory.
     """
 
     def __init__(self, operations: Sequence[Operation], dtype_bytes: int) -> None:
@@ -226,7 +221,6 @@ class ProgramMemory:
 
 
 def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value, int]) -> dict[Value, int]:
-    """Assign an offset to each value, wide values first. Values that exist at the same time do not overlap."""
     offsets: dict[Value, int] = {}
     for buffer in sorted(spans, key=lambda each: -sizes[each]):
         first, last = spans[buffer]

@@ -55,7 +55,6 @@ class Quantization:
 
 
 def keeps_blocks(quantization: Quantization | None) -> bool:
-    """Return whether GGUF blocks that products can use stay unconverted."""
     return quantization is None or quantization.name == QuantizationName.BLOCKS_A16
 
 
@@ -112,10 +111,8 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight, one tensor after another; None: products cannot use them.
-
-    This is the case if a tensor is not in blocks, if the weight reorders columns or has a transform, or if the rows of
-    a tensor do not fill whole panels.
+    """Return the stored GGUF blocks of a weight, one tensor after another; None: products cannot use them, because a
+    tensor is not in blocks or does not fill whole panels, or because the weight reorders columns or has a transform.
     """
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
@@ -127,9 +124,8 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Return these rows of the stacked tensors, as one segment for each run of rows from the same tensor.
-
-    -1 is a row of zeros, which belongs to the segment of the row before it.
+    """Return these rows of the stacked tensors, one segment for each run of rows from the same tensor. -1 is a row of
+    zeros, which belongs to the segment of the row before it.
     """
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
@@ -153,9 +149,7 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return these columns of tensors of the same form, with the largest group size that splits no group; empty: even
-    groups of `MIN_GROUP_SIZE` would be split.
-    """
+    """Return these columns of tensors, with the largest group size that splits no group; empty: there is none."""
     while True:
         picked = [each.with_columns(columns) for each in tensors]
         found = [each for each in picked if each is not None]
@@ -166,7 +160,6 @@ def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) ->
 
 
 def _divide_groups(columns: tuple[int, ...] | None) -> bool:
-    """Return whether a column order splits groups of `MIN_GROUP_SIZE` columns, which the kernels cannot use."""
     if columns is None:
         return False
     firsts = np.array(columns[::MIN_GROUP_SIZE])
@@ -179,7 +172,6 @@ def _power_of_two_in(group_size: int) -> int:
 
 
 def can_multiply(scheme: QuantizationName, form: QValuesForm) -> bool:
-    """Return whether the products of a scheme can use stored quantized values of a form."""
     in_groups = scheme != QuantizationName.W8A8 and _power_of_two_in(form.group_size) >= MIN_GROUP_SIZE
     has_form = form.bits == BITS.get(scheme) and form.in_order and not form.has_zeros
     return has_form and (form.group_size == 0 or in_groups)
@@ -188,9 +180,8 @@ def can_multiply(scheme: QuantizationName, form: QValuesForm) -> bool:
 def bytes_saved(
     network: Network, quantization: Quantization | None, dtype_bytes: int, stored: QValuesForm | None = None
 ) -> int:
-    """Return how many bytes quantization saves compared with the model dtype. Each scale takes 4 bytes.
-
-    `stored`: form of the quantized values in the model's files; None: the files have none.
+    """Return how many bytes quantization saves compared with the model dtype. `stored`: form of the files' quantized
+    values.
     """
     total = 0
     for weight, scheme in quantized_weights(network, quantization).items():
@@ -268,14 +259,12 @@ def _unsupported_by_cells(operation: Operation) -> str | None:
 
 
 def unsupported_quantization(quantization: Quantization | None) -> str | None:
-    """Return the feature of a quantization that Ascend's primitives lack; None: they lack none."""
     if quantization is None or quantization.name in (QuantizationName.W8A8, QuantizationName.DEQUANTIZED):
         return None
     return f"products of {quantization.name} weights"
 
 
 def unsupported_by_int8_cache(network: Network) -> str | None:
-    """Return the first feature of the network that does not work with an int8 KV cache; None: all features do."""
     if not network.causal:
         return _BIDIRECTIONAL
     return _LATENT if any(map(_is_latent, network.operations)) else None

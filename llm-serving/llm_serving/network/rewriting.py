@@ -81,8 +81,6 @@ def apply(plan: Plan, rules: Sequence[Rule]) -> Plan:
 
 
 class Graph:
-    """The producer and the consumers of each value in a list of operations."""
-
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.position = {operation: at for at, operation in enumerate(operations)}
         self._stores: dict[Operation, Operation] = {}
@@ -99,22 +97,18 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return the operation that stores the keys which `attention` reads.
-
-        This is the last `store_kv` of the layer before `attention`, or an attention operation that stores keys.
+        """Return the operation that stores the keys which `attention` reads: the last `store_kv` of the layer before
+        it, or an attention operation that stores keys.
         """
         return self._stores[attention]
 
     def producer(self, value: Value) -> Operation | None:
-        """Return the operation that writes a value; None for a view."""
         return self._producers.get(value)
 
     def consumers(self, value: Value) -> list[Operation]:
-        """Return the operations that read a value or a view of it, one entry for each read."""
         return self._consumers.get(value.root, [])
 
     def single_use_producer(self, value: Value, *kinds: str) -> Operation | None:
-        """Return the operation that writes a value, if it has one of these kinds and the value is read only once."""
         producer = self.producer(value)
         return producer if producer is not None and producer.kind in kinds and len(self.consumers(value)) == 1 else None
 

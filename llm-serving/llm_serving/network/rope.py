@@ -22,7 +22,6 @@ Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 MEAN_POSITIONS: Final = 4096
-"""Number of positions over which `Rotary.mean_rotated` takes the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,8 @@ class Scaling:
         low, high: llama3: low_freq_factor and high_freq_factor; yarn (Peng et al. 2023): beta_slow and beta_fast.
         attention_factor: Factor of cosines and sines; None: derived from `factor`.
         mscale, mscale_all_dim: yarn in DeepSeek's variant.
-        short, long: longrope (Ding et al. 2024): a divisor for each pair of elements, for contexts up to `original`
-            positions and for longer ones.
+        short, long: longrope (Ding et al. 2024): a divisor for each pair, for contexts up to `original` and longer
+            ones.
         truncate: yarn: whether the limits are rounded to whole pairs.
     """
 
@@ -69,8 +68,7 @@ class Rotary:
         interleaved: Whether the checkpoint pairs adjacent elements; otherwise it pairs i and i + rotary_dim / 2.
         own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: `head_dim`.
         growth, growth_positions, growth_start: The row at position p is also multiplied by 1 + growth * ln(1 + floor((p
-            + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4). With growth 0
-            this factor is 1.
+            + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4).
     """
 
     head_dim: int
@@ -101,7 +99,7 @@ class Rotary:
         return self._table(np.sin, num_positions)
 
     def mean_rotated(self, values: Float32Array) -> Float32Array:
-        """Rotate a vector of heads to each of the first `MEAN_POSITIONS` positions. Return the mean of the results."""
+        """Return the mean of a vector of heads rotated to each of the first `MEAN_POSITIONS` positions."""
         cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
         heads = values.reshape(-1, 2, self.head_dim // 2)
         turned = np.stack([-heads[:, 1], heads[:, 0]], axis=1).reshape(-1, self.head_dim)
@@ -109,9 +107,7 @@ class Rotary:
         return mean.reshape(values.shape)
 
     def frequencies(self, num_positions: int) -> Float64Array:
-        """Return the radians per position of each rotating pair, theta^(-2i/D) (RoFormer, equation 15), after scaling
-        for contexts of up to `num_positions`.
-        """
+        """Return the radians per position of each rotating pair, theta^(-2i/D) (RoFormer, equation 15), scaled."""
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         plain[self.rotary_dim // 2 - self.still :] = 0
         if self.scaling is None:
@@ -154,7 +150,6 @@ def _linear(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_positions: int) -> Float64Array:
-    """Increase the base with the context length ("NTK-aware" scaling)."""
     if num_positions <= scaling.original:
         return plain
     growth = scaling.factor * num_positions / scaling.original - (scaling.factor - 1)

@@ -42,7 +42,6 @@ _RECURRENCES: Final = {"delta_rule": (("q", "k"), ("v",), ("a", "b")), "ssm": ((
 """Kind -> inputs that each group of heads shares, inputs of each head, and inputs with one column for each head."""
 
 Indices = tuple[int, ...]
-"""Columns of a value, or rows or columns of a weight, that a rank holds."""
 
 
 class _CannotShardError(Exception):
@@ -98,7 +97,6 @@ class _Sharding:
             self._write(each)
 
     def _shard_heads(self, attend: Operation) -> None:
-        """Split the query, key and value heads so that each rank has whole groups of query heads with their KV head."""
         store = self._graph.store_of(attend)
         cache = self._network.caches[attend.attributes["layer"]]
         gates = [each.inputs["b"] for each in self._graph.consumers(attend.outputs["y"]) if each.kind == "multiply"]
@@ -124,8 +122,8 @@ class _Sharding:
         self._shard_all(split)
 
     def _shard_recurrence(self, scan: Operation) -> None:
-        """Split the heads of the gated delta rule or of a state space model, and the columns of the convolution before
-        it. The recurrence stays whole if a rank would get part of a head, of a group of heads, or of a norm's columns.
+        """Split the heads of a recurrence, and the columns of the convolution before it. The recurrence stays whole if
+        a rank would get part of a head, of a group of heads, or of a norm's columns.
         """
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
@@ -145,7 +143,6 @@ class _Sharding:
         self._shard_all(split + [(each.inputs["b"], self._count) for each in after if each.kind == "multiply"])
 
     def _shard_gated_convolution(self, convolution: Operation) -> None:
-        """Split the columns of a convolution whose input and result are multiplied by columns of one matrix product."""
         before = self._graph.producer(convolution.inputs["x"])
         after = self._norms_and_gates(y := convolution.outputs["y"])
         is_gated = before is not None and [each.kind for each in (before, *after)] == ["multiply"] * 2
@@ -173,7 +170,6 @@ class _Sharding:
         return value, normed
 
     def _shard_all(self, split: Iterable[tuple[Value, int]]) -> None:
-        """Split the matrix products that compute these values, each into this number of parts."""
         products: dict[Value, set[tuple[int, int, int]]] = {}
         for value, count in split:
             products.setdefault(value.root, set()).add((value.start, value.width, count))
@@ -191,8 +187,9 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Return the rank's part of column ranges. `ranges`: first column, width, and number of parts, which is less
-        than the number of ranks if several ranks have the same part."""
+        """Return the rank's part of column ranges (first column, width, number of parts). Ranks share a part if there
+        are fewer.
+        """
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))
 
@@ -271,7 +268,6 @@ class _Sharding:
         return weights
 
     def _write_states(self, operation: Operation) -> None:
-        """Write the rank's part of a convolution or recurrence, with states of only its own columns or heads."""
         y, number = operation.outputs["y"], operation.attributes["state"]
         whole = self.result.states[number].shape
         if operation.kind in _RECURRENCES:
@@ -291,7 +287,6 @@ class _Sharding:
         self._record(operation, weights)
 
     def _write_vocabulary(self, operation: Operation) -> None:
-        """Split the rows of the token embedding or of the LM head into the same ranges as csrc/ranks.h."""
         rows = self._network.vocab
         if rows < self._count:
             raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
@@ -335,7 +330,6 @@ class _Sharding:
 
 
 def _is_activation(operation: Operation) -> bool:
-    """Return whether the operation is the activation function of a feed-forward layer, such as a squared ReLU."""
     of_one_value = operation.kind == "multiply" and operation.inputs["a"] is operation.inputs.get("b")
     return of_one_value or operation.kind in ("gated_activation", "activation")
 
@@ -375,8 +369,6 @@ def _columns(weight: Weight, indices: Indices) -> Weight:
 
 @dataclass(frozen=True)
 class _VectorPart:
-    """A rank's part of a vector that `Weight.generate` computes."""
-
     whole: Callable[[int], Float32Array]
     start: int
     stop: int

@@ -26,10 +26,8 @@ LANES: Final = 16
 def causal_conv(
     net: Network, x: Value, name: str, taps: int, *, bias: bool = False, function: Literal["", "silu"] = ""
 ) -> Value:
-    """Convolve each column of x with its own `taps` weights along the rows of its sequence.
-
-    Row t gets function(bias + the sum over i of weight[i] * x[t - taps + 1 + i]). The tensor `<name>.weight` is
-    [columns, 1, taps].
+    """Convolve each column of x with its own `taps` weights along the rows of its sequence: row t gets function(bias +
+    the sum over i of weight[i] * x[t - taps + 1 + i]). The tensor `<name>.weight` is [columns, 1, taps].
     """
     width = x.width
     weights = {
@@ -61,12 +59,11 @@ def delta_rule(
     S^T k))^T. The result of the row is S'^T q.
 
     Args:
-        q, k: Heads of queries and keys. They are L2-normalised; then q is multiplied by `scale`. Consecutive heads of v
-            share one q and k.
-        v: Heads of values, as many as a and b have columns.
+        q, k: Heads, which are L2-normalised with `eps`; then q is multiplied by `scale`. Consecutive heads of v share
+            one q and k.
+        v: Heads, as many as a and b have columns.
         a: decay = exp(-exp(rates) * softplus(a + bias)).
         rates, bias: Names of tensors with an element for each head of v.
-        eps: Added to the squared norm of a query or key.
     """
     heads = a.width
     weights = {"rates": _of_heads(rates, heads, _negative_exp), "bias": _of_heads(bias, heads)}
@@ -94,8 +91,7 @@ def ssm(
     of the row is S'^T c + skip * x.
 
     Args:
-        x: Heads, as many as dt has columns.
-        dt: step = softplus(dt + bias), limited to `limits`; decay = exp(-exp(rates) * step).
+        dt: One column for each head: step = softplus(dt + bias), limited to `limits`; decay = exp(-exp(rates) * step).
         b, c: `groups` of state_size columns each; consecutive heads share a group.
         rates, bias, skip: Names of tensors with an element for each head.
     """

@@ -128,7 +128,6 @@ def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
 
 
 def picked(array: Array, order: Sequence[int] | None) -> Array:
-    """Return the rows of an array in an order as in `Weight.rows`; None: all rows."""
     if order is None:
         return array
     at = np.array(order)
@@ -139,8 +138,6 @@ def picked(array: Array, order: Sequence[int] | None) -> Array:
 
 @dataclass(frozen=True)
 class Constant:
-    """Generates a vector of equal elements. It is used as `Weight.generate`."""
-
     size: int
     value: float
 
@@ -150,9 +147,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Scales a norm weight, because zero padding of the rows makes their mean square smaller.
-
-    `share`: unpadded fraction of the columns. `transform`: applied to the norm weight first.
+    """Scales a norm weight, because zero padding of the rows makes their mean square smaller. `share`: unpadded
+    fraction of the columns. `transform`: applied to the norm weight first.
     """
 
     share: float
@@ -165,8 +161,6 @@ class PaddedMeanScale:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A `Weight.transform` that multiplies a weight by a factor."""
-
     factor: float
 
     def __call__(self, weight: Float32Array) -> Float32Array:
@@ -175,10 +169,8 @@ class Scaled:
 
 @dataclass(frozen=True)
 class RowFactors:
-    """A `Weight.transform` that multiplies each row of a weight by a factor.
-
-    `parts`: (number of consecutive rows, factor). `rows`: the rows of the whole weight that one of several ranks has;
-    None: all.
+    """A `Weight.transform` that multiplies each row of a weight by a factor. `parts`: (number of consecutive rows,
+    factor). `rows`: the rows of the weight that a rank has; None: all.
     """
 
     parts: tuple[tuple[int, float], ...]
@@ -193,17 +185,13 @@ class RowFactors:
         return scaled
 
     def of_rows(self, rows: tuple[int, ...]) -> RowFactors:
-        """Return the factors of these rows."""
         return replace(self, rows=rows if self.rows is None else tuple(self.rows[row] for row in rows))
 
 
 @dataclass(frozen=True)
 class PositionEmbedding:
-    """A learned embedding of positions, to which an embedding of token types is added.
-
-    Attributes:
-        name, types: Tensor name prefixes of both tables, [first + num_positions, H] and [num_types, H].
-        first: Row of the table for position 0.
+    """A learned embedding of positions, to which an embedding of token types is added. `name` and `types` are prefixes
+    of both tables, [first + num_positions, H] and [num_types, H].
     """
 
     name: str
@@ -213,8 +201,8 @@ class PositionEmbedding:
     first: int = 0
 
     def table(self, hidden: int) -> Weight:
-        """Return the sums of both embeddings, [num_types * num_positions, H]: all positions with the first token type,
-        then all positions with the second.
+        """Return the sums of both embeddings, [num_types * num_positions, H]: all positions with the first token type
+        come first.
         """
         stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)
         shape = (self.num_types * self.num_positions, hidden)
