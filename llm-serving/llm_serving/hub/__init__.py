@@ -1,7 +1,4 @@
-"""Models given by name, from Hugging Face or ModelScope: found in the local caches, or downloaded.
-
-Only such models use the network.
-"""
+"""Models given by name, from Hugging Face or ModelScope. Only such models use the network."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class HubModel:
 
     @property
     def source(self) -> str:
-        """Return a text for the operator about the files that are served."""
         how = "in the local cache, nothing is downloaded" if self.listing is None else "downloaded from the hub"
         return f"{self.name} is revision {self.commit} of {HUBS[self.hub].title}, {how}: {self.folder}"
 
@@ -113,7 +109,6 @@ def download(model: HubModel, say: Callable[[str], None]) -> None:
 
 
 def _download_small_files(key: str, listing: Listing) -> HubModel:
-    """Download all files except the weights. Raise ModelError for an unsupported model or missing weights."""
     hub = HUBS[key]()
     if CONFIG_NAME not in listing.sizes:
         raise ModelError(f"{listing.website} has no {CONFIG_NAME}: it is not a language model in Hugging Face format")

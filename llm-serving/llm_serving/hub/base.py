@@ -36,14 +36,8 @@ _MAX_SMALL_BYTES: Final = 2**27
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of one revision of a model on a hub.
-
-    Attributes:
-        revision: Requested branch, tag or commit.
-        commit: Commit of the revision; equal to `revision` if the hub reports no commit.
-        folder: Folder for the files of exactly this revision.
-        sizes: File name -> bytes.
-        website: URL of the model's page.
+    """The files of one revision (branch, tag or commit) of a model on a hub. `commit` equals `revision` if the hub
+    reports no commit. `sizes`: file name -> bytes. `website`: URL of the model's page.
     """
 
     name: str
@@ -75,7 +69,6 @@ class Hub(Protocol):
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids network access."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").strip().lower() not in _FALSE for name in names)
 
@@ -119,7 +112,7 @@ def huggingface_snapshot(name: str, revision: str) -> Path | None:
 
 
 def modelscope_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision, possibly incomplete; None: it is not cached."""
+    """Do the same as `huggingface_snapshot` in ModelScope's cache."""
     cache = modelscope_cache()
     owner, _, model = name.partition("/")
     older = Path(owner) / model.replace(".", "___")
@@ -181,7 +174,6 @@ class _LineStream:
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of configuration and tokenizer files in `sizes` (name -> bytes), config.json first."""
     patterns = (MODULE_FILE, _TEMPLATE)
     matching = [name for name in sizes if _matches(name, _SMALL) or any(each.fullmatch(name) for each in patterns)]
     names = [name for name in matching if sizes[name] <= _MAX_SMALL_BYTES]
@@ -190,10 +182,8 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """Return the safetensors files to download, in order; empty: the weights are in other formats.
-
-    If the hub has several sets of weight files, the index file `index` selects one. Raise ModelError if the index is
-    invalid.
+    """Return the safetensors files to download, in order; empty: the weights are in other formats. If the hub has
+    several sets of weight files, `index` selects one. Raise ModelError if it is invalid.
     """
     if INDEX_NAME in names:
         return indexed_names(index)

@@ -63,7 +63,6 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Return the C++ compiler to build with. Raise KernelError if there is none, or if it does not run."""
     configured = os.environ.get("CXX")
     candidates = [configured] if configured else ["g++", "c++", "clang++"]
     path = next((found for name in candidates if (found := shutil.which(name))), None)
@@ -82,10 +81,8 @@ Progress = Callable[[str], None]
 
 def library_path(on_progress: Progress | None = None) -> Path:
     """Return the path of the library for these sources. If it or this CPU's kernels are missing, build them first.
-
-    Without a compiler, use a library that was built earlier from the same sources, for any instruction sets. Report the
-    progress to `on_progress`, or log it. Raise KernelError if there is no compiler and no library, no writable folder,
-    or if a source does not compile.
+    Without a compiler, use a library that was built earlier from the same sources, for any instruction sets. Raise
+    KernelError if there is no compiler and no library, no writable folder, or if a source does not compile.
     """
     try:
         return _built(preferred_isas()[:1], on_progress)[0]
@@ -99,7 +96,6 @@ def kernels_path(isa: str, on_progress: Progress | None = None) -> Path:
 
 
 def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Path]:
-    """Return the paths of the library and of the kernels of the instruction sets `isas`. Build missing ones first."""
     parts, folders = [_LIBRARY, *map(_kernels_of, isas)], _cache_folders()
     sources = _fingerprint_of_sources()
     try:
@@ -160,7 +156,6 @@ def _writable(folders: list[Path]) -> Path:
 
 
 def _fingerprint_of_sources() -> str:
-    """Return a hash of all inputs of the compilation except the compiler: sources, headers and flags."""
     flags = {name: each.compiler_flags for name, each in INSTRUCTION_SETS.items()}
     parts = [repr((_FLAGS, _LINKER_FLAGS, flags, platform.machine())).encode()]
     for source in sorted(_SOURCES.iterdir()):
@@ -178,9 +173,7 @@ def _digest(*parts: bytes) -> str:
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
     """Yield, while a file is locked, a function that reports progress to the user and to processes that wait for the
-    lock.
-
-    The system unlocks the file if this process dies.
+    lock. The system unlocks the file if this process dies.
     """
     with path.open("a+") as file:
         started = time.monotonic()
@@ -208,11 +201,8 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources in parallel and move the parts into place atomically.
-
-    Args:
-        targets: Part (`_LIBRARY`, or kernels of an instruction set) -> path, all in one folder.
-        library: The library, if it is not a target.
+    """Compile `targets` (part -> path, all in one folder) in parallel and move them into place atomically. `library`:
+    the library, if it is not a target.
     """
     started = time.monotonic()
     logger.info("compiling the operator library with %s (once)", compiler.version)

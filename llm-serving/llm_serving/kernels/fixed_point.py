@@ -33,11 +33,8 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def linear(x: Floats, weight: Floats) -> Singles:
-    """Multiply x [M, K] by the transposed weight [N, K]. Return [M, N] in float32, before rounding to bfloat16.
-
-    Args:
-        x: Exact bfloat16 values. Rows with infinity or NaN become NaN.
-        weight: Exact, finite bfloat16 values; other weights are multiplied in float32.
+    """Multiply x [M, K] by the transposed weight [N, K]. Return [M, N] in float32, before rounding to bfloat16. Values
+    are exact bfloat16. Rows of x with infinity or NaN become NaN; weights are finite.
     """
     multiples, powers = _weight_multiples(_without_subnormals(weight))
     blocks = [slice(first, first + BLOCK_INPUTS) for first in range(0, x.shape[1], BLOCK_INPUTS)]
@@ -72,18 +69,16 @@ def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, 
 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
-    """Return the matrix product [M, N] of integers: each sum is exact, then rounded to float32 once.
-
-    If the norms of the rows are within `max_norm`, each sum fits into 32 bits.
+    """Return the matrix product [M, N] of integers: each sum is exact, then rounded to float32 once. Sums fit into 32
+    bits if the norms of the rows are within `max_norm`.
     """
     assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 
 
 def _sum_of_squares(values: Singles) -> Singles:
-    """Sum the squares of each row in the order of the kernel.
-
-    Lane j of 16 adds every sixteenth input from j on; then lanes j and j + 8 are added, then j and j + 4, + 2 and + 1.
+    """Sum the squares of each row in the order of the kernel: lane j of 16 adds every sixteenth input from j on; then
+    lanes j and j + 8 are added, then j and j + 4, + 2 and + 1.
     """
     lanes = np.zeros((len(values), _LANES), np.float32)
     for first in range(0, values.shape[1], _LANES):
@@ -110,10 +105,8 @@ def _without_subnormals(values: Floats) -> Doubles:
 
 
 def _single(values: Doubles) -> Singles:
-    """Round to float32.
-
-    Sums are rounded to float64 first, which gives the result of a single rounding here (S. A. Figueroa, When is double
-    rounding innocuous?, 1995). Products are exact.
+    """Round to float32. Sums are rounded to float64 first, which gives the result of a single rounding here (S. A.
+    Figueroa, When is double rounding innocuous?, 1995).
     """
     with np.errstate(over="ignore"):
         return _without_subnormals(values).astype(np.float32)

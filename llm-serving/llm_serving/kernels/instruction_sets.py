@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ISA_VARIABLE: Final = "LLM_SERVING_ISA"
-"""Environment variable with the instruction set to use instead of the best one."""
 PLAIN: Final = "plain"
 
 
@@ -57,7 +56,6 @@ def runnable_isas() -> list[str]:
 
 
 def is_supported(name: str) -> bool:
-    """Return whether this CPU runs the instruction set, which may be one for tests."""
     return name in compilable_isas() and INSTRUCTION_SETS[name].cpu_flags <= _cpu_flags()
 
 

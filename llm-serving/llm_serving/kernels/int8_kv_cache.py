@@ -20,15 +20,12 @@ Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
 MAX_WEIGHT = np.float32(65535)
-"""Largest quantized softmax weight. A softmax weight is multiplied by the scale of its value vector, and the product is
-rounded to an integer from 0 to this one."""
+"""Largest quantized softmax weight. Quantized are products of softmax weights and scales of value vectors."""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
     """Quantize rows [T, num_heads*D]. Return quantized values [T, num_heads, D] in -127..127, and scales [T,
-    num_heads].
-
-    A head with infinity or NaN gets zeros and a scale of NaN.
+    num_heads]. A head with infinity or NaN gets zeros and a scale of NaN.
     """
     qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
@@ -39,9 +36,6 @@ def quantize_rotated_heads(
 ) -> tuple[NDArray[np.int8], Singles]:
     """Rotate queries or keys, then quantize them as `quantize_heads` does. From keys, subtract `offset` [num_heads*D]
     first.
-
-    The scales of keys are those of the rotated numbers. The scales of queries are divided by the block size of the
-    rotation, because the product of two rotated rows is larger by that factor.
     """
     values = x.astype(np.float32)
     if offset is not None:
@@ -57,9 +51,8 @@ def restored(x: Floats, num_heads: int) -> Doubles:
 
 
 def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
-    """Return queries or keys as attention reads them back from 8 bits, exact except for the rounding of float64.
-
-    `offset` is not added back to the returned keys.
+    """Return queries or keys, without `offset`, as attention reads them back from 8 bits, except for float64
+    rounding.
     """
     qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
     block = rotated_block(qvalues.shape[-1])

@@ -81,7 +81,6 @@ def done(status: int) -> int:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the operator library and declare the arguments and results of its functions."""
     path = library_path()
     library = _open(path)
     for name, (result, arguments) in _SIGNATURES.items():
@@ -111,10 +110,8 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of an instruction set's kernels; None: the operating system does not permit the instruction
-    set.
-
-    Load the library before. Raise KernelError if the kernels cannot be built or loaded.
+    """Return the address of an instruction set's kernels; None: the operating system does not permit the
+    instructions.
     """
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
@@ -131,9 +128,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Return a context that computes with instruction set `name`, whose kernels are compiled first if they are
-    missing.
-
+    """Return a context that computes with instruction set `name`, whose kernels are compiled first if they are missing.
     "amx_emulated" (slow, needs AVX-512) and "avx_vnni_evex" (needs AVX-512 VNNI) exist for tests. Raise KernelError if
     the name is unknown, this CPU cannot run it, or its kernels cannot be built.
     """
@@ -151,7 +146,6 @@ def use_isa(name: str) -> Iterator[None]:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Return a context that computes with `count` threads."""
     library = load()
     before = library.llm_num_threads()
     library.llm_set_num_threads(count)
@@ -162,8 +156,6 @@ def use_threads(count: int) -> Iterator[None]:
 
 
 class OperatorTime(NamedTuple):
-    """Time of one operator since profiling was enabled."""
-
     name: str
     calls: int
     seconds: float
@@ -171,7 +163,6 @@ class OperatorTime(NamedTuple):
 
 @contextmanager
 def profiling() -> Iterator[None]:
-    """Return a context in which the time of every operator is measured, for `operator_times`."""
     load().llm_set_profiling(1)
     try:
         yield
@@ -193,9 +184,8 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done.
-
-    The kernels wait until the callback returns. A later call replaces the callback.
+    """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done. The
+    kernels wait until the callback returns. A later call replaces the callback.
     """
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())

@@ -29,12 +29,8 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 
 def w8a8(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
-    """Multiply by 8-bit weights (csrc/w8a8.h).
-
-    Args:
-        qvalues: int8, at most 65,536 columns.
-        scales: [N].
-        rotated: Whether the weight was rotated. The rows of x are then rotated too.
+    """Multiply by 8-bit weights of at most 65,536 columns, scales [N] (csrc/w8a8.h). `rotated`: the weight was rotated;
+    the rows of x are then rotated too.
     """
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.
@@ -51,13 +47,8 @@ def w4a8(
     group_size: int,
     rotated: bool = False,
 ) -> Singles:
-    """Multiply by 4-bit weights in groups (csrc/w4a8.h).
-
-    Args:
-        qvalues: 0 to 15, at most 65,536 columns.
-        scales, zeros: [N, groups], the scales and zero points; zeros None: `W4A8_ZERO`.
-        group_size: Columns of a group; the last may be shorter.
-        rotated: Whether the weight was rotated. The rows of x are then rotated too.
+    """Multiply by 4-bit weights of at most 65,536 columns in groups, the last of which may be shorter (csrc/w4a8.h).
+    `scales` and `zeros` (None: `W4A8_ZERO`) are [N, groups]. `rotated` as in `w8a8`.
     """
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     totals = np.zeros((len(rows), len(qvalues)), np.float32)
@@ -74,12 +65,8 @@ def w4a8(
 def blocks(
     x: Floats, qvalues: NDArray[np.uint8], zero: int, scales: Singles, minima: Singles | None, group_size: int
 ) -> Singles:
-    """Multiply by weights in GGUF blocks (csrc/blocks.h). Every `BLOCK` inputs of a row of x share a scale.
-
-    Args:
-        zero: The quantized value that stands for 0.
-        scales, minima: [N, groups].
-        group_size: Columns of a group, 16 or 32.
+    """Multiply by weights in GGUF blocks (csrc/blocks.h). Every `BLOCK` inputs of a row of x share a scale. `scales`
+    and `minima` are [N, groups]; a group has 16 or 32 columns. `zero`: quantized value that stands for 0.
     """
     m, k = x.shape
     rows, row_scales = quantize_rows(x.reshape(-1, BLOCK))
@@ -101,9 +88,8 @@ def blocks(
 
 
 def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
-    """Return quantized values [M, K] in -127..127, and scales [M]: x is about quantized value * scale.
-
-    The scale of a row is its largest magnitude / 127.
+    """Return quantized values [M, K] in -127..127, and scales [M], largest magnitude / 127: x is about value *
+    scale.
     """
     values = without_subnormals(x.astype(np.float32))
     largest = np.abs(values).max(axis=1, initial=0)
@@ -137,8 +123,8 @@ def rotate(x: Floats) -> Singles:
 
 
 def rotated_block(size: int) -> int:
-    """Return the block size of the rotation for rows of `size` numbers: the largest power of two up to 128 that divides
-    `size`; 1, no rotation, if that is below 16.
+    """Return the block size of the rotation: the largest power of two up to 128 that divides `size`; 1, no rotation, if
+    that is below 16.
     """
     block = min(size & -size, _MAX_ROTATED)
     return block if block >= _MIN_ROTATED else 1

@@ -19,18 +19,14 @@ JOIN_S: Final = 3600.0
 
 
 class Ranks:
-    """One of several processes (ranks) that compute the same step at the same time.
-
-    Methods raise RankLostError if another rank has ended or computes a different step. After an error, do not use the
-    object again: the partial sums of one step could be added to those of another.
+    """One of several processes (ranks) that compute the same step at the same time. Methods raise RankLostError if
+    another rank has ended or computes a different step. After an error, do not use the object again: the partial sums
+    of one step could be added to those of another.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Join and wait for the other ranks. Raise RankLostError if a rank is missing.
-
-        Args:
-            fd: Memory of `memory_bytes(count)` that all ranks have inherited.
-            timeout_s: Seconds until all ranks must have joined, and until all must have loaded.
+        """Join and wait for the other ranks. `fd`: memory of `memory_bytes(count)` that all ranks have inherited.
+        `timeout_s`: until all must have joined, and until all must have loaded.
         """
         self.rank, self.count = rank, count
         self._library = library.load()
@@ -44,7 +40,6 @@ class Ranks:
         return None if error is None else error.decode(errors="replace")
 
     def check(self) -> None:
-        """Raise RankLostError if another rank has ended or computes a different step."""
         if (error := self.error) is not None:
             raise RankLostError(error)
 
@@ -65,9 +60,8 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks, [S, width]. `rows`: the columns of this rank, [S, columns].
-
-        The numbers of columns of the ranks differ by at most one.
+        """Return the columns of all ranks, [S, width], from this rank's [S, columns]. Ranks differ by at most one
+        column.
         """
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count

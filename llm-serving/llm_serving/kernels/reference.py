@@ -27,22 +27,18 @@ def linear(x: Floats, weight: Floats) -> Doubles:
 def lora(x: Floats, weight: Floats, a: Floats, b: Floats, rounded: Callable[[Doubles], Floats]) -> Doubles:
     """x weight^T + rounded(x A^T) B^T of rows with one adapter (E. Hu et al., LoRA, 2021): [M, K], [N, K], [R, K], [N,
     R] -> [M, N].
-
-    `rounded`: rounds to the model dtype.
     """
     return linear(x, weight) + linear(rounded(linear(x, a)), b)
 
 
 def embedding(token_ids: Integers, table: Floats) -> Doubles:
-    """Look up rows of a table by token id: [T], [V, H] -> [T, H]."""
     rows: Doubles = _double(table)[token_ids]
     return rows
 
 
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
-    """[T, H], [G] -> [T, H] (B. Zhang and R. Sennrich, Root Mean Square Layer Normalization, 2019).
-
-    Each G consecutive columns of a row are normalised together; G divides H.
+    """[T, H], [G] -> [T, H] (B. Zhang and R. Sennrich, Root Mean Square Layer Normalization, 2019). Each G consecutive
+    columns of a row are normalised together.
     """
     values = _double(x).reshape(len(x), -1, len(gamma))
     normed: Doubles = values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True) + eps) * _double(gamma)
@@ -50,9 +46,8 @@ def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
 
 
 def rotary(x: Floats, cos: Floats, sin: Floats) -> Doubles:
-    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2.
-
-    Source: J. Su et al., RoFormer, 2021, in the rotate-half convention of Llama checkpoints.
+    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2 (J. Su et al., RoFormer,
+    2021, in the rotate-half convention of Llama checkpoints).
     """
     head_dim = cos.shape[1]
     heads = _double(x).reshape(len(x), -1, head_dim)
@@ -78,7 +73,6 @@ def gelu_tanh_gated(gate_up: Floats) -> Doubles:
 
 
 def sigmoid_gate(x: Floats, gate: Floats) -> Doubles:
-    """[T, H], [T, 1] -> [T, H]: x times the sigmoid of the gate."""
     gated: Doubles = _double(x) / (1 + np.exp(-_double(gate)))
     return gated
 
@@ -92,12 +86,8 @@ def all_reduce(parts: Sequence[Floats]) -> NDArray[np.float32]:
 
 
 class Sequences(NamedTuple):
-    """The sequences of a step, and the slots of their states.
-
-    Attributes:
-        query_lens: [B], consecutive rows of each sequence.
-        state_in: [B], slot of the state before the first row; -1: zeros.
-        state_out: [T], slot that gets the state after a row; -1: none.
+    """The sequences of a step: `query_lens` [B], consecutive rows of each, and the slots of their states. `state_in`
+    [B] is the slot of the state before the first row; -1: zeros. `state_out` [T] gets the state after a row; -1: none.
     """
 
     query_lens: Integers
@@ -106,7 +96,6 @@ class Sequences(NamedTuple):
 
 
 Step = Callable[[Doubles, int], Doubles]
-"""Function of (state, row number) that returns the state after that row."""
 
 
 def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
@@ -153,9 +142,9 @@ def delta_rule(
     scale: float,
     eps: float,
 ) -> Doubles:
-    """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): q, k [T, key_heads*K], v [T, heads*V], a, b
-    [T, heads], rates, bias [heads] -> [T, heads*V]. A state is [heads, K, V]; a row
-    decays it by exp(rates * softplus(a + bias)).
+    """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): q, k [T, key_heads*K], v [T, heads*V], a, b [T,
+    heads], rates, bias [heads] -> [T, heads*V]. A state is [heads, K, V]; a row decays it by exp(rates * softplus(a +
+    bias)).
     """
     heads = a.shape[1]
     queries, keys = (_repeated_heads(each, key_heads, heads) for each in (q, k))
@@ -226,7 +215,6 @@ def matrices_of_states(states: Floats, width: int) -> Doubles:
 
 
 def states_of_matrices(matrices: Floats, lanes: int = 16) -> Doubles:
-    """Do the inverse of `matrices_of_states`. Matrices are padded with zero columns to whole blocks."""
     slots, heads, rows, width = matrices.shape
     padded = np.pad(_double(matrices), ((0, 0), (0, 0), (0, 0), (0, -width % lanes)))
     states: Doubles = padded.reshape(slots, heads, rows, -1, lanes).transpose(0, 1, 3, 2, 4)
@@ -251,7 +239,6 @@ def route(
     correction: Floats | None = None,
 ) -> tuple[Doubles, Integers]:
     """Logits [T, E] -> weights and numbers [T, top_k] of experts, by descending score, then by ascending number.
-
     Experts are chosen only from the `top_groups` groups with the largest score or, with a correction, with the largest
     sum of two scores. The correction is added to scores only to choose experts (DeepSeek-V3, 2024).
     """
@@ -270,10 +257,9 @@ def route(
 
 
 def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Doubles, Integers]:
-    """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k].
-
-    `top_k` times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
-    softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
+    """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k]. `top_k`
+    times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a softmax
+    over the remaining experts with m - logit <= margin * max(m, |logit|).
     """
     left, rows = _double(logits).copy(), np.arange(len(logits))
     weights, numbers = [], []
@@ -355,15 +341,10 @@ def attention(
     Args:
         q: [T, num_heads*D]; request b owns `query_lens[b]` consecutive rows.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, D].
-        block_tables: [B, W].
-        query_lens, context_lens: [B]; a context includes the rows of the query.
-        scale: Factor of the scores.
-        window: Number of tokens that a row attends to, its own included; 0: all.
-        chunk: A row attends only to tokens of its own chunk of `chunk` positions; 0: no chunks.
+        block_tables, query_lens, context_lens: [B, W], [B], [B]; a context includes the rows of the query.
+        window, chunk, slopes: As in `Network.attention`; slopes [num_heads].
         largest: Limit of the scores, see `softcap`.
-        slopes: [num_heads], ALiBi: a score loses the slope once for each token of distance (O. Press et al., 2021).
-        mask: [T, >= longest context], added to the scores of all keys of a row's request; -inf hides a key. None: a row
-            attends to the keys up to its own position.
+        mask: [T, >= longest context], added to the scores of all keys of a row's request; -inf hides a key.
     """
     num_kv_heads, head_dim = key_cache.shape[2:]
     queries = _double(q).reshape(len(q), num_kv_heads, -1, head_dim)
@@ -405,12 +386,9 @@ def prompt_attention(
 ) -> Doubles:
     """Compute attention of consecutive whole prompts to their own keys, as FlashAttentionScore in layout TH does.
 
-    Args:
-        q, k, v: [T, num_heads*D], [T, num_kv_heads*D] and the same; the result has the shape of q.
-        lens: Tokens of each prompt, T in all.
-        scale: Factor of the scores.
-        tile: [n, n], added to the scores in each square of side n along the diagonal of a prompt. Keys of earlier
-            squares are visible, keys of later ones are hidden. None: a row attends to its whole prompt.
+    `lens`: tokens of each prompt, T in all. `tile` [n, n] is added to the scores in each square of side n along the
+    diagonal of a prompt: keys of earlier squares are visible, keys of later ones are hidden. Without it, a row attends
+    to its whole prompt.
     """
     head_dim = q.shape[1] // num_heads
     result = np.zeros(q.shape)

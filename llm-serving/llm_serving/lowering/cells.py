@@ -46,8 +46,8 @@ class CellNetwork(nn.Cell):
     backend lacks an operation of the network.
 
     Args:
-        max_positions: Longest context of a row, in tokens. A sliding window of at least that many tokens has no effect.
-        whole_prompts: Whether the graph computes only steps of whole prompts. B is then fixed; unused requests have
+        max_positions: Longest context of a row, in tokens.
+        whole_prompts: Whether the graph computes only steps of whole prompts, with a fixed B; unused requests have
             length 0.
         of_states: Whether the result is the input of the LM head.
         single_tokens: Whether the graph computes only steps whose rows have one token. Attention then has no mask.
@@ -100,15 +100,12 @@ class CellNetwork(nn.Cell):
 
 
 class NoMask(nn.Cell):
-    """Returns None in place of an attention mask."""
-
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> None:
         return None
 
 
 class TokenNetwork(nn.Cell):
     """A network for steps in which each request computes one token. `network`: a `CellNetwork` with `single_tokens`.
-
     Its results are logits, float32 [S, V], the two results of `Backend.largest_logits`, and the parameters of drawing,
     int32 [S, 15].
     """
@@ -193,10 +190,8 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on the values of the registers `reads` (at most `MAX_READS`), and stores its results in registers.
-
-    `writes`: register -> index of the result that it gets. The code names each register, because MindSpore compiles
-    loops slowly.
+    """Runs `cell` on the values of the registers `reads`, and stores its results in registers: `writes`, register ->
+    index of the result. The code names each register, because MindSpore compiles loops slowly.
     """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
@@ -326,7 +321,6 @@ class _Schedule:
 
 
 def weights_width(operation: Operation) -> int:
-    """Return the head size of a `rope` operation."""
     return operation.weights["cos"].shape[1]
 
 
@@ -340,10 +334,9 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations as Cells compute them.
-
-    Views become results of a split. Cosines and sines are looked up once for all layers. Two consecutive rotations by
-    the same tables are merged. Attention depends on the preceding store of keys and values.
+    """Return the operations as Cells compute them. Views become results of a split. Cosines and sines are looked up
+    once for all layers. Two consecutive rotations by the same tables are merged. Attention depends on the preceding
+    store of keys and values.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

@@ -46,7 +46,6 @@ class Lowered(NamedTuple):
     of_tokens: TokenNetwork | None = None
     """Graph for steps in which each request has one token; None: `states` and `head` compute these steps too."""
     parameters: Parameters = MappingProxyType({})
-    """Parameters of the weights. Only the slots of adapters change between steps."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
@@ -73,7 +72,6 @@ def lower(
         max_positions: Longest context of a row, in tokens.
         as_program: Whether one operator runs the network if the backend has one; otherwise it is a graph of Cells.
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
-        quantization: None: the weights stay in the model dtype.
         implementation: Only `native` allows `as_program` and `whole_prompts`.
         states: Memory of the network's states, from `Backend.states`; only programs use it.
 
@@ -131,8 +129,8 @@ class LoweredMtp(NamedTuple):
     embedding: nn.Cell
     """Graph from the step inputs to the model's token embeddings, float32 [S, H]."""
     states: nn.Cell
-    """Graph from rows [embedding, hidden state], float32 [T, 2 * H], and step inputs to the input of the model's LM
-    head for the sampled rows, float32 [S, H]. The token ids of the step inputs are indices of the rows.
+    """Graph from rows [embedding, hidden state], float32 [T, 2 * H], and step inputs, whose token ids are indices of
+    the rows, to the input of the model's LM head for the sampled rows, float32 [S, H].
     """
 
 
@@ -146,14 +144,8 @@ def lower_mtp(
     quantization: Quantization | None,
     parameters: Parameters,
 ) -> LoweredMtp:
-    """Build the programs of a model's MTP layer `network`, and read its weights. For other arguments see `lower`.
-
-    Raise ModelError if a tensor is missing or of the wrong shape.
-
-    Args:
-        reader: Has only the tensors of the layer, or ignores the others.
-        kv_caches: (keys, values) of each cache of the layer.
-        parameters: Parameters of the model.
+    """Build the programs of a model's MTP layer `network`, and read its weights. Other arguments are those of `lower`.
+    `reader` has only the tensors of the layer, or ignores the others; `parameters` are those of the model.
     """
     dtype, operator = backend.dtype, _operator(backend)
     own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)

@@ -60,8 +60,6 @@ def import_stubs() -> Iterator[None]:
 
 
 class _StubAttribute:
-    """Attribute of a stub package. An import may call it, or use it as a decorator."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
@@ -101,7 +99,6 @@ _PACKAGE: Final = "mindformers"
 
 
 def mindformers_version() -> str:
-    """Return the version of the installed MindFormers. Raise KernelError if it cannot be imported."""
     return str(module_of_mindformers(_PACKAGE).__version__)
 
 
@@ -140,7 +137,6 @@ def silently() -> contextlib.redirect_stdout[io.StringIO]:
 
 
 def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
-    """Set an attribute of a nested Cell by its path, such as `layers.0.attention.weight`."""
     *names, attribute = path.split(".")
     cell: Any = network
     for name in names:
@@ -149,10 +145,9 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 
 class MindFormersNetwork(nn.Cell):
-    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`.
-
-    Raise KernelError if MindFormers or the operator library is not installed, ModelError if MindFormers has no class
-    for the model.
+    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`. Raise
+    KernelError if MindFormers or the operator library is not installed, ModelError if MindFormers has no class for the
+    model.
     """
 
     def __init__(
@@ -263,9 +258,8 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
 class MindFormersLlamaNetwork(nn.Cell):
-    """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2.
-
-    Its parallel decoding accepts packed rows with query lengths, a mask and positions. `network`: from
+    """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2, whose parallel decoding
+    accepts packed rows with query lengths, a mask and positions. `network`: from
     `models.mindformers.split_stacked_weights`.
     """
 

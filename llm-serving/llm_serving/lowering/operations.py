@@ -37,8 +37,6 @@ class CosSinCell(nn.Cell):
 
 
 class SplitCell(nn.Cell):
-    """Splits x into consecutive column ranges."""
-
     def __init__(self, backend: Backend, widths: Sequence[int]) -> None:
         super().__init__()
         self.split = backend.split(widths)
@@ -48,8 +46,6 @@ class SplitCell(nn.Cell):
 
 
 class Scale(nn.Cell):
-    """x * scale, rounded once."""
-
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = float(np.float32(scale))
@@ -85,10 +81,9 @@ class EmbeddingCell(nn.Cell):
 
 
 class LowRankCell(nn.Cell):
-    """Adds the change of each row's adapter: base, x -> base + B (A x). A row without an adapter keeps its base.
-
-    All slots are multiplied, but a row keeps only the columns of its own slot. Each other term of its sums is zero, so
-    its result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    """Adds the change of each row's adapter: base, x -> base + B (A x). A row without an adapter keeps its base. All
+    slots are multiplied, but a row keeps only the columns of its own slot. Each other term of its sums is zero, so its
+    result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
     """
 
     def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:
@@ -248,8 +243,6 @@ class GeluTanhGate(nn.Cell):
 
 
 class AllReduceCell(nn.Cell):
-    """Adds x over all ranks."""
-
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.reduce = backend.all_reduce()
@@ -259,8 +252,6 @@ class AllReduceCell(nn.Cell):
 
 
 class AddCell(nn.Cell):
-    """Computes a + scale * b, rounded once."""
-
     def __init__(self, backend: Backend, scale: float) -> None:
         super().__init__()
         self.add = backend.add()
@@ -275,8 +266,6 @@ class AddCell(nn.Cell):
 
 
 class SigmoidGateCell(nn.Cell):
-    """Computes x * sigmoid(gate). The gate is [T, 1]."""
-
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         x, gate = read[0], read[1]
         return ((x.astype(ms.float32) * ops.sigmoid(gate.astype(ms.float32))).astype(x.dtype),)
@@ -313,8 +302,6 @@ class ExpertsCell(nn.Cell):
 
 
 class SelectRowsCell(nn.Cell):
-    """Returns the sampled rows of x."""
-
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.embedding = backend.embedding()
@@ -346,7 +333,5 @@ class LmHeadCell(nn.Cell):
 
 
 class HiddenStatesCell(nn.Cell):
-    """Converts x to float32."""
-
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         return (read[0].astype(ms.float32),)

@@ -57,13 +57,9 @@ def parameters_of(
 ) -> Parameters:
     """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory.
 
-    Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN element.
-
-    Args:
-        max_positions: Longest context of a row, in tokens.
-        as_cells: Whether experts have Parameters in the form of Cells.
-        quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply. The
-            same holds for `blocks_a16`, whose products do not quantize activations.
+    Without quantization, and with `blocks_a16`, weights have the model dtype, except GGUF blocks that the kernels can
+    multiply. Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN
+    element. `as_cells`: experts have Parameters in the form of Cells.
     """
     multiplied = products(network.operations)
     quantized = quantized_weights(network, quantization)
@@ -140,11 +136,9 @@ def _not_finite(weight: Weight, reader: WeightReader) -> ModelError:
 def _quantized_values(
     weight: Weight, reader: WeightReader, schemes: Sequence[QuantizationName], group_size: int, *, as_cells: bool
 ) -> tuple[Stored, QuantizationName]:
-    """Return a weight and its quantization scheme.
-
-    Stored integers stay integers if products of one of `schemes` can use them, else they are dequantized. Other values
-    are quantized by the first scheme. Cells always get quantized values, because their products are chosen before the
-    weights are read.
+    """Return a weight and its quantization scheme. Stored integers stay integers if products of one of `schemes` can
+    use them, else they are dequantized. Other values are quantized by the first scheme. Cells always get quantized
+    values, because their products are chosen before the weights are read.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:

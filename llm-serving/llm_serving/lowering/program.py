@@ -27,10 +27,10 @@ class ProgramNetwork(nn.Cell):
 
     Args:
         operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in order. With `rows`, the last one is omitted.
+        weights: Parameters of the program's weights, in order. With `rows`, the last one is bound with each step
+            instead.
         width: Columns of the result.
         states: Memory of the states, from `Backend.states`, in order.
-        rows: Whether the program's last weight is bound with each step.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ i. If i < P, the token's id is `previous[i]`, from an array [P] on the device; o
 """
 TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("table_rows", 1), ("sample_indices", 1))
 """`SINGLE_TOKEN_INPUTS` and three more inputs, for steps in which some requests have no token, or no sample.
-
 `q_seq_lens` [B]: number of tokens of each request, 0 or 1. `table_rows` [B]: for each request, the index of the row of
 `step` that holds its block table. `sample_indices` [S]: indices of the tokens whose results are sampled.
 """
