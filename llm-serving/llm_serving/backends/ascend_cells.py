@@ -19,7 +19,6 @@ _ROTATE_HALF = 2
 _MASK_SIZE = 128
 _MASKED = -10000.0
 _LAST = 2**31 - 1
-"""An end after the last column."""
 
 
 class AscendEmbedding(nn.Cell):
@@ -107,8 +106,8 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Rotary embedding. The primitive requires context lengths, but they have no effect, because cosines and sines have
-    one row per token.
+    """Rotary embedding. The context lengths, which the primitive requires, have no effect, because cosines and sines
+    have one row per token.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,6 @@ class AscendRotary(nn.Cell):
 
 class AscendCausalMask(nn.Cell):
     """Returns the attention mask [T, keys], which is added to scores: 0 up to a row's own position, -10,000 after it.
-
     The mask has a column for each token of the widest block table. It is computed in each step, because a table of all
     positions would grow with the square of the context length.
     """
@@ -211,20 +209,17 @@ class AscendPromptAttention(nn.Cell):
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
-    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal.
-
-    It hides the keys above the diagonal. In bfloat16 it has 1 there, which the device multiplies by a large negative
-    number. In float16 it has a large negative number, which the device adds.
+    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal. It hides the keys
+    above the diagonal: by 1 in bfloat16, which the device multiplies by a large negative number, and by a large
+    negative number in float16.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
     return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)
 
 
 class AscendSwiglu(nn.Cell):
-    """silu(gate) * up as split, SiLU and multiply.
-
-    MindSpore's fusion pass replaces these operations by the primitive `Swiglu` with the attribute `FusionType`. The
-    graph must not call the primitive directly, because the device refuses it without that attribute.
+    """silu(gate) * up as split, SiLU and multiply. MindSpore's fusion pass replaces them by the primitive `Swiglu` with
+    the attribute `FusionType`, without which the device refuses that primitive.
     """
 
     def __init__(self) -> None:

@@ -81,11 +81,7 @@ class GroupedMatmul(nn.Cell):
 
 
 class AscendExperts(nn.Cell):
-    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> [T, H].
-
-    Args:
-        gate: (x [T, 2*I]) -> [T, I]
-    """
+    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> [T, H]."""
 
     def __init__(self, num_experts: int, gate: nn.Cell) -> None:
         super().__init__()
@@ -104,8 +100,8 @@ class AscendExperts(nn.Cell):
 
 
 class QuantizedGroupedMatmul(nn.Cell):
-    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, expert of
-    each row) -> [T*k, N]
+    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, expert of each row) ->
+    [T*k, N]
     """
 
     def __init__(self, dtype: Any) -> None:
@@ -125,12 +121,7 @@ class QuantizedGroupedMatmul(nn.Cell):
 
 
 class AscendQuantizedExperts(nn.Cell):
-    """`AscendExperts` with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N].
-
-    Args:
-        gate: (x [T, 2*I]) -> [T, I]
-        dtype: Type of x and of the result.
-    """
+    """`AscendExperts` with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N]."""
 
     def __init__(self, num_experts: int, gate: nn.Cell, dtype: Any) -> None:
         super().__init__()

@@ -67,7 +67,6 @@ class AscendInvariantBackend(AscendBackend):
 
 
 def has_cann_package(environment: Mapping[str, str]) -> bool:
-    """Return whether the CANN package is where `ms_custom_ops` and CANN look for it."""
     custom = (Path(each) for each in environment.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if each)
     if any(each.name == CANN_PACKAGE and each.is_dir() for each in custom):
         return True
@@ -78,13 +77,8 @@ def has_cann_package(environment: Mapping[str, str]) -> bool:
 
 
 class InvariantProduct(nn.Cell):
-    """(x [T, K], weight [K, N]) -> [T, N] = x @ weight.
-
-    A weight [N, K] that the token embedding also reads is transposed in each step.
-
-    Args:
-        product: (x [T, K], y [K, N]) -> x @ y; it takes no transposed weight.
-        dtype: Type of the result; None: the type of x.
+    """(x [T, K], weight [K, N]) -> [T, N] = x @ weight, of `dtype` or of the type of x. A weight [N, K] that the token
+    embedding also reads is transposed in each step, because `product` takes no transposed weight.
     """
 
     def __init__(self, product: Callable[..., Any], dtype: Any = None) -> None:

@@ -33,11 +33,8 @@ BlockMemory: TypeAlias = ms.Parameter | Array
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape and options of an attention operation.
-
-    Attributes:
-        window: Number of tokens that a row attends to, including itself; 0: all.
-        cap: Scores s become cap * tanh(s / cap); 0 disables the cap.
+    """The shape and options of an attention operation. `window`: tokens that a row attends to, including itself; 0:
+    all. `cap`: scores s become cap * tanh(s / cap); 0: no cap.
     """
 
     num_heads: int
@@ -49,7 +46,9 @@ class AttentionShape:
 
 
 class Backend(Protocol):
-    """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments."""
+    """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments.
+    Docstrings of methods that return a Cell state what it computes, as (arguments) -> result.
+    """
 
     name: str
     attention_rows: int
@@ -66,86 +65,65 @@ class Backend(Protocol):
         """Return what the network needs and this backend's Cells lack; None: they lack nothing."""
 
     def embedding(self) -> nn.Cell:
-        """Return a Cell that looks up rows: (token_ids int32[T], table [V, H]) -> [T, H].
-
-        The table is from `table` or from `linear_weight`.
-        """
+        """Rows of a table from `table` or `linear_weight`: (token_ids int32[T], table [V, H]) -> [T, H]."""
 
     def rms_norm(self, eps: float) -> nn.Cell:
-        """Return a Cell that normalises rows in float32, rounded once: (x [T, H], gamma [H]) -> [T, H]."""
+        """The norm of rows, in float32, rounded once: (x [T, H], gamma [H]) -> [T, H]."""
 
     def add_rms_norm(self, eps: float) -> nn.Cell:
-        """Return a Cell that adds rows, rounds the sum to the model dtype, and normalises it: (x [T, H], y [T, H],
-        gamma [H]) -> (rms_norm of x + y, x + y).
-        """
+        """(x [T, H], y [T, H], gamma [H]) -> (rms_norm of x + y, x + y). The sum is rounded before it is normalised."""
 
     def linear(self) -> nn.Cell:
-        """Return a matrix product: (x [T, K], weight [N, K] from `linear_weight`) -> x @ weight.T, [T, N]."""
+        """(x [T, K], weight [N, K] from `linear_weight`) -> x @ weight.T, [T, N]."""
 
     def logits(self) -> nn.Cell:
-        """Return the product of the LM head: (x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V].
-
-        On a CPU the result is not rounded to the model dtype.
+        """The LM head: (x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype
+        on a CPU.
         """
 
     def quantized_embedding(self) -> nn.Cell:
-        """Return a Cell that looks up and dequantizes rows: (token_ids int32[T], qvalues, scales) -> [T, K].
-
-        `qvalues` and `scales` are from `quantized_weight`.
-        """
+        """(token_ids int32[T], qvalues, scales), the last two from `quantized_weight` -> dequantized rows [T, K]."""
 
     def quantized_linear(self) -> nn.Cell:
-        """Return a product of quantized weights: (x [T, K], qvalues, scales) -> [T, N].
-
-        It quantizes x to 8 bits, with one scale for each row (`kernels.quantized_products`).
+        """(x [T, K], qvalues, scales) -> [T, N]. x is quantized to 8 bits for each row
+        (`kernels.quantized_products`).
         """
 
     def quantized_logits(self) -> nn.Cell:
-        """Return `quantized_linear` with a float32 result, for the LM head."""
+        """`quantized_linear` with a float32 result, for the LM head."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """Return a Cell that chooses experts: (logits float32 [T, experts]) -> two tensors for `experts`.
-
-        `correction`: float32 [experts], added to the scores only to choose experts.
+        """The choice of experts: (logits float32 [T, experts]) -> two tensors for `experts`. `correction`: float32
+        [experts], added to the scores only to choose experts.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """Return a Cell that computes the experts: (x [T, H], both tensors of `route`, gate_up, down) -> [T, H].
-
-        `gate_up` and `down` are tuples from `expert_weights`.
-        """
+        """(x [T, H], both tensors of `route`, gate_up, down, which are tuples from `expert_weights`) -> [T, H]."""
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
-        """Like `experts`, with Parameters from `quantized_expert_weights` and the products of `quantized_linear`."""
+        """`experts` with Parameters from `quantized_expert_weights` and the products of `quantized_linear`."""
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
-        """Return a Cell that splits x [T, sum of widths] into consecutive column ranges."""
+        """Consecutive column ranges of x [T, sum of widths]."""
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        """Return a Cell that applies the rotary embedding: (q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D],
-        context_lens int32[B]) -> rotated (q, k).
-
-        Element i of a head is paired with element i + D/2. Rows of cos and sin have two equal halves.
+        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k). Element
+        i of a head is paired with element i + D/2. Rows of cos and sin have two equal halves.
         """
 
     def store_kv(self) -> nn.Cell:
-        """Return a Cell that writes to the cache: (k, v, key_cache, value_cache, slot_mapping) -> a tensor.
-
-        Attention takes this tensor, so that it runs after the store. Key and value of row t go to slot
-        `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the row; any other slot outside the cache
-        raises an error.
+        """Write to the cache: (k, v, key_cache, value_cache, slot_mapping) -> a tensor, which attention takes so that
+        it runs later. Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset, int32[T].
+        -1 skips the row; any other slot outside the cache raises an error.
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """Return a Cell that makes the argument `attention_mask` of `paged_attention`: (positions int32[T],
-        block_tables int32[B, W]) -> a mask, or the positions themselves.
-
-        The mask hides the keys after each row's own position.
+        """The argument `attention_mask` of `paged_attention`: (positions int32[T], block_tables int32[B, W]) -> a mask
+        that hides the keys after each row's own position, or the positions themselves.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        """Return a Cell that computes attention over the cache: (q, key_cache, value_cache, block_tables, query_lens,
-        context_lens, attention_mask) -> [T, num_heads*D].
+        """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
 
         block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, the last
         ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed.
@@ -154,47 +132,44 @@ class Backend(Protocol):
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """Return a Cell that finds the largest logit of each row; None: the backend has no separate graph for steps
-        with one token per request.
-
-        (logits float32 [S, V]) -> int32 [S], its index (of equal ones, the lowest), and float32 [S, 2], this index and
-        the logit.
+        """(logits float32 [S, V]) -> int32 [S], the index of the largest (of equal ones, the lowest), and float32 [S,
+        2], this index and the logit. None: there is no separate graph for steps with one token per request.
         """
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
-        """Return a Cell with the interface of `TokenDrawing`; None: the backend draws no tokens."""
+        """A Cell with the interface of `TokenDrawing`; None: the backend draws no tokens."""
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        """Return a Cell: ([N, M]) -> columns `start` to `end` - 1, or to the last one without `end`. Only backends with
-        `largest_logits` have it.
+        """([N, M]) -> columns `start` to `end` - 1, by default to the last. Only backends with `largest_logits` have
+        it.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """Return a Cell that computes attention of prompts without a cached prefix; None: not supported.
-
-        (q, k, v, query_lens, context_lens) -> [T, num_heads*D]. A row attends to the rows of its prompt up to its own
-        position. B is fixed when the graph is compiled; trailing lengths may be 0.
+        """Attention of prompts without a cached prefix: (q, k, v, query_lens, context_lens) -> [T, num_heads*D]; None:
+        not supported. A row attends to the rows of its prompt up to its own position. B is fixed when the graph is
+        compiled; trailing lengths may be 0.
         """
 
     def program(self) -> nn.Cell | None:
-        """Operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: not supported.
+        """The operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: not
+        supported.
 
-        `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the
-        step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by
-        `STATE_INPUTS` if there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`,
-        `block_weight`, `table`, `vector` or `numbers`.
+        `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the step
+        inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by `STATE_INPUTS` if
+        there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`, `block_weight`,
+        `table`, `vector` or `numbers`.
         """
 
     def rounded(self, number: float) -> float: ...
 
     def swiglu(self) -> nn.Cell:
-        """Return a Cell that computes silu(gate) * up: (gate_up [T, 2*I], gate first) -> [T, I]."""
+        """(gate_up [T, 2*I], gate first) -> silu(gate) * up, [T, I]."""
 
     def add(self) -> nn.Cell:
-        """Return a Cell that adds: (a [T, H], b [T, H] or [H]) -> a + b."""
+        """(a [T, H], b [T, H] or [H]) -> a + b."""
 
     def all_reduce(self) -> nn.Cell:
-        """Return a Cell that adds x [T, N] over all ranks. Raise ModelError without tensor parallelism."""
+        """(x [T, N]) -> its sum over all ranks. Raise ModelError without tensor parallelism."""
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
@@ -207,32 +182,24 @@ class Backend(Protocol):
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
         """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without copying
-        them first.
-
-        Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite or NaN.
+        them first. Return None if this backend cannot. Raise NotFiniteError if an element is infinite or NaN.
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         """Return a program's weight that stays in GGUF blocks. Raise ModelError if this backend has no such product.
-
-        `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows. `weight_only` as in
-        `packed_quantized_weight`.
+        `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows.
         """
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """Return a program's quantized weight. Raise ModelError if this backend has no such product.
-
-        Without `weight_only`, the product quantizes activations to 8 bits, and 8-bit weights must have one scale per
-        row.
+        """Return a program's quantized weight. Raise ModelError if this backend has no such product. Without
+        `weight_only`, the product quantizes activations to 8 bits, and 8-bit weights must have one scale per row.
         """
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells.
-
-        Raise ModelError if the weight does not have 8 bits and one scale per row, or if this backend has no such
-        product.
+        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError
+        unless the weight has 8 bits and one scale per row, and this backend has such a product.
         """
 
     def quantized_expert_weights(
@@ -243,27 +210,22 @@ class Backend(Protocol):
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         """Return a copy of vectors one after another, such as norm weights, in the model dtype."""
 
-    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a copy of a vector in float32, whatever the model dtype is."""
+    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter: ...
 
     def table(self, array: Array, name: str | None = None) -> ms.Parameter: ...
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return the zeroed key and value cache of one layer, each [num_blocks, block_size, kv_heads, width].
-
-        Block i is row i of the buffer, so whole blocks can be copied. The layout inside a block depends on the backend.
+        """Return the zeroed key and value cache of one layer, each [num_blocks, block_size, kv_heads, width]. The
+        layout inside a block depends on the backend.
         """
 
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Do the same as `kv_cache` for programs, with elements of 8 bits. Raise ModelError if this backend has no such
-        caches.
-
-        The scale of a token's head (`network.caches.INT8_SCALE_BYTES`) follows its values, so copied blocks keep their
-        scales.
+        """Do the same as `kv_cache` for programs, with elements of 8 bits, each head's scale after its values. Raise
+        ModelError if this backend has no such caches.
         """
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
@@ -271,21 +233,16 @@ class Backend(Protocol):
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copy whole blocks in the order of `pairs` [n, 2] (source block, target block), which the caller has checked.
-
-        Source and target are caches or host memory (`parameters.host_blocks`), and may be the same. The next run of a
-        graph reads the copies.
+        Source and target are caches or host memory (`parameters.host_blocks`), and may be the same.
         """
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
         """Call `callback` once, in another thread, when the next step is nearly done. Return False if this backend
-        never does.
-
-        The step waits until the callback returns. A later call of this method replaces the callback.
+        never does. The step waits until the callback returns. A later call of this method replaces the callback.
         """
 
 
 def model_dtype(name: str) -> Any:
-    """Return the MindSpore dtype of a name in `MODEL_DTYPES`. Raise ConfigError for an unknown name."""
     if name not in MODEL_DTYPES:
         raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")
     return getattr(ms, name)

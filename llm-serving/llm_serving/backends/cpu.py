@@ -47,7 +47,6 @@ _MULTIPLE = 16
 
 def load_plugin() -> None:
     """Build the operator library if needed, and register it with MindSpore, before the first operator of the process.
-
     Raise KernelError if it cannot be built or loaded, or if another operator plugin is registered.
     """
     path = str(library_path())
@@ -70,10 +69,8 @@ def _require_dispatch() -> None:
 
 
 class CpuBackend(AscendBackend):
-    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head.
-
-    Usually a program runs the whole network as one operator, because MindSpore's overhead per operator exceeds the
-    computation of a small model.
+    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually a program runs the
+    whole network as one operator, because MindSpore's overhead per operator exceeds the computation of a small model.
     """
 
     name = "cpu"

@@ -36,9 +36,8 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return zeroed memory for a tensor, aligned to a cache line. The system provides each page on first access.
-
-    Large arrays use large pages, because translating the addresses of 4 KB pages would take longer than reading them.
+    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages, because translating the
+    addresses of 4 KB pages would take longer than reading them.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
@@ -59,9 +58,8 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
 
 
 class WeightMemory:
-    """Divides large memory areas among weights. An area is freed with the last of its weights.
-
-    So small weights also lie in large pages, which the kernels read up to a sixth faster.
+    """Divides large memory areas among weights, so that small weights also lie in large pages, which the kernels read
+    up to a sixth faster. An area is freed with the last of its weights.
     """
 
     SIZE: Final = 2**26
@@ -71,7 +69,6 @@ class WeightMemory:
         self._free: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return `size` zeroed bytes, aligned to a cache line."""
         if size >= self.SIZE // 2:
             return zeroed_bytes(size)
         needed = -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -97,10 +94,8 @@ def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None
 
 
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter with the elements of `array`.
-
-    On a CPU the Parameter shares the array's memory and keeps the array alive as `storage`, so the graph sees later
-    writes to the array. On an NPU the elements are copied to the device.
+    """Return a Parameter with the elements of `array`. On a CPU it shares the array's memory and keeps the array alive
+    as `storage`, so the graph sees later writes. On an NPU the elements are copied to the device.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if is_on_npu():
@@ -112,7 +107,6 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
 
 
 def storage_dtype(parameter: ms.Parameter) -> np.dtype[Any]:
-    """Return the NumPy dtype that stores the elements: uint16 for bfloat16, else the dtype of the same name."""
     name = str(parameter.dtype).lower()
     return np.dtype("uint16" if name == "bfloat16" else name)
 
@@ -154,10 +148,8 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """Copy blocks between Parameters in this process's memory (`Backend.copy_blocks`).
-
-    Between two memories, runs of adjacent blocks are copied at once. Within one memory, blocks are copied one at a time
-    to keep the order.
+    """Copy blocks between Parameters in this process's memory (`Backend.copy_blocks`): runs of adjacent blocks at once
+    between two memories, one block at a time within one memory, to keep the order.
     """
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:

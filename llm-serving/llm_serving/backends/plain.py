@@ -360,9 +360,7 @@ class PlainSplit(nn.Cell):
 
 class PlainRouter(nn.Cell):
     """Computes the weights of all experts: logits [T, experts] -> float32 [T, experts], zero for experts that are not
-    chosen.
-
-    The tensor is returned twice, because `Backend.route` returns two tensors.
+    chosen. The tensor is returned twice, because `Backend.route` returns two tensors.
     """
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
@@ -378,10 +376,7 @@ class PlainRouter(nn.Cell):
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
     def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """Return the rank of each score in its row: the number of scores that are larger, or equal with a lower index.
-
-        `numbers`: index of each score.
-        """
+        """Return for each score how many scores of its row are larger, or equal with a lower number."""
         larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
             choice_scores.expand_dims(1) == choice_scores.expand_dims(2),
@@ -407,12 +402,7 @@ class PlainRouter(nn.Cell):
 
 
 class PlainExperts(nn.Cell):
-    """Adds the weighted results in the order of expert numbers.
-
-    Args:
-        product: (x [T, K], weight [N, K]) -> [T, N]
-        gate: (x [T, 2*I]) -> [T, I]
-    """
+    """Adds the weighted results in the order of expert numbers."""
 
     def __init__(self, product: nn.Cell, gate: nn.Cell) -> None:
         super().__init__()

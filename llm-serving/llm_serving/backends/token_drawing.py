@@ -63,9 +63,8 @@ def _int64(number: int) -> ms.Tensor:
 
 
 def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
-    """Return 24 digits and the index of a power of two for each of `numbers` [S]: 0, or at least `LEAST_FLOAT`.
-
-    A number is the product of its digits and the power.
+    """Return 24 digits and the index of a power of two for each of `numbers` [S], 0 or at least `LEAST_FLOAT`: their
+    product.
     """
     fractions, exponents = np.frexp(numbers)
     digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
@@ -150,7 +149,6 @@ class _Sums(nn.Cell):
         return self.add(self.mul(self.cast(upper, ms.int64), base), self.cast(lower, ms.int64))
 
     def of_weights(self, weights: ms.Tensor) -> ms.Tensor:
-        """Return the cumulative sums of at most 128 weights of each row."""
         upper, lower = self.parts(weights)
         lower = self.mul(lower, self.lower_unit)
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.lower_base)
@@ -175,10 +173,9 @@ class _Sums(nn.Cell):
 
 
 class _Share(nn.Cell):
-    """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1]
-
-    The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0
-    for 0. In units of 2^-53, `step` is half the distance of float64 numbers near the product.
+    """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1] The product
+    of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0 for 0. In
+    units of 2^-53, `step` is half the distance of float64 numbers near the product.
     """
 
     def __init__(self) -> None:
@@ -214,11 +211,9 @@ class TokenDrawing(nn.Cell):
     """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters int32 [S, 15]) -> (token
     ids int32 [S], `largest` with the ids of the drawn tokens in its first column).
 
-    `largest` is the second result of `Backend.largest_logits`. A row with NaN or infinity gets any valid id.
-
-    Args:
-        largest_values: A function of a count that returns a Cell such as `AscendLargestValues`.
-        num_candidates: Maximum `top_k` of a row. Rows with `top_k` may also have `top_p`. 0: rows have neither.
+    `largest` is the second result of `Backend.largest_logits`, `largest_values` a Cell class such as
+    `AscendLargestValues`. A row with NaN or infinity gets any valid id. A row may have `top_k` up to `num_candidates`,
+    and then `top_p`.
     """
 
     def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, num_candidates: int) -> None:
@@ -257,18 +252,14 @@ class TokenDrawing(nn.Cell):
         return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((ids, value))
 
     def number_of(self, conditions: ms.Tensor) -> ms.Tensor:
-        """Return the number of true conditions in each row, float32 [S, 1]."""
         return self.sum(conditions, (-1,), True, ms.float32)
 
     def at(self, values: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
-        """Return the value of each row at its index [S, 1]."""
         return self.gather(values, 1, self.cast(index, ms.int64))
 
     def limits(self, weights: ms.Tensor, row: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
-        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each.
-
-        The first is a threshold: all weights above it are kept. The second is how many weights equal to it are kept, in
-        the order of token ids. A row without top_k keeps all weights.
+        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each: all weights above the
+        first are kept, and as many weights equal to it as the second says, in the order of token ids.
         """
         descending = self.largest_values(weights)
         candidates = self.select(self.below(self.order, top_k), descending, self.zero)
@@ -288,9 +279,8 @@ class TokenDrawing(nn.Cell):
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
-        """Return the largest integer below the share `top_p` of a total.
-
-        The share is the product rounded to float64: at least `whole`, at most `whole` + 1.
+        """Return the largest integer below the share `top_p` of a total, which is rounded to float64: `whole` to
+        `whole` + 1.
         """
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
@@ -329,7 +319,6 @@ class TokenDrawing(nn.Cell):
         return self.minimum(self.add(self.mul(index, self.block), token), self.last_token)
 
     def padded(self, weights: ms.Tensor, row: ms.Tensor) -> ms.Tensor:
-        """Return the weights with zeros up to whole blocks of 128 in each row."""
         if self.missing is None:
             return weights
         return self.concat((weights, self.mul(self.sub(row, row), self.missing)))
@@ -344,15 +333,14 @@ class TokenDrawing(nn.Cell):
         return self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
 
     def block_at(self, before: ms.Tensor, target: ms.Tensor) -> Any:
-        """Return the index of the last block with `before` at most `target`, and `target` minus this number. `before`:
-        first result of `sums_of_blocks`.
+        """Return the index of the last block with `before` (of `sums_of_blocks`) at most `target`, and `target` minus
+        this.
         """
         index = self.sub(self.number_of(self.within(before, target)), self.one)
         index = self.minimum(self.maximum(index, self.zero), self.last_block)
         return index, self.sub(target, self.at(before, index))
 
     def block_of(self, weights: ms.Tensor, row: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
-        """Return the weights of one block of each row, [S, 128]."""
         indices = self.add(self.mul(row, self.num_blocks_of_row), index)  # below 2^24
         blocks = self.reshape(weights, (-1, _BLOCK))
         return self.gather_rows(blocks, self.reshape(self.cast(indices, ms.int32), (-1,)), 0)

@@ -21,16 +21,9 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
 def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
-    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, as `quantize_w8` and `quantize_w4` do.
-
-    Args:
-        weight: float32, float16, or bfloat16 as uint16 bits; not copied if it is C-contiguous.
-        group_size: Columns with one scale, a divisor of the columns; None: all columns.
-        rotates: See `QuantizedTensor.rotated`.
-
-    Raises:
-        ModelError: As those functions do.
-        KernelError: The operator library cannot be compiled, or memory is insufficient.
+    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, as `quantize_w8` and `quantize_w4` do, with their
+    errors. The weight is float32, float16, or bfloat16 as uint16 bits; it is not copied if it is C-contiguous.
+    `group_size`: columns with one scale, a divisor of the columns; None: all. `rotates`: see `QuantizedTensor.rotated`.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")
@@ -61,9 +54,7 @@ class _BlockArgs(ctypes.Structure):
 
 class BlockSegments:
     """The segments of one weight, as arguments of the operator library. MindSpore sees the packed weight as int8 [rows,
-    columns].
-
-    Raise ModelError if no kernel supports such a weight, KernelError if the library cannot be built or loaded.
+    columns]. Raise ModelError if no kernel supports such a weight.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:
@@ -89,9 +80,8 @@ class BlockSegments:
         return self._arrays[-1].ctypes.data
 
     def pack(self, address: int, dtype: str, *, weight_only: bool = False) -> None:
-        """Pack the segments into `num_bytes` bytes at an address, as a weight for activations of a dtype.
-
-        Without `weight_only`, products quantize the activations to 8 bits.
+        """Pack the segments into `num_bytes` bytes at an address, as a weight for activations of a dtype. Without
+        `weight_only`, products quantize the activations to 8 bits.
         """
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns
         library.done(library.load().llm_pack_blocks(weight_only, self._args, *arguments))

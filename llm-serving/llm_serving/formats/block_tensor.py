@@ -21,10 +21,8 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Number of weight rows that a kernel packs and computes together (a panel).
-
-If tensors are stacked into one weight, each but the last must have a multiple of this number of rows. Widths of
-experts are padded to such a multiple.
+"""Number of weight rows that a kernel packs and computes together (a panel). If tensors are stacked into one weight,
+each but the last must have a multiple of it. Widths of experts are padded to a multiple.
 """
 _AT_ONCE: Final = 2**22
 
@@ -34,12 +32,10 @@ class BlockTensor:
     """A matrix [out, in]. Raise ModelError if a scale, minimum or unit is infinite or NaN.
 
     Attributes:
-        qvalues: [out, in], uint8, below 2**bits.
-        bits: 4, 5, 6 or 8.
+        qvalues: [out, in], uint8, of 4, 5, 6 or 8 `bits`.
         group_size: Columns of a group, 16 or 32; divides `in`.
         zero: Quantized value that stands for 0; 0 if there are minima.
-        scales: [out, groups]; float16, or int8 with units.
-        minima: [out, groups]; float16, or uint8 with units; None: all 0.
+        scales, minima: [out, groups]; float16, or int8 and uint8 with units. `minima` None: all 0.
         units, minimum_units: [out, in / 256], float16; None: `scales` and `minima` are float16.
     """
 
@@ -64,11 +60,10 @@ class BlockTensor:
         return rows, columns
 
     def group_scales(self) -> Float32Array:
-        """Return the scale of each group, [out, groups]. Products of integers and units are exact in float32."""
         return self._numbers(self.scales, self.units)
 
     def group_minima(self) -> Float32Array | None:
-        """Return the minimum of each group, [out, groups]; None: there are none. Products with units are exact."""
+        """Return the minimum of each group, [out, groups]. Products of integers and units are exact in float32."""
         return None if self.minima is None else self._numbers(self.minima, self.minimum_units)
 
     def _numbers(self, numbers: NDArray[Any], units: NDArray[np.float16] | None) -> Float32Array:

@@ -27,11 +27,8 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Compare names and shapes of the model's tensors (`expected`) and of the files (`found`), before any tensor is
-    read.
-
-    Raise ModelError, which begins with `where` and lists some tensors, if tensors are missing, unexpected or of another
-    shape. `optional`: unused tensors that the files may contain.
+    """Raise ModelError, which begins with `where`, if tensors are missing, unexpected or of another shape than
+    `expected`. `optional`: unused tensors that the files may contain.
     """
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -77,9 +74,8 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder. Raise ModelError if there are none.
-
-    These are the files that the index lists, else the usual single file, else all files of the first supported format.
+    """Return the files that the index lists, else the usual single file, else all files of the first supported format.
+    Raise ModelError if there are none.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -112,8 +108,7 @@ def indexed_names(index: Path) -> list[str]:
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
     """Return every tensor of a folder or file by its stored name. `packed`: also allow types of quantized weights.
-
-    Raise ModelError if a file is missing, damaged or of an unsupported format, or if two tensors have the same name.
+    Raise ModelError if a file is missing, damaged or unsupported, or if two tensors have the same name.
     """
     files = weight_files(source) if source.is_dir() else [source]
     tensors: dict[str, ReadableTensor] = {}
@@ -131,7 +126,6 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
 
 
 def how_to_convert(folder: Path) -> str:
-    """Return how to convert a folder without supported weights, for an error; empty: no weights at all."""
     for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0], pattern)

@@ -64,13 +64,9 @@ _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 class GgufFile:
     """The header of a file, or of all its parts.
 
-    Attributes:
-        file: The file, or its first part.
-        metadata: Values by key. Arrays of strings are None, unless `read_gguf` was asked to read them.
-        tensors: Tensors by their names in the file.
-        types: Types of the tensors with two or more dimensions, such as Q4_K.
-        block_elements, block_bytes: Total number of elements of the tensors in blocks, and the bytes that these take in
-            memory.
+    `file` is the file or its first part. Arrays of strings in `metadata` are None, unless `read_gguf` was asked to read
+    them. `types` are those of the tensors with two or more dimensions, such as Q4_K. `block_elements` and `block_bytes`
+    are the total number of elements of the tensors in blocks, and their bytes in memory.
     """
 
     file: Path
@@ -91,10 +87,9 @@ def files_of(file: Path) -> list[Path]:
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file, or of the first part and all others, without weights.
-
-    `texts`: whether to read arrays of strings, such as the tokens of a tokenizer. Raise ModelError if a file is no GGUF
-    file, is damaged or has an unsupported tensor type, or if a part is missing or is not the first one.
+    """Read the header of a file, or of the first part and all others, without weights. `texts`: whether to read arrays
+    of strings. Raise ModelError if a file is damaged, unsupported or no GGUF file, or if a part is missing or not the
+    first.
     """
     first = _read_file(file, texts)
     count = max(1, _part_number(first, "split.count", 1, _MAX_PARTS))
@@ -297,12 +292,8 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The scheme of GGUF tensors.
-
-    Attributes:
-        architecture: Value of `general.architecture`, which determines the names and layouts of tensors.
-        heads: Numbers of heads, on which the layouts of some tensors depend; 0: unknown.
-        block_elements, block_bytes: See `GgufFile`.
+    """The scheme of GGUF tensors. `architecture` (`general.architecture`) and the numbers of `heads` determine names
+    and layouts of tensors.
     """
 
     description: str
@@ -315,7 +306,6 @@ class Gguf:
 
     @property
     def stored_types(self) -> str:
-        """The types of the file, such as "Q4_K, Q6_K"."""
         return self.description.partition(", ")[2]
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:

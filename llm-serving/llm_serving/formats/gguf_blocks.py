@@ -53,9 +53,8 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type. `unpack`: function of the bytes of n blocks, [n, num_bytes].
-
-    `bits` and `zero` are those of `BlockTensor`, and `group` is its `group_size`.
+    """A block type, whose `unpack` takes the bytes of n blocks, [n, num_bytes]. `bits`, `zero` and `group`
+    (`group_size`) are those of `BlockTensor`.
     """
 
     name: str
@@ -69,7 +68,6 @@ class BlockType:
 
     @property
     def has_units(self) -> bool:
-        """Whether scales are integers that are multiplied by a float16 unit of the block."""
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
@@ -162,9 +160,8 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each.
-
-    The first four are in the low bits of a byte, the other four are split between two bytes.
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The first four are in the low bits of a byte, the
+    other four are split between two bytes.
     """
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
@@ -250,8 +247,6 @@ BLOCKS_PART: Final = "blocks"
 
 @dataclass(frozen=True)
 class UnpackedBlocks:
-    """Unpacks rows of blocks of one type, stored as [rows, bytes of a row]."""
-
     block: BlockType
 
     def __call__(self, arrays: Mapping[str, Array]) -> BlockTensor:

@@ -25,12 +25,8 @@ LATENT_VALUES: Final = "attn_v_b"
 
 
 class HeadCounts(NamedTuple):
-    """Numbers of heads, on which some layouts depend. 0: unknown.
-
-    Attributes:
-        q, kv: Query heads, and heads of keys and values.
-        linear_keys, linear_values: Heads of keys and of values in layers with the gated delta rule.
-        linear_dim: Elements of a value head in these layers.
+    """Numbers of heads, on which some layouts depend; 0: unknown. `linear_keys` and `linear_values` are heads in layers
+    with the gated delta rule, `linear_dim` the elements of a value head there.
     """
 
     q: int = 0
@@ -86,7 +82,6 @@ def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTens
 
 
 def flat(name: str, tensor: ReadableTensor, heads: HeadCounts) -> StoredTensor:
-    """Return a vector that the file stores as a matrix."""
     return _plain(name, tensor, (math.prod(tensor.shape),))
 
 
@@ -148,9 +143,8 @@ def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows with value heads grouped by key head. Rows before these heads keep their position.
-
-    The file has the first value head of every group, then the second of every group, and so on.
+    """Return the rows with value heads grouped by key head. Rows before these heads keep their position. The file has
+    the first value head of every group, then the second of every group, and so on.
     """
     own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
     first = tensor.shape[0] - heads.linear_values * own
@@ -168,9 +162,7 @@ def untiled_taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
 
 
 def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the tensor with its columns in the original order of heads (`untiled` reorders rows). Blocks with elements
-    of several heads are dequantized.
-    """
+    """Do the same as `untiled` for columns. Blocks with elements of several heads are dequantized."""
     order, shape = _untiled(heads, heads.linear_dim), tensor.shape
     if len(shape) != 2 or shape[1] != len(order):
         raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")
@@ -206,10 +198,8 @@ def less_one(arrays: Mapping[str, Array]) -> Array:
 
 
 def joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """Join keys [heads, rank, n] and values [heads, v, rank] to kv_b_proj [heads * (n + v), rank].
-
-    In kv_b_proj, each head has n rows of keys, then v rows of values. A file may also store heads and rows as one
-    dimension.
+    """Join keys [heads, rank, n] and values [heads, v, rank] to kv_b_proj [heads * (n + v), rank], in which each head
+    has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
     """
     if values is None:
         raise ModelError(f"{keys.file}: tensor {name} must have {LATENT_VALUES} beside it")

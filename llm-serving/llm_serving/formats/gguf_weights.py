@@ -56,10 +56,9 @@ _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept.
-
-    `architecture`: a key of `NAMINGS`. Raise ModelError if two tensors get the same name, or if the shape of a tensor
-    does not match the numbers of heads.
+    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. `architecture`: a
+    key of `NAMINGS`. Raise ModelError if two tensors get the same name, or if a shape does not match the numbers of
+    heads.
     """
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
@@ -112,10 +111,8 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return the name and the weights of each part of a GGUF tensor that stacks several weights.
-
-    Args:
-        known: The names of the parts, separated by `|`: query, key and value, or parts with the same number of rows.
+    """Return the name and the weights of each part of a GGUF tensor that stacks several weights. `known`: names of the
+    parts, separated by `|`: query, key and value, or parts with the same number of rows.
     """
     names = known.split("|")
     if len(names) == 1:

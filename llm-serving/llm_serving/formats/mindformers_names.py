@@ -66,7 +66,6 @@ def are_of_mindformers(names: Iterable[str]) -> bool:
 
 
 def hugging_face_name(name: str) -> str:
-    """Return the Hugging Face name of a tensor. Return an unknown name unchanged."""
     for theirs, ours in _CORE if _CORE_NAME.match(name) else _NAMES:
         name = name.replace(theirs, ours)
     return name
@@ -83,9 +82,8 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return the projections of a fused tensor, or any other tensor itself, by Hugging Face name.
-
-    `name`: MindFormers' name. `array`: [rows, columns], or [rows] for a bias.
+    """Return the projections of a fused tensor [rows, columns] or bias [rows], or any other tensor itself, by Hugging
+    Face name.
     """
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])

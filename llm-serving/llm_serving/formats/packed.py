@@ -24,9 +24,7 @@ class PackedTensor:
     """A matrix of a quantized model, read only on access.
 
     Attributes:
-        name: Name of the matrix in an unquantized model.
-        shape: (out, in)
-        stored: The tensors that store it.
+        name, shape: Name of the matrix in an unquantized model, and (out, in).
         unpack: Converts the arrays of `stored` to quantized values, or to float32 if no kernel can use quantized ones.
         order: For each row of this matrix, the index of its row in the unpacked matrix; None: rows keep their order.
     """
@@ -50,9 +48,8 @@ class PackedTensor:
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> Quantized | Array:
-        """Return quantized values and scales, or float32 values if no kernel can use the quantized ones.
-
-        Raise ModelError if the stored tensors are damaged.
+        """Return quantized values and scales, or float32 values if no kernel can use the quantized ones. Raise
+        ModelError if the stored tensors are damaged.
         """
         try:
             found = self.unpack({ending: part.read() for ending, part in self.stored.items()})
@@ -68,9 +65,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return the float values of a tensor of this shape.
-
-    For stacked experts, quantized values are [experts * out, in], and the result is [experts, in, out].
+    """Return the float values of a tensor of this shape. For stacked experts, quantized values are [experts * out, in],
+    and the result is [experts, in, out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -103,9 +99,8 @@ class Scheme(Protocol):
     def form(self) -> QValuesForm | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Convert the tensors of files to the names and shapes of an unquantized model.
-
-        Raise ModelError if a part of a weight is missing, or if its type or shape does not match the other parts.
+        """Convert the tensors of files to the names and shapes of an unquantized model. Raise ModelError if a part of a
+        weight is missing, or if its type or shape does not match the other parts.
         """
         ...
 
@@ -113,10 +108,8 @@ class Scheme(Protocol):
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine tensors whose names differ only in their ending, one of `endings`, into `<name>.weight`.
-
-    `pack` creates it from its name and parts. Other tensors are returned unchanged. Raise ModelError if `pack`
-    raises it, or if another tensor has an unsupported type.
+    """Combine tensors whose names differ only in their ending, one of `endings`, by `pack` into `<name>.weight`. Other
+    tensors stay unchanged. Raise ModelError if one has an unsupported type.
     """
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)

@@ -87,11 +87,8 @@ class StoredChange:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter in memory.
-
-    Attributes:
-        modules: Name of a tensor without `.weight` -> its change.
-        fingerprint: Result of the function of this name for the folder.
+    """An adapter in memory. `modules`: name of a tensor without `.weight` -> its change. `fingerprint`: of the
+    folder.
     """
 
     folder: Path
@@ -101,9 +98,8 @@ class PeftAdapter:
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Read an adapter from its folder. Each file is read once, so the fingerprint matches the returned matrices.
-
-    Raise ModelError, which names file, field, rule and value, if it is damaged or needs an unsupported feature.
+    """Read an adapter from its folder, each file once, so the fingerprint matches the returned matrices. Raise
+    ModelError, which names file, field, rule and value, if it is damaged or needs an unsupported feature.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
@@ -147,7 +143,6 @@ def _array(path: Path, data: NDArray[np.uint8], tensor: StoredTensor) -> Array:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read adapter_config.json. Raise ModelError for fields that are wrong or not supported."""
     path = folder / CONFIG_NAME
     if not path.exists():
         raise ModelError(f"{folder}: must be a folder in PEFT's format, with {CONFIG_NAME}")

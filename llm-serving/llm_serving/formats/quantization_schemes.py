@@ -99,7 +99,6 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:
-    """Return the form that all module groups of a configuration share; None: they differ or are floating point."""
     forms = {
         QValuesForm(
             row["num_bits"],
@@ -134,7 +133,6 @@ def _mxfp4(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
-    """Return the scheme of a GGUF file, from the object that `models.gguf` adds to its configuration."""
     architecture = given.get("architecture")
     if not isinstance(architecture, str) or architecture not in NAMINGS:
         raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")

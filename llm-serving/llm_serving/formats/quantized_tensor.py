@@ -21,8 +21,8 @@ SYMMETRIC_ZERO: Final = 8
 _SAFE_SCALE: Final = 2.0**100
 """Maximum scale with which no dequantized value can be infinite. Only values with larger scales are checked."""
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
-"""Divisors for symmetric 4-bit values. The largest element of a group, divided by each of them, gives a scale to try. A
-large scale represents the largest element better, a small scale the other elements.
+"""Divisors for symmetric 4-bit values: the largest element of a group, divided by each of them, gives a scale
+to try.
 """
 _LANES: Final = 16
 """Number of partial sums of a group's squared error. Column j is added to sum j % 16, as the kernels do."""
@@ -30,12 +30,9 @@ _AT_ONCE: Final = 2**22
 
 
 class QValuesForm(NamedTuple):
-    """Layout of quantized values. It decides whether a matmul kernel can use them.
-
-    Attributes:
-        group_size: Columns of a group; 0: a row is one group.
-        in_order: Whether the columns of a group are adjacent, that is, without GPTQ's act-order.
-        has_zeros: Whether 8-bit values have zero points. Kernels support zero points only of 4-bit values.
+    """Layout of quantized values. It decides whether a matmul kernel can use them. `group_size`: columns of a group; 0:
+    a row is one group. `in_order`: the columns of a group are adjacent, that is, without GPTQ's act-order. `has_zeros`:
+    8-bit values have zero points, which kernels support only of 4-bit values.
     """
 
     bits: int
@@ -52,10 +49,9 @@ class QuantizedTensor:
         qvalues: [out, in]; int8 for 8 bits, uint8 0..15 for 4 bits.
         scales: [out, groups], float32; one group is a scale for a whole row.
         zeros: [out, groups]: the zero points, of the type of `qvalues`. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
-        group_size: Columns of a group. If a row is one group, the number of columns.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
-        rotated: Whether rows were rotated before rounding (kernels.quantized_products) and scaled by 1 / the block size
-            of the rotation. Kernels rotate the activations to match.
+        rotated: Whether rows were rotated before rounding (`kernels.quantized_products`) and scaled by 1 / the block
+            size of the rotation. Kernels rotate the activations to match.
     """
 
     qvalues: NDArray[np.int8] | NDArray[np.uint8]
@@ -126,7 +122,6 @@ class QuantizedTensor:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of a row. The last group may be shorter."""
         return max(1, -(-self.qvalues.shape[1] // self.group_size))
 
     @property
@@ -150,14 +145,12 @@ class QuantizedTensor:
 
 
 def check_scales(scales: NDArray[np.float32]) -> None:
-    """Raise ModelError if a scale is infinite or NaN."""
     finite = np.isfinite(scales)
     if not finite.all():
         raise ModelError(f"scales must be finite numbers. Found: {scales[~finite][0]}")
 
 
 def check_values(values: NDArray[np.float32]) -> None:
-    """Raise ModelError if a dequantized value is infinite or NaN."""
     ends = values.min(initial=0), values.max(initial=0)  # NaN if any value is NaN
     if infinite := [each for each in ends if not np.isfinite(each)]:
         raise ModelError(f"quantized values and scales must give finite numbers. Found: {infinite[0]}")
@@ -179,12 +172,8 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor:
-    """Return a tensor of unsigned quantized values [out, in].
-
-    Args:
-        scales: float32 [out, groups].
-        zeros: [out, groups]; None: the middle of the range.
-        columns: `g_idx` of `QuantizedTensor`.
+    """Return a tensor of unsigned quantized values [out, in]. `zeros` None: the middle of the range. `columns`:
+    `g_idx`.
     """
     if zeros is not None and (zeros == 2 ** (bits - 1)).all():
         zeros = None
@@ -199,10 +188,9 @@ def _signed(values: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
-    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127.
-
-    The weight is float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or if an element is
-    infinite or NaN.
+    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127. The weight is
+    float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or if an element is infinite or
+    NaN.
     """
     _check(weight)
     qvalues = np.empty(weight.shape, np.int8)
@@ -215,12 +203,11 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 
 
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
-    """Quantize each group of `group_size` columns to 4 bits. `weight`: see `quantize_w8`.
+    """Quantize each group of `group_size` columns to 4 bits. `weight` and errors are those of `quantize_w8`.
 
     Symmetric values are -8 to 7 times a scale, which may be negative: the largest element divided by the one of `STEPS`
     that gives the smallest squared error of the group. Asymmetric values divide the range from the smallest to the
-    largest element into 15 steps and represent 0 exactly; their zero points are stored. Raise the errors of
-    `quantize_w8`, and ModelError if the group size does not divide the columns.
+    largest element into 15 steps and represent 0 exactly; their zero points are stored.
     """
     _check(weight)
     out, width = weight.shape
@@ -260,7 +247,6 @@ def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], N
 def _symmetric(
     values: NDArray[np.float32], scale: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the scales without subnormal ones, quantized values from -8 to 7, and the squared error of each group."""
     scale = _usable(scale)
     found = np.clip(np.rint(values * (np.float32(1) / scale)[..., None]), -8, 7)
     with np.errstate(over="ignore"):

@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file. (The safetensors package has no NumPy type for bfloat16.)
 
-A file consists of the length of the header (8 bytes, little-endian), a JSON header with names, types, shapes and
-offsets, and the data.
+A file is the length of the header (8 bytes, little-endian), a JSON header (names, types, shapes, offsets), and the
+data.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ _NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. `packed`: also allow types that only quantized weights use.
-
-    Raise ModelError if the file is not a safetensors file, is truncated, or has overlapping tensors or an unsupported
-    type.
+    """Return the tensors of one file by name. `packed`: also allow types that only quantized weights use. Raise
+    ModelError if the file is no safetensors file, truncated, or has overlapping tensors or an unsupported type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -60,8 +58,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _FileLayout(NamedTuple):
-    """A file, the offset of its data, its size, and the types it may contain."""
-
     file: Path
     data_start: int
     file_size: int

@@ -42,8 +42,6 @@ TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """The MXFP4 scheme."""
-
     description: str
     activation_bits: int | None = None
 
@@ -116,9 +114,8 @@ class Fp8:
         return assemble_weights(left, ("weight", *SCALES), self.packed)
 
     def packed(self, name: str, parts: Parts) -> ReadableTensor:
-        """Combine the parts of one weight. Return an unquantized weight unchanged.
-
-        Raise ModelError if the parts do not match each other.
+        """Combine the parts of one weight. Return an unquantized weight unchanged. Raise ModelError if they do not
+        match.
         """
         weight = parts.get("weight")
         if weight is not None and weight.dtype in NUMPY_DTYPES and len(parts) == 1:
@@ -162,8 +159,8 @@ def _fp8_values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _fp8_numbers() -> NDArray[np.float32]:
-    """Return the values of all 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. If all exponent and
-    fraction bits are set, the value is NaN.
+    """Return the values of all 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. If all of them are set:
+    NaN.
     """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7

@@ -41,11 +41,8 @@ _AT_ONCE: Final = 2**18
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor's elements in a file.
-
-    Attributes:
-        dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
-        pieces: (first byte, number of bytes) of each piece, in order; they sum to `num_bytes`.
+    """The location of a tensor's elements in a file. `dtype`: a key of `NUMPY_DTYPES` or `PACKED_DTYPES`. `pieces`:
+    (first byte, number of bytes) of each piece, in order; they sum to `num_bytes`.
     """
 
     file: Path

@@ -44,8 +44,8 @@ class TensorSource(NamedTuple):
 def write_safetensors(
     folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write one safetensors file, or several with an index, named as Hugging Face does. A file has at most
-    `max_shard_bytes` of tensors, unless a single tensor is larger. `advance`: called with the number of bytes written.
+    """Write one safetensors file, or several with an index, of at most `max_shard_bytes` unless a single tensor is
+    larger. Call `advance` with the number of bytes written.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE_NAME]
