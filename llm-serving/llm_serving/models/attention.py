@@ -17,7 +17,6 @@ from llm_serving.network.weights import padded_order, repeated_order, shared_ord
 HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""
 MAX_WIDTH: Final = 2**20
-"""Maximum number of elements of all heads of a row together, and maximum intermediate size of shared experts."""
 HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 HeadNorm = Callable[[Value, str, list[int]], Value]
@@ -68,13 +67,9 @@ def rotary_embedding(
     fraction: float = 1.0,
     fraction_key: str = "partial_rotary_factor",
 ) -> Rotary:
-    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
-
-    Args:
-        kind: Kind of layer, if `rope_parameters` has an entry for each kind.
-        theta: Default base.
-        fraction: Default fraction of a head that rotates.
-        fraction_key: Configuration key of the fraction, for errors.
+    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`. `kind`: kind
+    of layer, if `rope_parameters` has an entry for each kind. `theta` and `fraction` (of a head that rotates) are
+    defaults. `fraction_key` is named in errors.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):
@@ -92,7 +87,6 @@ def fraction_of(rotary_dim: int, size: int) -> float:
 
 
 def rope_config(c: ConfigReader) -> ConfigReader:
-    """Return `rope_parameters` or `rope_scaling`; empty: the configuration has neither."""
     key = "rope_parameters" if c.has("rope_parameters") else "rope_scaling"
     return c.inner(key) if c.has(key) else ConfigReader({}, c.where)
 
@@ -172,20 +166,18 @@ def self_attention(
 
     Args:
         x: Normalised rows.
-        at: Tensor name prefix.
-        rotary: Rotary embedding of queries and keys; None: keys have none.
-        names: Tensors of query, key and value, or the one tensor that stacks them.
-        out: Tensor of the output projection.
-        norms: Tensors of the query and key norms.
-        whole_norms: Whether the norms extend over all heads of a row together; otherwise over each head.
+        rotary, q_rotary: Rotary embedding of queries and keys (None: keys have none), and of queries if it is
+            different.
+        names, out: Tensors of query, key and value, or the one tensor that stacks them; tensor of the output
+            projection.
+        norms, whole_norms: Tensors of the query and key norms, and whether they extend over all heads of a row
+            together.
         norms_after_rope: Whether the norms follow the rotary embedding.
         head_norm: Norm in place of `Network.rms_norm`.
-        q_rotary: Rotary embedding of the queries; None: that of the keys.
         unweighted_norms: Whether heads are normalised without weights after the rotary embedding.
         grouped: Whether the stacked tensor has, for each KV head in turn, its query heads, its key and its value.
         scale: Factor of the scores; None: head_dim^-0.5.
-        window, chunk, cap, slopes: See `Network.attention`.
-        sinks: Whether the heads have sinks (`Network.attention`).
+        window, chunk, cap, slopes, sinks: See `Network.attention`.
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
     sizes = (q_rows, kv_rows, kv_rows) if len(names) == 3 else (q_rows + 2 * kv_rows,)
@@ -228,10 +220,8 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the offset that an int8 cache subtracts from keys: their bias after rotation, averaged over positions;
-    None: no offset.
-
-    In pairs of elements with a low rotary frequency, the bias is often far larger than the differences between tokens.
+    """Return the offset that an int8 cache subtracts from keys: their bias after rotation, averaged over positions. In
+    pairs with a low rotary frequency, the bias is often far larger than the differences between tokens.
     """
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
@@ -268,7 +258,6 @@ def _padded(heads: Heads) -> list[int]:
 
 
 def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:
-    """Return the number of tokens that a row attends to; None: all. `default`: result if the key is absent."""
     if c.has("sliding_window"):
         return c.integer("sliding_window")
     return default if c.is_absent("sliding_window") else None

@@ -32,11 +32,8 @@ def roberta_classifier(c: ConfigReader) -> Network:
 
 
 def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str] | None = None) -> Network:
-    """Build the network.
-
-    Args:
-        first_position: Row of the position embedding for position 0.
-        classifier: Tensor names of the two linear layers of the classifier; None: the network returns hidden states.
+    """Build the network. `first_position`: row of the position embedding for position 0. `classifier`: its two linear
+    layers.
     """
     net = empty_network(c, eps=1e-12, eps_key="layer_norm_eps", causal=False)
     heads, inner = attention_heads(c), c.integer("intermediate_size")
@@ -76,7 +73,6 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
 
 
 def _position_embedding(net: Network, positions: PositionEmbedding) -> Value:
-    """Look up rows of a table by position and, if there are several token types, by type."""
     net.positions = positions
     attributes = {**BY_TOKEN, "of_positions": True}
     return net.record("embedding", {}, {"table": positions.table(net.hidden)}, attributes)

@@ -1,5 +1,4 @@
 """Cohere's Command R and R7B. Attention and feed-forward block read the same layer norm; both results are added.
-
 Command R rotates adjacent pairs. Cohere 2 does so only in layers with a sliding window.
 """
 

@@ -24,7 +24,6 @@ _LARGEST: Final[Mapping[str, int]] = {
     "vocab_size": 2**24,
     "rms_norm_eps": 1,
 }
-"""Configuration key -> maximum: several times the value of any known model, and small enough to loop over."""
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"), 2)
 }
@@ -37,7 +36,6 @@ _LEAST_NUMBER: Final = 1e-30
 
 class ConfigReader:
     """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError.
-
     `of_mtp`: whether the family describes the layer for multi-token prediction (`models.mtp`) instead of the network.
     """
 
@@ -53,11 +51,9 @@ class ConfigReader:
         return self.config.get(key) is not None
 
     def is_absent(self, key: str) -> bool:
-        """Return whether the key is absent, for keys where null has a meaning."""
         return key not in self.config
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer of at least `least`, and of at least the minimum of the key in `_LEAST`."""
         value = self.config.get(key)
         value = default if value is None else value
         largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
@@ -111,7 +107,6 @@ class ConfigReader:
         return [bool(each) for each in value]
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of at most MAX_LAYERS integers >= 0; empty: the key is absent."""
         value = self.config.get(key)
         if value is None:
             return []

@@ -19,9 +19,8 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class ContextLengths:
-    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure.
-
-    `reason`: text for the user if RoPE scaling makes them longer than `max_position_embeddings`, else empty.
+    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. `reason`: text for the
+    user if RoPE scaling makes them longer than `max_position_embeddings`.
     """
 
     default: int
@@ -33,9 +32,8 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
     """Return the context lengths of a model in Hugging Face format. Raise ModelError if a file cannot be read.
 
     RoPE scaling `linear` multiplies `max_position_embeddings` by `factor`; `yarn` multiplies the original training
-    length. `dynamic` applies only to contexts longer than `max_position_embeddings`, so a user must request them. For
-    other kinds, and if some layers are not scaled, the length is `max_position_embeddings`. `model_max_length` of
-    tokenizer_config.json limits it.
+    length. `dynamic` applies only to longer contexts, so a user must request them. For other kinds, and if some layers
+    are not scaled, the length is `max_position_embeddings`. `model_max_length` of tokenizer_config.json limits it.
     """
     own = spec.max_position_embeddings
     scaling = _smallest_scaling(spec.network.rotaries, own)

@@ -79,7 +79,6 @@ def _deepseek(
     *,
     eps: float = 1e-6,
 ) -> Network:
-    """Build the network. `first`: number of layers before the first one with experts. `eps`: default of the norms."""
     net, count = empty_network(c, eps=eps), c.integer("n_routed_experts")
     attention = attention or LatentAttention(c)
     shared = shared_experts_size(c, "n_shared_experts")

@@ -11,7 +11,6 @@ from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 
 _PREDICTING = ("block", "emb_norm", "hidden_norm", "linear_proj")
-"""Tensor name parts of the multi-token prediction layers, which are not used."""
 
 
 def ernie4_5(c: ConfigReader) -> Network:

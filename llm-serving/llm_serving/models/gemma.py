@@ -82,5 +82,4 @@ def _gemma(
 
 
 def plus_one(gamma: Float32Array) -> Float32Array:
-    """Return a norm's weight: the stored one plus 1."""
     return gamma + np.float32(1)

@@ -126,7 +126,6 @@ class Streams:
         return self._mix(streams, streams, coefficients)
 
     def correct(self, predicted: Value, active: Value, computed: Value, at: str) -> Value:
-        """Correct the predicted streams by the difference between the computed stream and its prediction."""
         coefficients = self._net.linear(self._modalities(computed, at), at + "altup.correction_coefs", self.count)
         return self._mix(predicted, self._net.add(computed, active, -1.0), coefficients, offset=1.0)
 
@@ -164,24 +163,17 @@ def mix_streams(
     offset: float = 0.0,
     first: int = 0,
 ) -> Value:
-    """Add to each stream of `base`, from stream `first` on, a weighted sum of the parts of x.
-
-    The weight of a part is `offset` plus its coefficient.
-
-    Args:
-        base: [T, streams * size].
-        x: [T, parts * size].
-        coefficients: [T, streams * parts]: all coefficients of the first stream, then of the second; None: zeros.
+    """Add to each stream of `base` [T, streams * size], from stream `first` on, a weighted sum of the parts of x [T,
+    parts * size]. The weight of a part is `offset` plus its coefficient [T, streams * parts], stream by stream (None:
+    0).
     """
     inputs = {"base": base, "x": x, "coefficients": coefficients}
     return net.record("mix_streams", inputs, {}, {"streams": streams, "offset": offset, "first": first}, base.width)
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Divide x into parts of the width of `like`, and scale each part to the root mean square of `like`.
-
-    Return `like` followed by the parts or, with `sums`, the sum of all. The mean square of a part counts as at least
-    `eps`.
+    """Return `like`, followed by the parts of x, of the width of `like`, each scaled to the root mean square of `like`;
+    with `sums`, the sum of all. The mean square of a part counts as at least `eps`.
     """
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)

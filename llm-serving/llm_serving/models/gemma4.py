@@ -65,7 +65,6 @@ def gemma4(c: ConfigReader) -> Network:
 
 
 def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
-    """Return the heads of layers without a window, from `per_layer_config` or from keys that begin with `global_`."""
     config = dict(c.config)
     if c.has("per_layer_config"):
         changes = c.config["per_layer_config"]

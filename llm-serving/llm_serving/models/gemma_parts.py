@@ -66,7 +66,6 @@ def text_decoder(
     cap: float | None,
     normalize: Norm | None = None,
 ) -> Network:
-    """Complete a network from its layers, as `layers.decoder` does. Tensors for images and audio are ignored."""
     prefix = text_prefix(c)
     if c.has(TEXT_CONFIG):
         for name in IMAGES:
@@ -111,13 +110,9 @@ def attention(
     bias: bool,
     keys_are_values: bool = False,
 ) -> tuple[Value, int]:
-    """Add attention with norms of queries, keys and values, and with unscaled scores.
-
-    Return the result, and the number of the cache layer that it reads.
-
-    Args:
-        layer: Number of an earlier layer in the cache; None: keys and values are computed and stored.
-        keys_are_values: Whether values are the keys before norm and rotation, so that they have no weights.
+    """Add attention with norms of queries, keys and values, and with unscaled scores. Return the result, and the number
+    of the cache layer that it reads. `layer`: number of an earlier layer in the cache, instead of own keys and values.
+    `keys_are_values`: values are the keys before norm and rotation, so that they have no weights.
     """
     rows, order, q_rows = qkv_rows(heads, rotary, False), rotary.order(), heads.q * heads.own
     kv_rows = heads.kv * heads.own

@@ -44,12 +44,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """Return the GGUF files of a folder. A model in several parts counts once, by its first part."""
+    """Return the GGUF files of a folder; a model in several parts counts once, by its first part."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path == files_of(path)[0])
 
 
 def gguf_name(path: Path) -> str:
-    """Return the name of a file without suffix and part number."""
     return path.stem.removesuffix(f"-00001-of-{len(files_of(path)):05}")
 
 
@@ -59,7 +58,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_of(found: GgufFile) -> dict[str, Any]:
-    """Do the same as `read_config` for a file whose header was read."""
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:

@@ -60,7 +60,6 @@ def _phimoe(reader: MetadataReader, config: Config) -> None:
 
 
 def _minicpm3(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of heads. The factors of embeddings, residuals and logits are those of the published model."""
     rotary = reader.needed("rope.dimension_count")
     config["qk_rope_head_dim"] = rotary
     config["qk_nope_head_dim"] = config.pop("head_dim", 0) - rotary
@@ -110,7 +109,6 @@ def _normalises(reader: MetadataReader) -> bool:
 
 
 def _scores(reader: MetadataReader, default: int, known: tuple[int, ...]) -> float:
-    """Return the number of the router's scoring function in GGUF files. Raise ModelError if it is not in `known`."""
     function = reader.own("expert_gating_func") or default
     if function not in known:
         names = " or ".join(f"{each} ({_SCORES[each]})" for each in known)
@@ -128,7 +126,6 @@ def _glm_experts(reader: MetadataReader, config: Config) -> None:
 
 
 def _subtract_prediction_layers(reader: MetadataReader, config: Config) -> None:
-    """Subtract the multi-token prediction layers, which the file's number of layers includes."""
     layers, predicting = config["num_hidden_layers"], reader.own("nextn_predict_layers") or 0
     if isinstance(layers, int) and isinstance(predicting, int):
         config["num_hidden_layers"] = layers - predicting
@@ -157,7 +154,6 @@ def _gpt_oss(reader: MetadataReader, config: Config) -> None:
 
 
 def _mistral3(reader: MetadataReader, config: Config) -> None:
-    """Read the attention temperature scaling that Ministral 3 uses in addition to YaRN."""
     growth, scaling = reader.own("attention.temperature_scale"), config.get("rope_scaling", {})
     weight = reader.own("rope.scaling.yarn_log_multiplier")
     if scaling.get("rope_type") == "yarn" and weight:
@@ -167,7 +163,6 @@ def _mistral3(reader: MetadataReader, config: Config) -> None:
 
 
 def _olmo2(reader: MetadataReader, config: Config) -> None:
-    """Recognise OLMo 3 by its sliding windows, and read which layers have one."""
     if config.get("sliding_window"):
         config["architectures"] = ["Olmo3ForCausalLM"]
         set_layer_windows(reader, config)

@@ -14,7 +14,6 @@ _MEAN: Final = 1
 
 
 def _bert(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of embeddings. Files of RoBERTa and XLM-RoBERTa lack the unused first rows of the positions."""
     config["max_position_embeddings"] = _rows(reader, "position_embd.weight")
     config["type_vocab_size"] = _rows(reader, "token_types.weight")
     _classifier(reader, config, "BertForSequenceClassification")

@@ -27,7 +27,6 @@ _UNROTATED: Final = 1e29
 
 
 def set_layer_windows(reader: MetadataReader, config: Config) -> None:
-    """Set `layer_types` if the file lists which layers have a sliding window."""
     slides = reader.found.metadata.get(reader.key("attention.sliding_window_pattern"))
     if isinstance(slides, np.ndarray) and len(slides) <= MAX_LAYERS:
         config["layer_types"] = [SLIDING if each else FULL for each in slides.tolist()]
@@ -46,7 +45,6 @@ def _gemma(reader: MetadataReader, config: Config) -> None:
 
 
 def _set_rows(reader: MetadataReader, config: Config) -> None:
-    """Set sizes that the file does not state. They are the numbers of rows of tensors."""
     rows = {"vocab_size_per_layer_input": "per_layer_token_embd", "laurel_rank": "blk.0.laurel_l"}
     for key, name in rows.items():
         if (tensor := reader.found.tensors.get(f"{name}.weight")) is not None:
@@ -127,4 +125,3 @@ GEMMA: Final[Mapping[str, Architecture]] = {
         has_lists=True,
     ),
 }
-"""`general.architecture` of a file -> its architecture."""

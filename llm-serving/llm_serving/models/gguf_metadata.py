@@ -17,9 +17,8 @@ _LAYER: Final = re.compile(r"^blk\.\d+\.")
 
 
 class MetadataReader:
-    """Reads metadata values of a file. An error names the key, the rule and the value.
-
-    `architecture` (`general.architecture`): the prefix of the model's keys.
+    """Reads metadata values of a file. An error names the key, the rule and the value. `architecture`: prefix of the
+    keys.
     """
 
     def __init__(self, found: GgufFile) -> None:
@@ -91,13 +90,10 @@ class Architecture:
     Attributes:
         family: Name in `architectures` of a config.json.
         numbers: Metadata key without the architecture's prefix -> key of a config.json. A file may lack the key.
-        fixed: Values that the architecture implies.
         bias: Configuration key -> tensors of a layer; the key is true if some layer has one of them.
         complete: Adds missing keys to the configuration, or changes its values.
-        rotates_a_part: Whether `rope.dimension_count` may be less than the size of a head.
-        has_experts: Whether the file may have experts.
+        rotates, rotates_a_part: Whether there is a rotary embedding, and whether it may rotate only a part of a head.
         has_lists: Whether a number may be a list with an element for each layer, which `complete` reads.
-        rotates: Whether the architecture has rotary embedding. Otherwise `rope.dimension_count` is not read.
     """
 
     family: str

@@ -36,7 +36,6 @@ def hunyuan(c: ConfigReader) -> Network:
 
 
 def _of_all_layers(c: ConfigReader, key: str) -> int:
-    """Return an integer. The configuration may have a list with an equal integer for each layer."""
     value = c.config.get(key)
     if not isinstance(value, list):
         return c.integer(key, 1)

@@ -22,12 +22,8 @@ KEY_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Indexing:
-    """How the models of a family select keys (`Indexer`).
-
-    Attributes:
-        heads: Default of `index_n_heads`.
-        interleaved: Whether the rotary embedding rotates pairs of adjacent elements.
-        shared: Layers that use the keys selected by the layer before. The first layer is not one of them.
+    """How the models of a family select keys (`Indexer`). `heads`: default of `index_n_heads`. `interleaved`: as in
+    `Rotary`. `shared`: layers that use the keys selected by the layer before.
     """
 
     heads: int
@@ -42,8 +38,6 @@ class Indexer:
     A few small heads score all cached keys for each row, and the row attends only to the keys with the highest scores
     (DeepSeek-V3.2, 2025, section 2.1). The published model rotates queries and keys by a Hadamard matrix and rounds
     them to 8 bits. Here they keep the model dtype, and the rotation, which changes no score, is omitted.
-
-    `rotary`: the rotary embedding of the attention.
     """
 
     def __init__(self, c: ConfigReader, indexing: Indexing, rotary: Rotary) -> None:
@@ -107,7 +101,6 @@ class LatentAttention:
         self._set_orders()
 
     def _set_orders(self) -> None:
-        """Compute the row and column orders of the weights (see `Weight`), which all layers share."""
         heads, still, rotary = self.heads, self.still, self.rotary.order()
         dim, width, values = still + self.rotary_dim, still + self.value, padded_order(self.value, HEAD_MULTIPLE)
         rotated, of_values = ([-1 if i < 0 else still + i for i in order] for order in (rotary, values))

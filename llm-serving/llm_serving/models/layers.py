@@ -36,7 +36,6 @@ def empty_network(
     eps_key: str = "rms_norm_eps",
     causal: bool = True,
 ) -> Network:
-    """Return an empty network with the sizes of a configuration. `eps`: default of `eps_key`."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
     return Network(*sizes, c.number(eps_key, eps), gamma_transform, causal=causal)
 
@@ -76,7 +75,6 @@ def decoder(
         table_scale, rounded_scale: `scale` and `rounded_scale` of `Network.embedding`.
         scale, cap, lm_head_transform, head_bias: `scale`, `cap`, `transform` and `bias` of `Network.lm_head`.
         normalize: The final norm; None: `Network.rms_norm`.
-        mtp_names: Names of the layer for multi-token prediction; None: the family has none that the server uses.
     """
     count = c.integer("num_hidden_layers")
     if c.of_mtp and mtp_names is not None and mtp_names.count(c):
@@ -129,7 +127,6 @@ def pre_norm(
     mtp_names: mtp.MtpNames | None = None,
 ) -> Network:
     """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block.
-
     `attention` gets the tensor name prefix of its layer, `feed_forward` this prefix followed by `mlp.`.
     """
     norm = normalize or net.rms_norm

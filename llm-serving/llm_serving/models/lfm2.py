@@ -71,7 +71,6 @@ def _lfm2(net: Network, c: ConfigReader, feed_forward: Layer) -> Network:
 
 
 def _inner(c: ConfigReader) -> int:
-    """Return the intermediate size. With `block_auto_adjust_ff_dim`, it is computed from `block_ff_dim`."""
     inner = c.integer("block_ff_dim", c.integer("intermediate_size", 12288))
     if not c.boolean("block_auto_adjust_ff_dim", True):
         return inner

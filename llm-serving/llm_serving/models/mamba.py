@@ -15,14 +15,8 @@ from llm_serving.network.states import MAX_TAPS, causal_conv, ssm
 
 @dataclass(frozen=True)
 class Mamba:
-    """The sizes of Mamba-2 layers.
-
-    Attributes:
-        groups: Number of groups of heads; each group shares one B and one C.
-        state_size: Elements of B and C.
-        taps: Width of the convolution.
-        bias, conv_bias: Whether the projections and the convolution have biases.
-        limits: Minimum and maximum of the time step.
+    """The sizes of Mamba-2 layers. Each of the `groups` of heads shares one B and one C of `state_size` elements.
+    `taps`: width of the convolution. `limits`: of the time step.
     """
 
     heads: int
@@ -77,12 +71,8 @@ def mamba_mixer(
     norm: Literal["", "before", "after"] = "after",
     transform: Transform | None = None,
 ) -> Value:
-    """Add a Mamba-2 mixer: input projection, convolution, state space model, gate and output projection.
-
-    Args:
-        at: Tensor name prefix.
-        norm: Whether a norm comes before or after the gate; empty: there is none.
-        transform: Applied to the weight of the input projection.
+    """Add a Mamba-2 mixer: input projection (its weight changed by `transform`), convolution, state space model, gate,
+    and a norm before or after the gate, if any, and output projection.
     """
     inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     widths = inner, inner + 2 * shared, sizes.heads

@@ -26,18 +26,14 @@ NPU_RESERVE: Final = 2**30
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
 NUM_DRAWING_VALUES: Final = 16
-"""Estimated number of float32 values that an NPU keeps at a time for each logit while it draws tokens: it sorts weights
-together with 64-bit indices. Not measured on a device.
-"""
+"""Estimated number of float32 values that an NPU keeps at a time for each logit while it draws tokens. Not measured."""
 LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MIN_SPARE_SLOTS: Final = 8
 SPARE_STATE_BYTES: Final = 2**30
-"""Approximate maximum bytes of spare state slots by default. `MIN_SPARE_SLOTS` slots are allocated in any case."""
 KEPT_STATES: Final = 2 * MAX_DRAFT_REQUESTS * DRAFT_WINDOW
 """Number of tokens whose hidden states are kept for an MTP layer: twice as many as the layer reads at a time."""
 MAX_SLOTS: Final = 2**31 - 1
-"""Maximum number of tokens in a KV cache, because slot numbers are int32."""
 
 
 def readable_size(num_bytes: float) -> str:
@@ -45,10 +41,8 @@ def readable_size(num_bytes: float) -> str:
 
 
 def num_state_slots(state_bytes: int, max_running: int, given: int | None = None) -> int:
-    """Return the number of slots for recurrent states: one for each of `max_running` requests, and spare ones; 0: the
-    model has no states.
-
-    `state_bytes`: bytes of a slot. `given`: value of `pa_config.num_state_slots`.
+    """Return the number of slots for recurrent states, of `state_bytes` each: one for each of `max_running` requests,
+    and spare ones. `given`: value of `pa_config.num_state_slots`.
     """
     if not state_bytes:
         return 0
@@ -77,10 +71,8 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the loaded weights.
-
-    Without `quantization` and with `blocks_a16`, GGUF blocks keep their stored size. Stored integers that the kernels
-    cannot multiply are dequantized.
+    """Return the bytes of the loaded weights. Without `quantization` and with `blocks_a16`, GGUF blocks keep their
+    stored size. Stored integers that the kernels cannot multiply are dequantized.
     """
     elements = spec.num_weight_elements
     if keeps_blocks(quantization) and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:

@@ -40,10 +40,8 @@ _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_from_mindformers(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
-    """Return the content of a config.json from `model.model_config` (`config`) and `model.arch.type` (`network`, may be
-    empty).
-
-    Raise ModelError, which begins with `where`, if the network is not supported, or if a value is missing or invalid.
+    """Return the content of a config.json from `model.model_config` (`config`) and `model.arch.type` (`network`). Raise
+    ModelError, which begins with `where`, if the network is not supported, or if a value is missing or invalid.
     """
     reader = ConfigReader(config, where)
     architecture = _architecture(reader, network)
@@ -74,10 +72,8 @@ def _architecture(reader: ConfigReader, network: str) -> str:
 
 
 def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str, Any]:
-    """Convert the keys of MindFormers' Llama and derived networks.
-
-    If `intermediate_size` is missing, it is 2/3 of 4 times the hidden size, multiplied by `ffn_dim_multiplier` + 0.01
-    and rounded up to a multiple of `multiple_of`.
+    """Convert the keys of MindFormers' Llama and derived networks. `intermediate_size` is by default 2/3 of 4 times the
+    hidden size, times `ffn_dim_multiplier` + 0.01, rounded up to a multiple of `multiple_of`.
     """
     heads = reader.integer("num_heads")
     hidden = reader.integer("hidden_size")
@@ -127,8 +123,6 @@ def _rotation(reader: ConfigReader) -> tuple[float, dict[str, Any]]:
 
 
 class MindFormersClass(NamedTuple):
-    """A configuration class and a network class of MindFormers, each with its module."""
-
     config_module: str
     config: str
     module: str
@@ -204,7 +198,6 @@ _WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
-    """Return the name of a weight's parameter in a `GPTModel`; None: it has none."""
     for pattern, place in _WEIGHT_NAMES:
         if (found := pattern.fullmatch(weight.names[0])) is not None:
             return found.expand(place)
@@ -212,9 +205,8 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width, without padding.
-
-    Its rows may be reordered, because MindFormers' class gets this server's rotary tables, which match the order.
+    """Return whether a weight has its stored width. Its rows may be reordered, because MindFormers' class gets this
+    server's rotary tables, which match the order.
     """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     return is_whole and weight.transform is None
@@ -275,9 +267,7 @@ def mindformers_llama_parameter(name: str) -> str | None:
 
 
 def split_stacked_weights(network: Network) -> Network:
-    """Return a copy of the network with the parts of stacked weights as separate tensors. The copy describes which
-    weights to read; it cannot be executed.
-    """
+    """Return a copy of the network, only for reading weights, with the parts of stacked weights as separate tensors."""
     apart = copy.copy(network)
     apart.operations = []
     for operation in without_key_offsets(network).operations:
@@ -295,7 +285,6 @@ def _part(weight: Weight, at: int) -> Weight:
 
 
 def unsupported_by_mindformers_llama(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what MindFormers' `LlamaForCausalLM` lacks to compute the model; None: nothing."""
     if architecture != ARCHITECTURE:
         return f"{architecture} is none of MindFormers' classes before 2 that are served; {ARCHITECTURE} is"
     lacks = unsupported_by_ascend(network, num_positions)

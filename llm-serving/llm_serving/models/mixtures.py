@@ -14,7 +14,6 @@ from llm_serving.network.experts import Expert, ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
 
 MAX_EXPERT_COLUMNS: Final = 2**21
-"""Maximum intermediate columns of all experts in a layer."""
 
 
 def mixture_of_experts(
@@ -32,16 +31,12 @@ def mixture_of_experts(
     top_k_key: str = "num_experts_per_tok",
     routed: Value | None = None,
 ) -> Value:
-    """Add a router and `count` experts.
-
-    The names in `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
+    """Add a router and `count` experts. The names in `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
 
     Args:
-        inner_key: Configuration key of the experts' intermediate size.
-        parts: Names of the tensors of each expert, after the expert's number; the first is empty if experts have no
-            gate. Not used with `stacks`.
-        stacks: Tensors that hold all experts; None: each expert has its own.
-        top_k_key: Configuration key of `routing.top_k`, for errors.
+        inner_key, top_k_key: Configuration keys of the experts' intermediate size and of `routing.top_k`.
+        parts: Names of each expert's tensors, after its number; the first is empty if experts have no gate.
+        stacks: Tensors that hold all experts, instead of `parts`.
         routed: Input of the router; None: x.
     """
     inner = c.integer(inner_key)
@@ -80,14 +75,9 @@ def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = N
 
 
 def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
-    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2).
-
-    Its correction bias is a tensor of the router. Raise ModelError if the configuration names a different way to score
-    or to choose experts.
-
-    Args:
-        groups: Defaults of `n_group` and `topk_group`.
-        scale: Default of `routed_scaling_factor`.
+    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2), whose correction bias is a tensor of
+    the router. `groups` and `scale` are defaults of `n_group`, `topk_group` and `routed_scaling_factor`. Raise
+    ModelError for a different way to score or to choose experts.
     """
     c.choice("topk_method", ("noaux_tc",), "noaux_tc")
     c.choice("scoring_func", ("sigmoid",), "sigmoid")

@@ -18,16 +18,14 @@ from llm_serving.network.operations import Value
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Tensor name prefixes of an MTP layer.
+    """Tensor name prefixes of an MTP layer: norms of the embedding and of the hidden state (`inputs`), the linear layer
+    from both to the hidden size, and the norm of the result.
 
     Attributes:
-        count_key: Configuration key of the number of MTP layers, of which the first one is used.
-        default: Value of `count_key` if it is absent.
-        layer: Prefix of the layer; None: the model's prefix of layers with the number after the last layer. The other
-            names then follow this prefix.
-        inputs: Norms of the embedding and of the hidden state.
-        projection: Linear layer from both to the hidden size.
-        norm: Norm of the result.
+        count_key, default: Configuration key of the number of MTP layers, of which the first one is used, and its
+            default.
+        layer: Prefix of the layer; None: the model's prefix of layers with the number after the last layer, which then
+            precedes the other names too.
     """
 
     count_key: str
@@ -56,12 +54,8 @@ SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 
 
 def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer. Its input rows are [embedding, hidden state].
-
-    Return the input of the MTP layer's decoder layer, and the prefix of the decoder layer's tensor names.
-
-    Args:
-        after: Tensor name prefix of the layer that would follow the model's last one.
+    """Begin the network of an MTP layer, whose input rows are [embedding, hidden state]. Return the input of its
+    decoder layer, and the prefix of that layer's tensor names. `after`: prefix of a layer after the model's last one.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)
@@ -70,6 +64,5 @@ def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]
 
 
 def finish(net: Network, names: MtpNames, x: Value, at: str) -> Network:
-    """Make the normalised output x of the layer `at` the result of the network: the input of the model's LM head."""
     net.result(net.rms_norm(x, (at if names.layer is None else "") + names.norm))
     return net

@@ -51,7 +51,6 @@ def nemotron_h(c: ConfigReader) -> Network:
 
 
 def _squared_relu(net: Network, x: Value, at: str, inner: int, *, bias: bool) -> Value:
-    """Add down(max(up, 0)^2)."""
     x = net.linear(x, at + "up_proj", inner, bias=bias)
     return net.linear(net.multiply(x, x, "relu"), at + "down_proj", net.hidden, bias=bias)
 

@@ -62,7 +62,6 @@ def phimoe(c: ConfigReader) -> Network:
 
 
 def _scaled_rotary(c: ConfigReader, heads: Heads) -> Rotary:
-    """Read the rotary embedding. With longrope, `short_mscale` and `long_mscale` scale the cosines and sines."""
     rotary, reader = rotary_embedding(c, heads, theta=1e6), rope_config(c)
     if rotary.scaling is None:
         return rotary

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 MODULES_NAME: Final = "modules.json"
 MODULE_FILE: Final = re.compile(r"\d+_\w+/config\.json")
-"""Usual path of a module's configuration, such as `1_Pooling/config.json`."""
 TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MAX_TOKENIZER_BYTES: Final = 2**28
@@ -26,7 +25,6 @@ _MAX_PLACE_CHARS: Final = 60
 """Maximum length of a module's `path`. File systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
 POOLING: Final = "pooling_mode"
-"""Configuration key of the pooling mode. It is set from the metadata of a GGUF file."""
 _MODES: Final[Mapping[str, PoolingMode]] = {
     "lasttoken": PoolingMode.LAST,
     "cls": PoolingMode.FIRST,
@@ -54,8 +52,6 @@ _PAIR_TEMPLATES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The pooling of a model that produces embeddings or scores."""
-
     normalises: bool = True
     """Whether embeddings are normalised to length 1 by default."""
     embedding_only: bool = False
@@ -70,7 +66,6 @@ class Pooling:
 
     @property
     def refusal(self) -> str:
-        """Error for a request that asks an `embedding_only` model for text. It names the routes of the model."""
         if self.scores:
             return "is a reranker, which answers only /v1/score and /rerank"
         return "is an embedding model, which answers only /v1/embeddings, /v1/score and /rerank"
@@ -97,7 +92,6 @@ def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
 
 
 def pooling_mode(mode: str, folder: Path, spec: ModelSpec) -> PoolingMode:
-    """Return the pooling mode that `resolve_pooling` selects; LAST for a model without pooling."""
     pooling = resolve_pooling(mode, folder, spec)
     return PoolingMode.LAST if pooling is None else pooling.mode
 
@@ -127,8 +121,8 @@ def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
 
     The score is the logit of the first token, minus the logit of the second if there are two. The ids are read from
     sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json (vLLM), which lists the
-    subtracted token first. Folders of Qwen3-Reranker of 2025 have neither; they are recognised by the name of the model
-    in their path.
+    subtracted token first. Folders of Qwen3-Reranker of 2025 have neither; they are recognised by the model's name in
+    their path.
     """
     if (texts := config.get("classifier_from_token")) is not None:
         return _token_ids(folder, texts)
@@ -235,7 +229,6 @@ def _pooling_mode(path: Path) -> PoolingMode:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes. Newer folders state them in one key, older ones in a flag for each mode."""
     if isinstance(named := config.get("pooling_mode"), str):
         return [named.removesuffix("_token")]
     return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]

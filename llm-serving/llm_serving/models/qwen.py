@@ -52,9 +52,8 @@ def feed_forward(
     stacks: ExpertStacks | None = None,
     normalise: bool = False,
 ) -> Value:
-    """Add the feed-forward block of a layer: a mixture of `experts` and an optional shared expert, or a gated MLP.
-
-    `normalise`: default of `norm_topk_prob`.
+    """Add a mixture of `experts` and an optional shared expert, or a gated MLP. `normalise`: default of
+    `norm_topk_prob`.
     """
     dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
     if not experts or index in dense or (index + 1) % every:

@@ -99,11 +99,9 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`.
-
-    Variants with another head count as the decoder: `Qwen3Model` (no LM head) and `Qwen3ForSequenceClassification` (a
-    classifier) are `Qwen3ForCausalLM`. Raise ModelError if no name is known, or if a decoder is configured for
-    bidirectional attention.
+    """Return the first known name in `architectures`. Raise ModelError if there is none, or if a decoder is configured
+    for bidirectional attention. Variants with another head count as the decoder: `Qwen3Model` (no LM head) and
+    `Qwen3ForSequenceClassification` (a classifier) are `Qwen3ForCausalLM`.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
@@ -138,7 +136,6 @@ def _nearest(name: Any) -> str:
 
 
 def describe(architecture: str, reader: ConfigReader) -> Network:
-    """Build the network of a configuration with the family's function in `FAMILIES`."""
     module, function = FAMILIES[architecture]
     family: Family = getattr(importlib.import_module(f"llm_serving.models.{module}"), function)
     return family(reader)

@@ -48,14 +48,9 @@ _UNLIMITED: Final = 2**20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Describes a model before its weights are read.
-
-    Attributes:
-        architecture: Name as in `models.registry.FAMILIES`.
-        config: Content of `config.json`, validated.
-        max_position_embeddings: Longest context in tokens for which the model was trained.
-        bos_token_id, pad_token_id: None: the model has none.
-        eos_token_ids: Every id that ends a text; Llama 3 has several.
+    """Describes a model before its weights are read. `architecture` is a name in `models.registry.FAMILIES`, `config`
+    the validated `config.json`, `max_position_embeddings` the longest context in tokens for which the model was
+    trained. `eos_token_ids` has every id that ends a text.
     """
 
     architecture: str
@@ -72,10 +67,8 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec of the layer for multi-token prediction (`models.mtp`); None: the server can use no such
-        layer.
-
-        `stored`: names of the tensors in the folder.
+        """Return the spec of the layer for multi-token prediction (`models.mtp`), if the server can use it. `stored`:
+        names of the tensors in the folder.
         """
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
@@ -85,7 +78,6 @@ class ModelSpec:
 
     @cached_property
     def scheme(self) -> Scheme | None:
-        """The quantization scheme of the weight files; None: they are not quantized."""
         return scheme_of(self.config, CONFIG_NAME)
 
     def config_value(self, key: str) -> Any:
@@ -96,7 +88,6 @@ class ModelSpec:
 
     @property
     def head_dims(self) -> frozenset[int]:
-        """The sizes of key and value heads in the KV cache."""
         return frozenset(width for cache in self.caches for width in (cache.key_width, cache.value_width))
 
     @property
@@ -126,7 +117,6 @@ class ModelSpec:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of one slot: the states of a request over all layers."""
         return sum(state.num_bytes for state in self.states)
 
     @cached_property
@@ -160,7 +150,6 @@ class ModelSpec:
         return spec
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:
-        """Return the spec with adapter slots (`network.adapters.with_adapters`), and the operations that have them."""
         spec = replace(self)
         spec.__dict__["network"], linears = with_adapters(self.network, slots, max_rank, as_program=as_program)
         spec.__dict__["scheme"] = self.scheme
@@ -191,7 +180,6 @@ class ModelSpec:
 
     @cached_property
     def max_row_elements(self) -> int:
-        """Maximum number of elements that one operation reads and writes for a row."""
         return max(
             sum(x.root.width for x in {*each.inputs.values(), *each.outputs.values()})
             for each in self.network.operations
@@ -202,7 +190,6 @@ class ModelSpec:
         return max(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes of one token's keys and values over all layers. `int8`: whether the KV cache is int8."""
         return sum(cache.bytes_per_token(dtype_bytes, int8=int8) for cache in self.caches)
 
     @classmethod
@@ -236,7 +223,6 @@ class ModelSpec:
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
-        """Return the spec of a parsed `config.json`. `where`: its name in errors."""
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.normalized_config(ConfigReader(config, where))
@@ -265,9 +251,8 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of `model.model_config` in a MindFormers YAML. `where`: its name in errors.
-
-        `network`: `model.arch.type`, which distinguishes families with the same configuration.
+        """Return the spec of `model.model_config` in a MindFormers YAML. `network` (`model.arch.type`) distinguishes
+        families with the same configuration.
         """
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 

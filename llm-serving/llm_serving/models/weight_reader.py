@@ -37,8 +37,6 @@ _AT_ONCE: Final = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A byte range of a file."""
-
     file: Path
     start: int
     num_bytes: int
@@ -109,10 +107,8 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers. Raise ModelError if there is no weight file, a file of the index is missing, or a header is
-        malformed.
-
-        `on_read`: called after each tensor with the bytes read so far and the bytes of all tensors.
+        """Read the headers. Raise ModelError if a weight file is missing or its header malformed. Call `on_read` after
+        each tensor with the bytes read so far and the bytes of all tensors.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -157,13 +153,12 @@ class WeightReader:
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits, in a read-only memory map; a
-        quantized tensor as float32. Raise ModelError if there is no such tensor, or if its shape differs.
+        """Return one tensor as stored, in a read-only memory map; a quantized tensor as float32. bfloat16 has uint16
+        bits. Raise ModelError if there is no such tensor, or if its shape differs.
         """
         return self._find(name, shape).read()
 
     def read_packed(self, name: str, shape: tuple[int, ...]) -> Quantized | Array:
-        """Do the same as `read`, but return a quantized tensor as quantized values and scales."""
         found = self._find(name, shape)
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
 
@@ -192,7 +187,6 @@ class WeightReader:
         self._unread -= {each for each in self._unread if is_optional(each, (name,))}
 
     def expect_only(self, names: Collection[str]) -> None:
-        """Allow all other tensors, although the model does not use them."""
         self._unread &= set(names)
 
     def check_all_read(self) -> None:
@@ -225,7 +219,6 @@ def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
 
 
 def check_folder(folder: Path) -> ModelSpec:
-    """Read the headers of a folder. Return its spec. Raise ModelError if its files are damaged or do not match."""
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)
     spare = {**reader.zero_biases(), **optional_tensors(spec, reader.shapes())}
@@ -247,10 +240,8 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
 
 
 def check_replacement(folder: Path, old: ModelSpec) -> None:
-    """Check the headers of a folder whose weights are to replace those of the model `old`.
-
-    Raise ModelError, which names the difference, if the architecture, the configuration or a shape differs, or if a
-    file is damaged.
+    """Check the headers of a folder whose weights are to replace those of the model `old`. Raise ModelError if the
+    architecture, the configuration or a shape differs, or if a file is damaged.
     """
     new = check_folder(folder)
     if new.architecture != old.architecture:
