@@ -245,9 +245,7 @@ def _index(block_ids: Int32Array) -> ms.Tensor:
 
 
 def _independent(pairs: Int32Array, same_memory: bool) -> Iterator[Int32Array]:
-    """Split block copies [n, 2] into batches whose copies can run in any order: within a batch, no block is written
-    twice, and no block is read after it was written.
-    """
+    """Split block copies [n, 2] into batches that write no block twice and read no block after it was written."""
     start, written = 0, set[int]()
     for index, (source, target) in enumerate(pairs.tolist()):
         if target in written or (same_memory and source in written):

@@ -106,9 +106,7 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Rotary embedding. The context lengths, which the primitive requires, have no effect, because cosines and sines
-    have one row per token.
-    """
+    """Rotary embedding. The primitive needs context lengths, which have no effect with one row of cosines per token."""
 
     def __init__(self) -> None:
         super().__init__()

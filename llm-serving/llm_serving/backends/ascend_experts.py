@@ -19,9 +19,7 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 _ONE_TENSOR, _BY_ROWS, _COUNTS = 3, 0, 1
-"""Arguments of GroupedMatmulV4: return one tensor, split the rows among the experts, take each
-expert's number of rows.
-"""
+"""Arguments of GroupedMatmulV4: return one tensor, split the rows among the experts, take numbers of rows."""
 
 _COUNTS_OF_ROWS = 2
 """Argument of MoeInitRoutingV2 that makes it return the number of rows of each expert."""
@@ -54,9 +52,7 @@ class AscendRouter(nn.Cell):
 
 
 class ExpertDispatch(nn.Cell):
-    """(x [T, H], topk_ids [T, k]) -> rows [T*k, H] sorted by expert, destination of each row [T*k], rows of each
-    expert.
-    """
+    """(x [T, H], topk_ids [T, k]) -> rows [T*k, H] sorted by expert, destinations [T*k], rows of each expert."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -101,7 +97,7 @@ class AscendExperts(nn.Cell):
 
 class QuantizedGroupedMatmul(nn.Cell):
     """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, expert of each row) ->
-    [T*k, N]
+    [T*k, N].
     """
 
     def __init__(self, dtype: Any) -> None:

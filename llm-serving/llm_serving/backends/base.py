@@ -33,9 +33,7 @@ BlockMemory: TypeAlias = ms.Parameter | Array
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape and options of an attention operation. `window`: tokens that a row attends to, including itself; 0:
-    all. `cap`: scores s become cap * tanh(s / cap); 0: no cap.
-    """
+    """Sizes of an attention operation. `window` and `cap` as in `Network.attention`; 0: none."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,9 +50,7 @@ class Backend(Protocol):
 
     name: str
     attention_rows: int
-    """If not 0, attention computes each token as a request of its own, in steps whose number of rows is a multiple of
-    this number. If 0, attention computes all rows of a request together.
-    """
+    """If not 0, attention computes each token as its own request, in steps of a multiple of this many rows."""
 
     dtype: str
 
@@ -77,25 +73,19 @@ class Backend(Protocol):
         """(x [T, K], weight [N, K] from `linear_weight`) -> x @ weight.T, [T, N]."""
 
     def logits(self) -> nn.Cell:
-        """The LM head: (x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype
-        on a CPU.
-        """
+        """The LM head: (x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], unrounded on a CPU."""
 
     def quantized_embedding(self) -> nn.Cell:
         """(token_ids int32[T], qvalues, scales), the last two from `quantized_weight` -> dequantized rows [T, K]."""
 
     def quantized_linear(self) -> nn.Cell:
-        """(x [T, K], qvalues, scales) -> [T, N]. x is quantized to 8 bits for each row
-        (`kernels.quantized_products`).
-        """
+        """(x [T, K], qvalues, scales) -> [T, N]. The rows of x are quantized to 8 bits."""
 
     def quantized_logits(self) -> nn.Cell:
         """`quantized_linear` with a float32 result, for the LM head."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """The choice of experts: (logits float32 [T, experts]) -> two tensors for `experts`. `correction`: float32
-        [experts], added to the scores only to choose experts.
-        """
+        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` is added only to choose experts."""
 
     def experts(self, num_experts: int) -> nn.Cell:
         """(x [T, H], both tensors of `route`, gate_up, down, which are tuples from `expert_weights`) -> [T, H]."""
@@ -118,9 +108,7 @@ class Backend(Protocol):
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """The argument `attention_mask` of `paged_attention`: (positions int32[T], block_tables int32[B, W]) -> a mask
-        that hides the keys after each row's own position, or the positions themselves.
-        """
+        """(positions int32[T], block_tables int32[B, W]) -> the mask for `paged_attention`, or the positions."""
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
@@ -140,9 +128,7 @@ class Backend(Protocol):
         """A Cell with the interface of `TokenDrawing`; None: the backend draws no tokens."""
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        """([N, M]) -> columns `start` to `end` - 1, by default to the last. Only backends with `largest_logits` have
-        it.
-        """
+        """([N, M]) -> columns `start` to `end` - 1. Only backends with `largest_logits` have it."""
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         """Attention of prompts without a cached prefix: (q, k, v, query_lens, context_lens) -> [T, num_heads*D]; None:
@@ -217,16 +203,12 @@ class Backend(Protocol):
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return the zeroed key and value cache of one layer, each [num_blocks, block_size, kv_heads, width]. The
-        layout inside a block depends on the backend.
-        """
+        """Return the zeroed key and value cache of one layer, each [num_blocks, block_size, kv_heads, width]."""
 
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Do the same as `kv_cache` for programs, with elements of 8 bits, each head's scale after its values. Raise
-        ModelError if this backend has no such caches.
-        """
+        """Return caches of 8-bit values for programs, with each head's scale after its values, or raise ModelError."""
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
         """Return a program operation's zeroed states, float32 [num_slots, *shape]. Raise ModelError if unsupported."""

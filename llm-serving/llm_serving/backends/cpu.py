@@ -46,9 +46,7 @@ _MULTIPLE = 16
 
 
 def load_plugin() -> None:
-    """Build the operator library if needed, and register it with MindSpore, before the first operator of the process.
-    Raise KernelError if it cannot be built or loaded, or if another operator plugin is registered.
-    """
+    """Build the operator library if needed, and register it with MindSpore, before the first operator runs."""
     path = str(library_path())
     given = os.environ.get(PLUGIN_VARIABLE)
     if given not in (None, "", path):

@@ -63,9 +63,7 @@ def _int64(number: int) -> ms.Tensor:
 
 
 def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
-    """Return 24 digits and the index of a power of two for each of `numbers` [S], 0 or at least `LEAST_FLOAT`: their
-    product.
-    """
+    """Return 24 digits and the index of a power of two for `numbers` [S], each 0 or at least `LEAST_FLOAT`."""
     fractions, exponents = np.frexp(numbers)
     digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
     return digits, np.maximum(exponents - (_DIGITS + _LEAST_POWER), 0).astype(np.int32)
@@ -279,9 +277,7 @@ class TokenDrawing(nn.Cell):
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
-        """Return the largest integer below the share `top_p` of a total, which is rounded to float64: `whole` to
-        `whole` + 1.
-        """
+        """Return the largest integer below the float64 product of the share `top_p` and a total."""
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
 
@@ -333,9 +329,7 @@ class TokenDrawing(nn.Cell):
         return self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
 
     def block_at(self, before: ms.Tensor, target: ms.Tensor) -> Any:
-        """Return the index of the last block with `before` (of `sums_of_blocks`) at most `target`, and `target` minus
-        this.
-        """
+        """Return the index of the last block with `before` at most `target`, and `target` minus this sum."""
         index = self.sub(self.number_of(self.within(before, target)), self.one)
         index = self.minimum(self.maximum(index, self.zero), self.last_block)
         return index, self.sub(target, self.at(before, index))

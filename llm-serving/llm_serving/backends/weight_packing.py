@@ -1,6 +1,4 @@
-"""Prepares weights on all cores: rounds them to 8 or 4 bits, and packs GGUF blocks in the order in which the kernels
-read them (csrc/packed_blocks.h).
-"""
+"""Prepares weights on all cores: rounds them to 8 or 4 bits, and packs GGUF blocks (csrc/packed_blocks.h)."""
 
 from __future__ import annotations
 

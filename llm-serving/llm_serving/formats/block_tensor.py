@@ -21,9 +21,7 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Number of weight rows that a kernel packs and computes together (a panel). If tensors are stacked into one weight,
-each but the last must have a multiple of it. Widths of experts are padded to a multiple.
-"""
+"""Number of weight rows that a kernel packs and computes together (a panel). Stacked tensors fill whole panels."""
 _AT_ONCE: Final = 2**22
 
 

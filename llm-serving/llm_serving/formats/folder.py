@@ -74,9 +74,7 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that the index lists, else the usual single file, else all files of the first supported format.
-    Raise ModelError if there are none.
-    """
+    """Return the files in the index, else the usual single file, else all files of the first supported format."""
     index = folder / INDEX_NAME
     if index.exists():
         names = indexed_names(index)

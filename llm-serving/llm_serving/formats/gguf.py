@@ -292,9 +292,7 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The scheme of GGUF tensors. `architecture` (`general.architecture`) and the numbers of `heads` determine names
-    and layouts of tensors.
-    """
+    """The scheme of GGUF tensors, whose names and layouts depend on the architecture and the numbers of heads."""
 
     description: str
     architecture: str = ""

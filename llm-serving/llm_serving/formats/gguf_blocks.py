@@ -53,9 +53,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type, whose `unpack` takes the bytes of n blocks, [n, num_bytes]. `bits`, `zero` and `group`
-    (`group_size`) are those of `BlockTensor`.
-    """
+    """A block type. `unpack` takes the bytes of n blocks, [n, num_bytes]. `group` is the size of a group."""
 
     name: str
     elements: int
@@ -160,9 +158,7 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The first four are in the low bits of a byte, the
-    other four are split between two bytes.
-    """
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The last four are split between two bytes."""
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)

@@ -172,8 +172,8 @@ def _digest(*parts: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
-    """Yield, while a file is locked, a function that reports progress to the user and to processes that wait for the
-    lock. The system unlocks the file if this process dies.
+    """Lock a file and yield a function that reports progress to the user and, through the file, to waiting
+    processes.
     """
     with path.open("a+") as file:
         started = time.monotonic()
@@ -201,9 +201,7 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile `targets` (part -> path, all in one folder) in parallel and move them into place atomically. `library`:
-    the library, if it is not a target.
-    """
+    """Compile `targets` (part -> path) in parallel, and move them into place atomically."""
     started = time.monotonic()
     logger.info("compiling the operator library with %s (once)", compiler.version)
     folder = next(iter(targets.values())).parent

@@ -54,8 +54,8 @@ def _weight_multiples(weight: Doubles) -> tuple[Multiples, Doubles]:
 
 
 def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, Doubles]:
-    """Return one block of inputs as integer multiples [M, K] of the units, with norms up to `max_norm`, and 2^-14 times
-    the units [M].
+    """Return a block of inputs as integer multiples [M, K], with norms up to `max_norm`, and 2^-14 times the
+    units [M].
     """
     finite = np.all(np.isfinite(x), axis=1)
     x = np.where(finite[:, None], x, 0)
@@ -69,9 +69,7 @@ def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, 
 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
-    """Return the matrix product [M, N] of integers: each sum is exact, then rounded to float32 once. Sums fit into 32
-    bits if the norms of the rows are within `max_norm`.
-    """
+    """Return the matrix product [M, N] of integers as exact 32-bit sums, rounded to float32 once."""
     assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 

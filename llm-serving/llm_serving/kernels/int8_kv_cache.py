@@ -20,7 +20,7 @@ Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
 MAX_WEIGHT = np.float32(65535)
-"""Largest quantized softmax weight. Quantized are products of softmax weights and scales of value vectors."""
+"""Largest quantized product of a softmax weight and the scale of a value vector."""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
@@ -34,9 +34,7 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
 def quantize_rotated_heads(
     x: Floats, num_heads: int, offset: Singles | None = None
 ) -> tuple[NDArray[np.int8], Singles]:
-    """Rotate queries or keys, then quantize them as `quantize_heads` does. From keys, subtract `offset` [num_heads*D]
-    first.
-    """
+    """Rotate queries, or keys minus `offset` [num_heads*D], then quantize them as `quantize_heads` does."""
     values = x.astype(np.float32)
     if offset is not None:
         values = values - offset
@@ -51,9 +49,7 @@ def restored(x: Floats, num_heads: int) -> Doubles:
 
 
 def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
-    """Return queries or keys, without `offset`, as attention reads them back from 8 bits, except for float64
-    rounding.
-    """
+    """Return queries or keys, minus `offset`, as attention reads them back from 8 bits, rounded to float64."""
     qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
     block = rotated_block(qvalues.shape[-1])
     matrix = rotate(np.eye(block, dtype=np.float32)).astype(np.float64)

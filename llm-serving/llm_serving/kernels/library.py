@@ -110,9 +110,7 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of an instruction set's kernels; None: the operating system does not permit the
-    instructions.
-    """
+    """Return the address of an instruction set's kernels; None: the operating system does not permit it."""
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
     address: int | None = kernels()

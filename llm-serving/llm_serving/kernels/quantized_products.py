@@ -29,9 +29,7 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 
 def w8a8(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
-    """Multiply by 8-bit weights of at most 65,536 columns, scales [N] (csrc/w8a8.h). `rotated`: the weight was rotated;
-    the rows of x are then rotated too.
-    """
+    """Multiply by 8-bit weights of at most 65,536 columns (csrc/w8a8.h). `rotated`: the weight was rotated."""
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.
     sums = (rows.astype(np.float64) @ qvalues.astype(np.float64).T).astype(np.float32)
@@ -88,9 +86,7 @@ def blocks(
 
 
 def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
-    """Return quantized values [M, K] in -127..127, and scales [M], largest magnitude / 127: x is about value *
-    scale.
-    """
+    """Return quantized values [M, K] in -127..127, and scales [M], the largest magnitudes / 127."""
     values = without_subnormals(x.astype(np.float32))
     largest = np.abs(values).max(axis=1, initial=0)
     finite, used = np.isfinite(largest), largest >= MIN_LARGEST
@@ -123,9 +119,7 @@ def rotate(x: Floats) -> Singles:
 
 
 def rotated_block(size: int) -> int:
-    """Return the block size of the rotation: the largest power of two up to 128 that divides `size`; 1, no rotation, if
-    that is below 16.
-    """
+    """Return the block size: the largest power of two up to 128 that divides `size`; 1 if that is below 16."""
     block = min(size & -size, _MAX_ROTATED)
     return block if block >= _MIN_ROTATED else 1
 

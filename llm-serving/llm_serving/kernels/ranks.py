@@ -60,9 +60,7 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks, [S, width], from this rank's [S, columns]. Ranks differ by at most one
-        column.
-        """
+        """Return the columns of all ranks, [S, width], from this rank's [S, columns]."""
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count
         whole[:, first : first + rows.shape[1]] = rows

@@ -25,9 +25,7 @@ def linear(x: Floats, weight: Floats) -> Doubles:
 
 
 def lora(x: Floats, weight: Floats, a: Floats, b: Floats, rounded: Callable[[Doubles], Floats]) -> Doubles:
-    """x weight^T + rounded(x A^T) B^T of rows with one adapter (E. Hu et al., LoRA, 2021): [M, K], [N, K], [R, K], [N,
-    R] -> [M, N].
-    """
+    """x weight^T + rounded(x A^T) B^T (E. Hu et al., LoRA, 2021): [M, K], [N, K], [R, K], [N, R] -> [M, N]."""
     return linear(x, weight) + linear(rounded(linear(x, a)), b)
 
 
@@ -37,9 +35,7 @@ def embedding(token_ids: Integers, table: Floats) -> Doubles:
 
 
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
-    """[T, H], [G] -> [T, H] (B. Zhang and R. Sennrich, Root Mean Square Layer Normalization, 2019). Each G consecutive
-    columns of a row are normalised together.
-    """
+    """[T, H], [G] -> [T, H] (Zhang and Sennrich, 2019). Each G consecutive columns are normalised together."""
     values = _double(x).reshape(len(x), -1, len(gamma))
     normed: Doubles = values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True) + eps) * _double(gamma)
     return normed.reshape(x.shape)
@@ -275,8 +271,8 @@ def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Do
 
 
 def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -> Doubles:
-    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base, with the weighted sums of the parts added to
-    each stream from stream `first` on.
+    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base plus weighted sums in streams from
+    `first` on.
     """
     sums = np.einsum("tsp,tpi->tsi", _double(coefficients), _double(parts))
     sums[:, :first] = 0

@@ -102,9 +102,7 @@ class LowRankCell(nn.Cell):
 
 
 class LinearCell(nn.Cell):
-    """Multiplies by a weight and adds the change of adapters and the bias: x [T, K] -> x * weight^T + change + bias,
-    rounded after each operation.
-    """
+    """x [T, K] -> x * weight^T + change of adapters + bias, rounded after each operation."""
 
     def __init__(
         self,

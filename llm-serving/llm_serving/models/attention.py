@@ -220,9 +220,7 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the offset that an int8 cache subtracts from keys: their bias after rotation, averaged over positions. In
-    pairs with a low rotary frequency, the bias is often far larger than the differences between tokens.
-    """
+    """Return the bias of keys after rotation, averaged over positions, which an int8 cache subtracts from keys."""
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
     rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows

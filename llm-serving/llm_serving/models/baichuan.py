@@ -41,9 +41,7 @@ def unit_rows(head: Float32Array) -> Float32Array:
 
 
 def alibi_slopes(heads: int) -> Float32Array:
-    """Return the first n powers of 2^(-8 / n) for the largest power of two n <= `heads`, then every second power of
-    2^(-4 / n).
-    """
+    """Return n powers of 2^(-8/n), n the largest power of two <= `heads`, then every second power of 2^(-4/n)."""
     whole = 1 << heads.bit_length() - 1
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     more = [2 ** (-4 * (i + 1) / whole) for i in range(0, 2 * whole, 2)]

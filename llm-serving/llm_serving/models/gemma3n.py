@@ -1,6 +1,4 @@
-"""Gemma 3n: several residual streams (AltUp), a low-rank residual (LAuReL), sparse activations, per-layer
-embeddings, and layers that share keys and values.
-"""
+"""Gemma 3n: residual streams (AltUp), a low-rank residual (LAuReL), sparse activations, shared keys and values."""
 
 from __future__ import annotations
 
@@ -172,9 +170,7 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Return `like`, followed by the parts of x, of the width of `like`, each scaled to the root mean square of `like`;
-    with `sums`, the sum of all. The mean square of a part counts as at least `eps`.
-    """
+    """Return `like` and the parts of x, scaled to the root mean square of `like`; with `sums`, the sum of all."""
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
 

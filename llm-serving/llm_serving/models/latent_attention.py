@@ -22,9 +22,7 @@ KEY_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Indexing:
-    """How the models of a family select keys (`Indexer`). `heads`: default of `index_n_heads`. `interleaved`: as in
-    `Rotary`. `shared`: layers that use the keys selected by the layer before.
-    """
+    """The settings of an `Indexer`. The layers `shared` use the keys that the layer before them selected."""
 
     heads: int
     interleaved: bool

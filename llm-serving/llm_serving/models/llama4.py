@@ -1,6 +1,4 @@
-"""Llama 4: most layers have a rotary embedding and attend within chunks; the others have none and attend to all tokens.
-The weight of an expert multiplies its input.
-"""
+"""Llama 4: most layers have a rotary embedding and attend within chunks; the others have none and attend to all."""
 
 from typing import Any
 

@@ -15,9 +15,7 @@ from llm_serving.network.states import MAX_TAPS, causal_conv, ssm
 
 @dataclass(frozen=True)
 class Mamba:
-    """The sizes of Mamba-2 layers. Each of the `groups` of heads shares one B and one C of `state_size` elements.
-    `taps`: width of the convolution. `limits`: of the time step.
-    """
+    """The sizes of Mamba-2 layers. Each group of heads shares one B and one C of `state_size` elements."""
 
     heads: int
     head_dim: int
@@ -71,9 +69,7 @@ def mamba_mixer(
     norm: Literal["", "before", "after"] = "after",
     transform: Transform | None = None,
 ) -> Value:
-    """Add a Mamba-2 mixer: input projection (its weight changed by `transform`), convolution, state space model, gate,
-    and a norm before or after the gate, if any, and output projection.
-    """
+    """Add a Mamba-2 mixer, with a norm before or after its gate. `transform`: of the input projection's weight."""
     inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     widths = inner, inner + 2 * shared, sizes.heads
     projected = net.linear(x, at + "in_proj", sum(widths), bias=sizes.bias, transform=transform)

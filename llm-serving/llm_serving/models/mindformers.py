@@ -205,9 +205,7 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width. Its rows may be reordered, because MindFormers' class gets this
-    server's rotary tables, which match the order.
-    """
+    """Return whether a weight has its stored width. The order of its rows matches this server's rotary tables."""
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     return is_whole and weight.transform is None
 

@@ -1,6 +1,4 @@
-"""Mistral, optionally with a sliding window; Mixtral, whose experts have their own tensor names; and Ministral 3, which
-scales queries up with their position.
-"""
+"""Mistral and Mixtral, and Ministral 3, which scales queries up with their position."""
 
 from dataclasses import replace
 

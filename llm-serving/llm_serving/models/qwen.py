@@ -52,9 +52,7 @@ def feed_forward(
     stacks: ExpertStacks | None = None,
     normalise: bool = False,
 ) -> Value:
-    """Add a mixture of `experts` and an optional shared expert, or a gated MLP. `normalise`: default of
-    `norm_topk_prob`.
-    """
+    """Add a layer's mixture of `experts` with an optional shared expert, or its gated MLP."""
     dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
     if not experts or index in dense or (index + 1) % every:
         return gated_mlp(net, x, at, c.integer("intermediate_size"))

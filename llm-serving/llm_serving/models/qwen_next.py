@@ -1,6 +1,4 @@
-"""Qwen3-Next and Qwen3.5: three of four layers use the gated delta rule, the others attention with an output gate.
-Feed-forward blocks are those of Qwen2.
-"""
+"""Qwen3-Next and Qwen3.5: three of four layers use the gated delta rule, the others attention with an output gate."""
 
 from functools import lru_cache
 

@@ -67,9 +67,7 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec of the layer for multi-token prediction (`models.mtp`), if the server can use it. `stored`:
-        names of the tensors in the folder.
-        """
+        """Return the spec of the layer for multi-token prediction (`models.mtp`), if the folder's tensors allow it."""
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
         spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
@@ -251,9 +249,7 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of `model.model_config` in a MindFormers YAML. `network` (`model.arch.type`) distinguishes
-        families with the same configuration.
-        """
+        """Return the spec of `model.model_config` in a MindFormers YAML, and of `network`, its `model.arch.type`."""
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 

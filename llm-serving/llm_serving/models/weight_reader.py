@@ -240,8 +240,8 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
 
 
 def check_replacement(folder: Path, old: ModelSpec) -> None:
-    """Check the headers of a folder whose weights are to replace those of the model `old`. Raise ModelError if the
-    architecture, the configuration or a shape differs, or if a file is damaged.
+    """Raise ModelError if a folder is damaged, or if its architecture, configuration or shapes differ from those of
+    `old`.
     """
     new = check_folder(folder)
     if new.architecture != old.architecture:

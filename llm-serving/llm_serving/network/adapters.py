@@ -98,8 +98,8 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network whose linear operations have slots for adapters of up to `max_rank`, and these slots. An
-    operation whose weight is transformed while it is loaded gets no slots.
+    """Return a network with adapter slots in all linear operations whose weights are not transformed, and these
+    slots.
     """
     adapted = copy(network)
     head = network.head_operations
@@ -206,9 +206,7 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError unless the network can apply each module of an adapter, and the adapter has matrices for each
-    module that its configuration names.
-    """
+    """Raise ModelError if the network lacks a module of an adapter, or the adapter lacks one that it names."""
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:
         raise ModelError(

@@ -408,9 +408,7 @@ class Network:
         attributes: Mapping[str, Any],
         width: int | None = None,
     ) -> Value:
-        """Append an operation with one result of `width` columns, by default the hidden size. Omit inputs and weights
-        of None.
-        """
+        """Append an operation with one result of `width` columns, by default the hidden size."""
         y = Value(f"{kind}{len(self.operations)}", self.hidden if width is None else width)
         present = {role: each for role, each in inputs.items() if each is not None}
         of_weights = {role: each for role, each in weights.items() if each is not None}

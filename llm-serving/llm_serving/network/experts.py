@@ -81,9 +81,7 @@ class ExpertRouting:
 def expert_weights(
     experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool, gated: bool = True
 ) -> dict[str, Weight]:
-    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H], without gates [count * inner, H],
-    and down [count * H, inner].
-    """
+    """Return the weights gate_up [count * 2 * inner, H] (half the rows without gates) and down [count * H, inner]."""
     wide, halves = padded_order(inner, PANEL_ROWS), 1 + gated
     above: tuple[str, ...]
     below: tuple[str, ...]

@@ -91,16 +91,14 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits or scores from hidden states, its last weight: a table with one row for
-    each token id of the step.
+    """Build the program of the head. Its last weight is a table of hidden states, one row for each token id of
+    a step.
     """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network with `given` rows, its last weight: a table that the token ids of a step index.
-    The result is float32.
-    """
+    """Build the program of a network with `given` rows. They are its last weight, a table that token ids index."""
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 
@@ -175,9 +173,7 @@ def assemble(
 
 
 class ProgramMemory:
-    """The memory layout of a program: `offsets` of values, in bytes per row of a step. Values that do not exist at the
-    same time share memory.
-    """
+    """The memory layout of a program. Values that do not exist at the same time share memory."""
 
     def __init__(self, operations: Sequence[Operation], dtype_bytes: int) -> None:
         self._dtype_bytes = dtype_bytes

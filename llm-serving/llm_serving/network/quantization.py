@@ -111,9 +111,7 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight, one tensor after another; None: products cannot use them, because a
-    tensor is not in blocks or does not fill whole panels, or because the weight reorders columns or has a transform.
-    """
+    """Return the stored GGUF blocks of a weight, one tensor after another; None: products cannot use them."""
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
         return None
@@ -124,9 +122,7 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Return these rows of the stacked tensors, one segment for each run of rows from the same tensor. -1 is a row of
-    zeros, which belongs to the segment of the row before it.
-    """
+    """Return these rows (-1: zeros) of the stacked tensors, one segment for each run of rows from the same tensor."""
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
     owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
@@ -180,9 +176,7 @@ def can_multiply(scheme: QuantizationName, form: QValuesForm) -> bool:
 def bytes_saved(
     network: Network, quantization: Quantization | None, dtype_bytes: int, stored: QValuesForm | None = None
 ) -> int:
-    """Return how many bytes quantization saves compared with the model dtype. `stored`: form of the files' quantized
-    values.
-    """
+    """Return how many bytes quantization saves. `stored`: form of the quantized values in the model's files, if any."""
     total = 0
     for weight, scheme in quantized_weights(network, quantization).items():
         assert quantization is not None

@@ -97,9 +97,7 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return the operation that stores the keys which `attention` reads: the last `store_kv` of the layer before
-        it, or an attention operation that stores keys.
-        """
+        """Return the operation that stores the keys which `attention` reads. It may be an attention operation."""
         return self._stores[attention]
 
     def producer(self, value: Value) -> Operation | None:

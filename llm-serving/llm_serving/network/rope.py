@@ -159,9 +159,7 @@ def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_position
 
 
 def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly between them (`apply_scaling` in
-    meta-llama/llama-models, models/llama3/reference_impl).
-    """
+    """Do the same as `_yarn`, with the limits of `apply_scaling` in meta-llama/llama-models."""
     wavelengths = 2 * math.pi / plain
     # 0 where the wavelength is original/low or longer, 1 where it is original/high or shorter.
     kept = np.clip((scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)

@@ -122,8 +122,8 @@ class _Sharding:
         self._shard_all(split)
 
     def _shard_recurrence(self, scan: Operation) -> None:
-        """Split the heads of a recurrence, and the columns of the convolution before it. The recurrence stays whole if
-        a rank would get part of a head, of a group of heads, or of a norm's columns.
+        """Split the heads of a recurrence and the convolution before it, unless a rank would get part of a head or
+        group.
         """
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
@@ -187,8 +187,8 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Return the rank's part of column ranges (first column, width, number of parts). Ranks share a part if there
-        are fewer.
+        """Return the rank's part of column ranges (first column, width, number of parts). Several ranks may share a
+        part.
         """
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))

@@ -147,9 +147,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Scales a norm weight, because zero padding of the rows makes their mean square smaller. `share`: unpadded
-    fraction of the columns. `transform`: applied to the norm weight first.
-    """
+    """Scales a norm weight for rows of which only the fraction `share` is not zero padding."""
 
     share: float
     transform: Transform | None
@@ -169,9 +167,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class RowFactors:
-    """A `Weight.transform` that multiplies each row of a weight by a factor. `parts`: (number of consecutive rows,
-    factor). `rows`: the rows of the weight that a rank has; None: all.
-    """
+    """A `Weight.transform` that multiplies the rows of a weight by factors: `parts` of (number of rows, factor)."""
 
     parts: tuple[tuple[int, float], ...]
     rows: tuple[int, ...] | None = None
@@ -201,9 +197,7 @@ class PositionEmbedding:
     first: int = 0
 
     def table(self, hidden: int) -> Weight:
-        """Return the sums of both embeddings, [num_types * num_positions, H]: all positions with the first token type
-        come first.
-        """
+        """Return the sums of both embeddings, [num_types * num_positions, H]: the first type's positions come first."""
         stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)
         shape = (self.num_types * self.num_positions, hidden)
         return Weight((f"{self.name}.weight", f"{self.types}.weight"), shape, stored, transform=self.sums)
