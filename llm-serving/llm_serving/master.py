@@ -119,7 +119,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
 
         serving, cancellation = config.serving, StartCancellation()
         executor = SupervisedExecutor(
-            start, serving.step_timeout_s, serving.max_worker_restarts, cancellation=cancellation
+            start, serving.step_timeout_s, serving.max_worker_restarts, cancellation=cancellation, index=index
         )
         metrics.watch_agent(index, lambda: executor.num_compilations, lambda: executor.machine)
         try:

@@ -88,10 +88,11 @@ def supervise(starts, pauses, max_restarts=5):
     return SupervisedExecutor(starts, 1.0, max_restarts, pauses.now, pauses)
 
 
-def test_a_restarted_work_agent_allocates_as_many_blocks(pauses):
+def test_a_restarted_work_agent_allocates_as_many_blocks(pauses, caplog):
     starts = Starts()
-    executor = supervise(starts, pauses)
+    executor = SupervisedExecutor(starts, 1.0, 5, pauses.now, pauses, index=3)
     executor.restart("it died")
+    assert "restarting WorkAgent 3 in 0 s: it died" in caplog.text
     assert starts.previous == [None, LOADED]
     assert [agent.ended for agent in starts.agents] == ["killed", ""]
     executor.close()

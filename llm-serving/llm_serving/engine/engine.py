@@ -80,7 +80,7 @@ class Engine(EngineRequests):
         self.notice = notice
         self.compute_fingerprint = compute_fingerprint
         self._recovery = Recovery(
-            scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step, pooling
+            scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step, pooling, index
         )
         self._restart_wait_s = restart_wait_s
         self._builder = StepBuilder(scheduler.blocks, pooling)

@@ -56,6 +56,7 @@ class Recovery:
         on_restart_attempt: Callable[[str], None] = lambda reason: None,
         on_trial_step: Callable[[], None] = lambda: None,
         pooling: PoolingMode = PoolingMode.LAST,
+        index: int = 0,
     ) -> None:
         self.restarting: str | None = None
         self._scheduler = scheduler
@@ -64,6 +65,7 @@ class Recovery:
         self._on_restart_attempt = on_restart_attempt
         self._on_trial_step = on_trial_step
         self._pooling = pooling
+        self._index = index
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
@@ -71,7 +73,7 @@ class Recovery:
         `error`: of the oldest step in flight, or of a step that could not be submitted. `in_flight`: steps that get no
         reply any more. Raise WorkerDiedError if the WorkAgent does not restart.
         """
-        logger.error("the results of the submitted steps are lost: %s", error)
+        logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         steps = in_flight[:1] if failed else in_flight
         lost = _requests_of(steps)
@@ -99,7 +101,7 @@ class Recovery:
             except StepFailedError:
                 pass
             except WorkerError as error:
-                logger.error("the results of the submitted steps are lost: %s", error)
+                logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)
                 return False
         return True
 

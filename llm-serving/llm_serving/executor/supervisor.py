@@ -322,8 +322,11 @@ class SupervisedExecutor(RemoteExecutor):
         clock: Clock = monotonic,
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
+        *,
+        index: int = 0,
     ) -> None:
         self._start = start
+        self._index = index
         self._step_timeout_s = step_timeout_s
         self._max_restarts = max_restarts
         self._clock = clock
@@ -363,7 +366,7 @@ class SupervisedExecutor(RemoteExecutor):
             num_restarts=self.num_restarts,
             max_restarts=self._max_restarts,
         )
-        logger.warning("restarting the WorkAgent in %g s: %s", delay_s, reason)
+        logger.warning("restarting WorkAgent %d in %g s: %s", self._index, delay_s, reason)
         if self._pause(delay_s):
             raise WorkerDiedError(reason)
         try:
@@ -404,7 +407,7 @@ class SupervisedExecutor(RemoteExecutor):
                     raise
                 delay_s = restart_delay_s(self.num_restarts)
                 self.num_restarts += 1
-                logger.warning("restarting the WorkAgent in %g s: %s", delay_s, error)
+                logger.warning("restarting WorkAgent %d in %g s: %s", self._index, delay_s, error)
                 if self._pause(delay_s):
                     raise
             else:

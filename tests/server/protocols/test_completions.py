@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -187,9 +188,11 @@ class TestStream:
         script = Script(raises=WorkerDiedError("gone"))
         assert events(post(FakeEngine(script), PATH, {"prompt": "x", "stream": True}))[-2]["error"]["message"] == "gone"
 
-    def test_internal_error_in_a_stream_hides_its_text(self):
+    def test_internal_error_in_a_stream_hides_its_text(self, caplog):
         engine = FakeEngine(Script(raises=ZeroDivisionError("secret /dev/shm/name")))
-        assert events(post(engine, PATH, {"prompt": "x", "stream": True}))[-2]["error"]["message"] == "internal error"
+        chunks = events(post(engine, PATH, {"prompt": "x", "stream": True}))
+        assert chunks[-2]["error"]["message"] == "internal error"
+        assert re.search("the stream of request [0-9a-f]+-0 failed", caplog.text)
 
     def test_stream_options_without_stream_are_refused(self):
         body = {"prompt": "x", "stream_options": {"include_usage": True}}

@@ -62,6 +62,10 @@ class Generation:
         self.latest: list[RequestOutput | None] = [None] * len(self.streams)
 
     @property
+    def request_id(self) -> str:
+        return self._streams[0].request_id
+
+    @property
     def num_streams(self) -> int:
         return len(self.streams)
 

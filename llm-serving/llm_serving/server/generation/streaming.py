@@ -145,7 +145,9 @@ class StreamResponse(Response):
         except LLMServingError as error:
             last += self._error_chunk(error)
         except Exception:
-            logger.exception("A streamed response failed; its client gets an internal error")
+            logger.exception(
+                "the stream of request %s failed; its client gets an internal error", self._generation.request_id
+            )
             last += self._error_chunk(internal_error())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

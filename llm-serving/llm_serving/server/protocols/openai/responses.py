@@ -206,7 +206,7 @@ async def _run_in_background(http_request: Request, generation: Generation, buil
         builder.cancel()
         raise
     except Exception:
-        logger.exception("A background response failed")
+        logger.exception("the background response of request %s failed", generation.request_id)
         builder.fail(internal_error())
     finally:
         await generation.aclose()
