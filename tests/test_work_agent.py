@@ -46,7 +46,7 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_memory import SharedBuffers
 from llm_serving.worker.kv_transfer import BackgroundThrottle
-from llm_serving.worker.started_step import StartedStep
+from llm_serving.worker.token_graph import StartedStep
 from support.fake_runner import FakeRunner, expected_output
 from support.step_factories import sampling_input, step_input
 

@@ -66,7 +66,7 @@ from llm_serving.worker.disk_store import DiskStore, open_disk_store
 from llm_serving.worker.kv_transfer import BackgroundThrottle, BlockStore, serve_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.started_step import StartedStep
+from llm_serving.worker.token_graph import StartedStep
 
 logger = get_logger(__name__)
 

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     loading.load_runner = load_runner
     model_runner: Any = types.ModuleType("llm_serving.worker.model_runner")
     model_runner.ModelRunner = FakeRunner
-    started_step: Any = types.ModuleType("llm_serving.worker.started_step")
+    started_step: Any = types.ModuleType("llm_serving.worker.token_graph")
     started_step.StartedStep = type("StartedStep", (), {})
     # the real modules would import MindSpore
     sys.modules |= {module.__name__: module for module in (loading, model_runner, started_step)}

@@ -8,7 +8,7 @@ from typing import Any
 from llm_serving import work_agent
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.started_step import StartedStep
+from llm_serving.worker.token_graph import StartedStep
 
 POISON = 900
 """A token id."""

@@ -9,8 +9,7 @@ from llm_serving.backends.ascend_cells import AscendLargestLogits
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.sampler import choose_tokens, greedy_samples, uses_logits_unchanged
-from llm_serving.worker.started_step import StartedStep
-from llm_serving.worker.token_graph import TokenChoice, TokenGraph, choice_of, tokens_of
+from llm_serving.worker.token_graph import StartedStep, TokenChoice, TokenGraph, choice_of, tokens_of
 from support.graph_model import backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import sampling_input, step_input

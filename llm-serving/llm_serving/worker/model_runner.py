@@ -47,9 +47,8 @@ from llm_serving.worker.sampler import (
     sample,
 )
 from llm_serving.worker.scoring import check_scoring, score
-from llm_serving.worker.started_step import HostCopy, StartedStep
 from llm_serving.worker.state_guard import NO_SLOT, StateGuard
-from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, tokens_of
+from llm_serving.worker.token_graph import DeviceLogits, HostCopy, StartedStep, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
 """Tag of the first step. Ranks tag their shared work with a number; work before the first step has the tag 0."""
