@@ -4,7 +4,7 @@ import pytest
 from llm_serving.backends import BACKENDS
 from llm_serving.core.enums import ExactnessName
 from llm_serving.errors import ConfigError
-from llm_serving.worker.exactness import GUARANTEES, OF_EXPERTS, check_block_size, guarantee
+from llm_serving.worker.device import GUARANTEES, OF_EXPERTS, check_block_size, guarantee
 from support.tables import PROJECT
 
 pytestmark = pytest.mark.mindspore

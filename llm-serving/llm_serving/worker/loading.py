@@ -44,9 +44,16 @@ from llm_serving.network.adapters import AdapterLimits
 from llm_serving.network.quantization import Quantization, keeps_blocks
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
-from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
+from llm_serving.worker.device import (
+    OF_EXPERTS,
+    backend_for,
+    check_block_size,
+    configure_device,
+    free_npu_memory,
+    guarantee,
+    npu_memory_limit,
+)
 from llm_serving.worker.draft_model import DraftModel
-from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.mtp import load_mtp
