@@ -6,7 +6,7 @@ import numpy as np
 from llm_serving.core.step import ResultKind
 from llm_serving.network.weights import PositionEmbedding
 from llm_serving.worker.model_inputs import ModelInputs
-from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
+from llm_serving.worker.scoring import means, num_states_per_result, with_all_states, with_token_types
 
 RESULTS = np.array([[0, 1, ResultKind.VECTOR], [1, 3, ResultKind.MEAN], [2, 0, ResultKind.MEAN]], np.int32)
 

@@ -37,7 +37,6 @@ from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile
 from llm_serving.worker.hidden_states import HiddenStates, newest_tokens
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs, resolve_token_ids
-from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import (
     check_allowed,
@@ -46,7 +45,14 @@ from llm_serving.worker.sampler import (
     output_of_tokens,
     sample,
 )
-from llm_serving.worker.scoring import check_scoring, score
+from llm_serving.worker.scoring import (
+    check_scoring,
+    means,
+    num_states_per_result,
+    score,
+    with_all_states,
+    with_token_types,
+)
 from llm_serving.worker.state_guard import NO_SLOT, StateGuard
 from llm_serving.worker.token_graph import DeviceLogits, HostCopy, StartedStep, TokenGraph, tokens_of
 
