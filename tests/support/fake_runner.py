@@ -31,8 +31,7 @@ from llm_serving.core.step import (
 from llm_serving.core.window import NO_WINDOW, ONE_GROUP, CacheGroups, LayerWindow, Window
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
-from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags
-from llm_serving.worker.state_guard import StateGuard
+from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags, StateGuard
 from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000

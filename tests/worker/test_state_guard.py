@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llm_serving.core.step import STATE_BEFORE, StateAccess, StepInput
 from llm_serving.errors import WorkerError
-from llm_serving.worker.state_guard import StateGuard
+from llm_serving.worker.block_guard import StateGuard
 from support.step_factories import step_input
 
 

@@ -32,7 +32,7 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.adapters import AdaptedLinear, AdapterLimits, experts_modules
 from llm_serving.network.quantization import Quantization
 from llm_serving.worker.adapters import AdapterMemory
-from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
+from llm_serving.worker.block_guard import NO_SLOT, BlockGuard, BlockTags, StateGuard, check_block_moves
 from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile_networks
 from llm_serving.worker.hidden_states import HiddenStates, newest_tokens
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
@@ -53,7 +53,6 @@ from llm_serving.worker.scoring import (
     with_all_states,
     with_token_types,
 )
-from llm_serving.worker.state_guard import NO_SLOT, StateGuard
 from llm_serving.worker.token_graph import DeviceLogits, HostCopy, StartedStep, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
