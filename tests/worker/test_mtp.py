@@ -13,8 +13,8 @@ from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.operations import Operation
 from llm_serving.network.quantization import Quantization, quantized_weights
+from llm_serving.worker.draft_model import load_mtp
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.mtp import load_mtp
 from support.graph_model import GraphModel, backend
 from support.mtp_models import (
     NAMES,

@@ -53,10 +53,9 @@ from llm_serving.worker.device import (
     guarantee,
     npu_memory_limit,
 )
-from llm_serving.worker.draft_model import DraftModel
+from llm_serving.worker.draft_model import DraftModel, load_mtp
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.mtp import load_mtp
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
 
 logger = get_logger(__name__)
