@@ -92,7 +92,7 @@ class KVCacheDtypeName(enum.StrEnum):
 
 
 class ExactnessName(enum.StrEnum):
-    """Whether the bits of an answer may depend on the batch; see `worker.exactness`."""
+    """Whether the bits of an answer may depend on the batch; see `worker.device`."""
 
     EXACT = "exact"
     FAST = "fast"

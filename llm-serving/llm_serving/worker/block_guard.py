@@ -1,4 +1,4 @@
-"""Checks of each step: block moves stay inside their memories, and rows read only blocks written for them."""
+"""Checks of each step: moves stay inside their memories, and rows read only blocks and states written for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device settings of this process, and the choice of the backend."""
+"""Device settings of this process, the choice of the backend, and its guarantee about the bits of an answer."""
 
 from __future__ import annotations
 

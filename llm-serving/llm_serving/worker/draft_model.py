@@ -1,9 +1,8 @@
 """Draft tokens from a small model (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-2023).
+2023), or from the model's own layer for multi-token prediction, MTP (`models.mtp`).
 
-The draft model samples with the random number that the request uses at the same position. So it proposes the served
-model's token wherever both distributions agree. The served model verifies each token, so answers do not depend on
-drafts.
+Both sample with the random number that the request uses at the same position. So they propose the served model's token
+wherever the distributions agree. The served model verifies each token, so answers do not depend on drafts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hidden states of the newest tokens, which the layer for multi-token prediction reads (`worker.mtp`)."""
+"""Hidden states of the newest tokens, which the layer for multi-token prediction reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the most likely ones. Few logits are in memory at a time."""
+"""Results other than sampled tokens: log-probabilities of given tokens, and pooled hidden states."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 _FAST_BLOCK_SIZES: Final = (128, 64)
 _EXACT_BLOCK_SIZES: Final = (32,)
 """Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on the other rows of the batch,
-because they change the order of its sums (`worker.exactness.check_block_size`)."""
+because they change the order of its sums (`worker.device.check_block_size`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
