@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from llm_serving.config.rank_table import RankDevice, read_rank_table
+from llm_serving.config.sections.cluster import RankDevice, read_rank_table
 from llm_serving.errors import ConfigError
 
 
