@@ -39,9 +39,8 @@ from llm_serving.config.sections.model import (
     check_model,
 )
 from llm_serving.config.sections.scheduler import check_scheduler, choose_step_budget
-from llm_serving.config.sections.server import check_server
+from llm_serving.config.sections.server import CERTFILE, KEYFILE, PASSWORD_FILE, check_server
 from llm_serving.config.tables import TableReader, check_tables
-from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
 from llm_serving.errors import ConfigError, ModelError, shorten

@@ -9,7 +9,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 from llm_serving.config.loader import load_config
-from llm_serving.config.tls import tls_context
+from llm_serving.config.sections.server import tls_context
 from llm_serving.errors import ConfigError
 
 

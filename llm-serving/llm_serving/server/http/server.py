@@ -20,8 +20,7 @@ from typing import Any, Final
 import uvicorn
 import uvloop
 
-from llm_serving.config.sections.server import ServerConfig
-from llm_serving.config.tls import tls_context
+from llm_serving.config.sections.server import ServerConfig, tls_context
 from llm_serving.errors import ConfigError, shorten
 from llm_serving.log import get_logger
 from llm_serving.server.http.acceptor import Acceptor, ConnectionLimits
