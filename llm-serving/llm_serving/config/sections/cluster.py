@@ -17,7 +17,7 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import sharding_violation
 
-VERSIONS = ("1.0", "1.2")
+RANK_TABLE_VERSIONS = ("1.0", "1.2")
 """Values of `version`: for an Atlas A2, and for an A3, whose devices also have a `super_device_id`."""
 
 
@@ -37,25 +37,25 @@ def read_rank_table(path: Path) -> list[RankDevice]:
         raise ConfigError(f"{path} must be a rank table of HCCL in JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must be a rank table of HCCL, a JSON object. Given: {str(table)[:100]}")
-    if table.get("version") not in VERSIONS:
-        raise _error(path, "version", f"must be {' or '.join(VERSIONS)}", table.get("version"))
+    if table.get("version") not in RANK_TABLE_VERSIONS:
+        raise _rank_table_error(path, "version", f"must be {' or '.join(RANK_TABLE_VERSIONS)}", table.get("version"))
     if table.get("status") != "completed":
-        raise _error(path, "status", "must be completed", table.get("status"))
+        raise _rank_table_error(path, "status", "must be completed", table.get("status"))
     servers = table.get("server_list")
     if not isinstance(servers, list) or len(servers) != 1 or not isinstance(servers[0], dict):
         given = f"{len(servers)} machines" if isinstance(servers, list) else servers
-        raise _error(path, "server_list", "must have one machine: all ranks of a replica run on it", given)
+        raise _rank_table_error(path, "server_list", "must have one machine: all ranks of a replica run on it", given)
     if str(table.get("server_count")) != "1":
-        raise _error(path, "server_count", "must be 1, the length of server_list", table.get("server_count"))
+        raise _rank_table_error(path, "server_count", "must be 1, the length of server_list", table.get("server_count"))
     devices = servers[0].get("device")
     if not isinstance(devices, list) or not all(isinstance(each, dict) for each in devices):
-        raise _error(path, "server_list[0].device", "must be a list of devices", devices)
+        raise _rank_table_error(path, "server_list[0].device", "must be a list of devices", devices)
     found = sorted(_device(path, f"server_list[0].device[{index}]", each) for index, each in enumerate(devices))
     ranks = [each.rank for each in found]
     if ranks != list(range(len(ranks))):
-        raise _error(path, "rank_id", f"must be 0 to {len(ranks) - 1}, each once", ranks)
+        raise _rank_table_error(path, "rank_id", f"must be 0 to {len(ranks) - 1}, each once", ranks)
     if len({each.device for each in found}) < len(found):
-        raise _error(path, "device_id", "must differ from rank to rank", [each.device for each in found])
+        raise _rank_table_error(path, "device_id", "must differ from rank to rank", [each.device for each in found])
     return found
 
 
@@ -65,18 +65,18 @@ def _device(path: Path, place: str, device: dict[str, Any]) -> RankDevice:
     try:
         ipaddress.ip_address(address if isinstance(address, str) else "")
     except ValueError:
-        raise _error(path, f"{place}.device_ip", "must be the IP address of the device", address) from None
+        raise _rank_table_error(path, f"{place}.device_ip", "must be the IP address of the device", address) from None
     return RankDevice(*numbers)
 
 
 def _number(path: Path, field: str, value: Any) -> int:
     """Return a number that the table holds as a string."""
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).isdecimal():
-        raise _error(path, field, "must be a whole number, at least 0", value)
+        raise _rank_table_error(path, field, "must be a whole number, at least 0", value)
     return int(value)
 
 
-def _error(path: Path, field: str, rule: str, value: Any) -> ConfigError:
+def _rank_table_error(path: Path, field: str, rule: str, value: Any) -> ConfigError:
     return ConfigError(f"{path}: `{field}` {rule}. Given: {value}")
 
 

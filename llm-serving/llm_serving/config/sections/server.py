@@ -49,9 +49,9 @@ MAX_PASSWORD_BYTES: Final = 1023
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:
     """Return the context of a server for TLS 1.2 or newer. Raise ConfigError, which names the key of a bad file."""
-    _read(CERTFILE, certfile)
+    _read_tls_file(CERTFILE, certfile)
     key_name, key_path = (KEYFILE, keyfile) if keyfile is not None else (CERTFILE, certfile)
-    is_encrypted = b"ENCRYPTED" in _read(key_name, key_path)
+    is_encrypted = b"ENCRYPTED" in _read_tls_file(key_name, key_path)
     if is_encrypted and password_file is None:
         raise ConfigError(
             f"{key_name}: {key_path}: the private key is encrypted, its password must be in {PASSWORD_FILE}"
@@ -76,7 +76,7 @@ def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None
     return context
 
 
-def _read(name: str, path: Path) -> bytes:
+def _read_tls_file(name: str, path: Path) -> bytes:
     try:
         return read_regular(path, MAX_FILE_BYTES)
     except ModelError as error:
@@ -84,7 +84,7 @@ def _read(name: str, path: Path) -> bytes:
 
 
 def _read_password(path: Path) -> bytes:
-    password = _read(PASSWORD_FILE, path).partition(b"\n")[0].removesuffix(b"\r")
+    password = _read_tls_file(PASSWORD_FILE, path).partition(b"\n")[0].removesuffix(b"\r")
     if not 0 < len(password) <= MAX_PASSWORD_BYTES:
         rule = f"the first line must be a password of at most {MAX_PASSWORD_BYTES} bytes"
         raise ConfigError(f"{PASSWORD_FILE}: {path}: {rule}")
