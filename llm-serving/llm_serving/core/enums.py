@@ -146,7 +146,7 @@ class ToolFormatName(enum.StrEnum):
 
 
 class ReasoningFormatName(enum.StrEnum):
-    """Syntax of a model's reasoning; see `text.output_parsers.reasoning_formats`."""
+    """Syntax of a model's reasoning; see `text.answer_parser`."""
 
     HARMONY = "harmony"
     SEED = "seed"

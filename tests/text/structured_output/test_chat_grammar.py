@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jsonschema_rs import validator_for
-from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, THINK
+from llm_serving.text.answer_parser import REASONING_FORMATS, THINK
 from llm_serving.text.structured_output import Grammar, GrammarError
 from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar
 from llm_serving.text.structured_output.grammars import json_grammar

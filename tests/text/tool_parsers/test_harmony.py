@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.text.output_parsers.chat_message import AnswerParser
+from llm_serving.text.answer_parser import AnswerParser
 from llm_serving.text.tool_parsers import Call, Part, Thought
 from llm_serving.text.tool_parsers.harmony import HarmonyParser
 

@@ -8,8 +8,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from llm_serving.text.output_parsers.chat_message import AnswerParser
-from llm_serving.text.output_parsers.reasoning import ReasoningParser
+from llm_serving.text.answer_parser import AnswerParser, ReasoningParser
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part, Thought
 from support.tool_cases import WRITERS
 

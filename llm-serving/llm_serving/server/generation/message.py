@@ -20,7 +20,7 @@ from llm_serving.server.protocols.openai.schemas import (
     ToolCall,
     ToolCallDelta,
 )
-from llm_serving.text.output_parsers.chat_message import AnswerParser
+from llm_serving.text.answer_parser import AnswerParser
 from llm_serving.text.tool_parsers import Call, Part, Thought
 
 CALLED: Final = "tool_calls"

@@ -18,9 +18,13 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.generation.structured_output import StructuredOutput, json_whitespace, refuse_unknown_keys
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
-from llm_serving.text.output_parsers.chat_message import AnswerParser
-from llm_serving.text.output_parsers.reasoning import ReasoningParser
-from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
+from llm_serving.text.answer_parser import (
+    REASONING_FORMATS,
+    AnswerParser,
+    ReasoningFormat,
+    ReasoningParser,
+    reasoning_format_in,
+)
 from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar, arguments_grammar
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Delimiters, ToolFormat, format_in
 from llm_serving.text.tool_parsers.harmony import HarmonyParser

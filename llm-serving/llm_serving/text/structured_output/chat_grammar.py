@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_serving.text.output_parsers.reasoning_formats import ReasoningFormat
+from llm_serving.text.answer_parser import ReasoningFormat
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError, json_grammar, lark_grammar
 from llm_serving.text.tool_parsers import Callee, Delimiters, ToolFormat
 from llm_serving.text.tool_parsers.base import COMMON

@@ -13,8 +13,8 @@ from llm_serving.core.sampling_params import GENERATION_CONFIG, generation_end_i
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+from llm_serving.text.answer_parser import REASONING_FORMATS
 from llm_serving.text.chat_template.template import Conversations, read_templates, templates_of
-from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS
 from llm_serving.text.tokenizer.files import find_vocabulary, read_vocabulary
 from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
 from llm_serving.text.tokenizer.typed_text import TypedText

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.text.output_parsers.reasoning import ReasoningParser
-from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, reasoning_format_in
+from llm_serving.text.answer_parser import REASONING_FORMATS, ReasoningParser, reasoning_format_in
 
 
 def split(text: str, cuts: Sequence[int] = (), *, form: str = "think", is_open: bool = False) -> tuple[str, str]:

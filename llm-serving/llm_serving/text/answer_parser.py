@@ -1,11 +1,90 @@
-"""Separates a model's reasoning from its answer."""
+"""Parses one chat answer into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
-from llm_serving.text.output_parsers.reasoning_formats import THINK, ReasoningFormat
+from llm_serving.core.enums import ReasoningFormatName
+from llm_serving.text.tool_parsers import Call, Part, Thought, ToolParser
 from llm_serving.text.tool_parsers.base import overlap
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Delimiters of a format.
+
+    Attributes:
+        template_pattern: Regular expression that matches only chat templates of such models. The first matching format
+            in the table is used.
+        opening: Delimiter before the reasoning.
+        closing: Delimiter after the reasoning.
+        answer: Delimiters before and after the answer, which models may omit; empty texts: no delimiters.
+        opening_suffix: Text after the opening delimiter in prompts that ask for no reasoning.
+        special_tokens: Whether the delimiters are special tokens, which detokenization normally skips.
+        has_channels: Whether each part of an answer has a header with its channel (gpt-oss), so that reasoning may
+            also follow calls or text.
+    """
+
+    template_pattern: str
+    opening: str = "<think>"
+    closing: str = "</think>"
+    answer: tuple[str, str] = ("", "")
+    opening_suffix: str = ""
+    special_tokens: bool = False
+    has_channels: bool = False
+
+    def is_open(self, prompt: str) -> bool:
+        """Return whether the prompt ends with the start of reasoning."""
+        return prompt.rstrip().removesuffix(self.opening_suffix).endswith(self.opening)
+
+
+THINK: Final = ReasoningFormat("</?think>")
+REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
+    ReasoningFormatName.HARMONY: ReasoningFormat(
+        r"<\|channel\|>",
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        ("<|channel|>final<|message|>", ""),
+        special_tokens=True,
+        has_channels=True,
+    ),
+    ReasoningFormatName.SEED: ReasoningFormat(
+        "<seed:think>",
+        "<seed:think>",
+        "</seed:think>",
+        opening_suffix="<seed:cot_budget_reflect>",
+        special_tokens=True,
+    ),
+    ReasoningFormatName.COHERE: ReasoningFormat(
+        r"<\|START_THINKING\|>",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        special_tokens=True,
+    ),
+    ReasoningFormatName.MISTRAL: ReasoningFormat(r"\[THINK\]", "[THINK]", "[/THINK]", special_tokens=True),
+    ReasoningFormatName.GRANITE: ReasoningFormat(
+        "Here is my thought process:", "Here is my thought process:", "Here is my response:"
+    ),
+    ReasoningFormatName.GEMMA: ReasoningFormat(r"<\|channel>", "<|channel>thought", "<channel|>", special_tokens=True),
+    ReasoningFormatName.THINK_RESPONSE: ReasoningFormat(
+        r"<response>(?:\\n|\n|</response>)", answer=("<response>", "</response>")
+    ),
+    ReasoningFormatName.THINK_ANSWER: ReasoningFormat(
+        "(?s)<think>.*<answer>|<answer>.*<think>", answer=("<answer>", "</answer>")
+    ),
+    ReasoningFormatName.THINK: THINK,
+}
+
+
+@lru_cache(maxsize=16)
+def reasoning_format_in(template: str) -> ReasoningFormat | None:
+    return next((each for each in REASONING_FORMATS.values() if re.search(each.template_pattern, template)), None)
+
 
 _MAX_SPACES: Final = 64
 
@@ -148,3 +227,35 @@ class _FramedAnswer:
         parts.append(self._text)
         self._text = ""
         return False
+
+
+class AnswerParser:
+    """Parses one answer incrementally.
+
+    Args:
+        reasoning: None: the answer has no reasoning.
+        tools: None: the answer has no calls.
+        max_calls: Further calls are dropped; None: unlimited.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    def add(self, text: str, *, ended: bool) -> list[Part]:
+        """Return the non-empty parts, in order, that this text completes; with `ended`, all remaining parts."""
+        parts = self._parts(Split(answer=text) if self._reasoning is None else self._reasoning.add(text))
+        if ended:
+            parts += self._parts(Split() if self._reasoning is None else self._reasoning.flush())
+            parts += [] if self._tools is None else self._tools.flush()
+        return [part for part in parts if (self._is_within_limit(part) if isinstance(part, Call) else part)]
+
+    def _is_within_limit(self, call: Call) -> bool:
+        self._num_calls += bool(call.name)  # without a name it continues the previous call
+        return self._max_calls is None or self._num_calls <= self._max_calls
+
+    def _parts(self, split: Split) -> list[Part]:
+        thoughts: list[Part] = [Thought(split.reasoning)] if split.reasoning else []
+        return thoughts + ([split.answer] if self._tools is None else self._tools.add(split.answer))

@@ -1,1 +1,0 @@
-"""Parsers of generated text: reasoning, and the parts of a chat message."""
