@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError, RequestError
-from llm_serving.text.chat_template import template as chat_template
+from llm_serving.text import chat_template
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from sentencepiece import SentencePieceProcessor
 from support.tokenizer_files import byte_fallback_folder, byte_level_folder, write_config

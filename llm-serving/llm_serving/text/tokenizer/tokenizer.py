@@ -14,7 +14,7 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.text.answer_parser import REASONING_FORMATS
-from llm_serving.text.chat_template.template import Conversations, read_templates, templates_of
+from llm_serving.text.chat_template import Conversations, read_templates, templates_of
 from llm_serving.text.tokenizer.files import find_vocabulary, read_vocabulary
 from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
 from llm_serving.text.tokenizer.typed_text import TypedText

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ModelError, RequestError
-from llm_serving.text.chat_template.template import ChatTemplate, Conversations, read_templates
+from llm_serving.text.chat_template import ChatTemplate, Conversations, read_templates
 
-CASES = Path(__file__).parents[1] / "chat_cases"
+CASES = Path(__file__).parent / "chat_cases"
 CONVERSATIONS = json.loads((CASES / "conversations.json").read_text("utf-8"))
 EXPECTED = json.loads((CASES / "expected.json").read_text("utf-8"))
 USER = [{"role": "user", "content": "x"}]

@@ -1,1 +1,0 @@
-"""Chat templates of models, rendered in a sandboxed process."""
