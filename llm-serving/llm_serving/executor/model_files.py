@@ -18,7 +18,7 @@ from llm_serving.formats.gguf import files_of
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME
 from llm_serving.models.weight_reader import weight_fingerprint
-from llm_serving.text.tokenizer.files import find_vocabulary, parts_of
+from llm_serving.text.tokenizer.tokenizer import find_vocabulary, parts_of
 from llm_serving.text.tokenizer.vocabulary import config_files
 from llm_serving.transport.messages import Loaded
 
