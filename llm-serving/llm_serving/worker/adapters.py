@@ -29,11 +29,8 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """Adapters in host memory by number, and the adapter slots of the network.
-
-    Args:
-        parameters: Weight -> the Parameters of the slots.
-        as_program: Whether a program reads the slots; otherwise Cells read them.
+    """Adapters in host memory by number, and the adapter slots of the network. `parameters`: weight -> the Parameters
+    of the slots. `as_program`: a program reads the slots; otherwise Cells do.
     """
 
     def __init__(
@@ -81,13 +78,11 @@ class AdapterMemory:
         return [self._matrices(adapter, linear) for linear in self._linears]
 
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Return the slot of each token, [T]; -1: the token uses no adapter.
+        """Return the slot of each token, [T]; -1: no adapter. Adapters that are not in their slot are first copied
+        there.
 
-        Adapters that are not in their slot are first copied there. Raise WorkerError if an adapter is not in host
-        memory, or if rows name different adapters for a slot.
-
-        Args:
-            adapters: [B, 2], number and slot of the adapter of each row; number 0: none. Empty: no row has an adapter.
+        `adapters`: [B, 2], number and slot of the adapter of each row; number 0: none. Empty: no row has an adapter.
+        Raise WorkerError if an adapter is not in host memory, or if rows name different adapters for a slot.
         """
         if not len(adapters):
             return np.full(int(query_lens.sum()), -1, np.int32)

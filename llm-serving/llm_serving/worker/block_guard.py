@@ -107,11 +107,7 @@ class BlockGuard:
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """Args:
-        groups: The groups of layers.
-        transfer: Tags of the transfer pool, which other WorkAgents share.
-        states: Tags of the state slots.
-        """
+        """`transfer`: tags of the transfer pool, which other WorkAgents share. `states`: tags of the state slots."""
         self._block_size = block_size
         self._groups = groups
         self._num_groups = len(self._groups.windows)
@@ -152,10 +148,8 @@ class BlockGuard:
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those that they write.
-
-        The indices of the step must be valid. Raise WorkerError if a row reads a block that was not written for it, or
-        if two rows write one block.
+        """Check the blocks that the rows of a step read, and tag those that they write. The indices of the step must be
+        valid. Raise WorkerError if a row reads a block not written for it, or if two rows write one block.
         """
         block_size, num_computed = self._block_size, step.num_computed
         num_tokens = num_computed + step.query_lens
@@ -203,10 +197,10 @@ NO_SLOT = -1
 
 
 class StateGuard:
-    """Tags every slot with its allocation epoch and the number of tokens that its state covers.
+    """Tags every state slot with its allocation epoch and the number of tokens that its state covers.
 
-    A row may read a slot only if the epochs match and the state covers exactly the row's computed tokens. So a bug in
-    the master (a slot allocated twice, a skipped step, a wrong checkpoint) is detected before it causes wrong text.
+    A row may read a slot only if the epochs match and the state covers exactly the row's computed tokens, so that a bug
+    in the master is detected as by `BlockGuard`.
     """
 
     def __init__(self, num_slots: int) -> None:

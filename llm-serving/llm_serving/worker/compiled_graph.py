@@ -31,18 +31,16 @@ except ImportError:  # another release
 LITE_PACKAGE: Final = "mindspore_lite"
 MAX_STARTED: Final = 2
 _DECODE_PHASE: Final = "increment"
-"""The name that marks a graph of decode steps for MindSpore."""
 
 
 class CompiledNetwork:
     """One graph for batches of every shape.
 
-    `Cell.__call__` checks its arguments, which takes 140 of 160 µs. The checks are unnecessary, because the arguments
-    always have the same types and ranks. So this class calls the graph directly, by private names of MindSpore; if a
-    release lacks them, it uses the ordinary call.
+    `Cell.__call__` checks its arguments, which takes 140 of 160 µs. They always have the same types and ranks, so this
+    class calls the graph directly, by private names of MindSpore; if a release lacks them, it uses the ordinary call.
 
     Args:
-        inputs: The arguments, as for `Cell.set_inputs`, if they are not those of a step.
+        inputs: The arguments, as for `Cell.set_inputs`; None: those of a step.
         is_decode: Whether the graph computes decode steps. On Ascend, MindSpore then keeps the shapes, kernel arguments
             and memory of a step for the next one of the same shapes.
     """
@@ -65,9 +63,8 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph. The first call compiles it. The result of a program is valid only until the next call.
-
-        Arguments are not copied, so they must not change before this method returns.
+        """Run the graph; the first call compiles it. The arguments must not change before this method returns, and the
+        result of a program is valid only until the next call.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -85,9 +82,8 @@ class CompiledNetwork:
         return self._run(tensors)
 
     def on_device(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return a tensor with the elements of an array, for `submit`.
-
-        On an NPU it is in the memory of the device, so that several steps can use one copy.
+        """Return a tensor with the elements of an array, for `submit`. On an NPU it is in the memory of the device, so
+        that several steps can use one copy.
         """
         tensor = self._tensor(array)
         self._sources.append(tensor)  # as in `submit`
@@ -116,9 +112,8 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file that mindspore_lite computes on an NPU. It is called like a `CompiledNetwork`.
-
-    Raise ConfigError if the arguments in the file have other types or numbers of dimensions.
+    """A MINDIR file that mindspore_lite computes on an NPU, called like a `CompiledNetwork`. Raise ConfigError if the
+    arguments in the file have other types or numbers of dimensions.
 
     Args:
         ini: Options of the graph engine, in the format of older servers.
@@ -175,7 +170,7 @@ class StepNetwork(Protocol):
     def num_compilations(self) -> int: ...
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph. The arguments (arrays, or results of `submit`) must not change before this method returns."""
+        """Run the graph. Arrays, and results of `submit`, must not change before this method returns."""
 
     def submit(self, arrays: Sequence[Any]) -> Any:
         """Start the graph. Return its result, which a device may still be computing."""
@@ -194,11 +189,8 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call.
-
-    Args:
-        num_prompt_rows: Maximum number of requests in a step of whole prompts.
-        has_adapters: Whether the network has adapter slots.
+    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of requests in a step of
+    whole prompts.
     """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
@@ -212,9 +204,8 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return networks that `lowering.mindir.export` wrote and mindspore_lite computes.
-
-    Raise ConfigError if a file has other arguments than a step, KernelError if mindspore_lite is not installed.
+    """Return networks that `lowering.mindir.export` wrote and mindspore_lite computes. Raise ConfigError if a file has
+    other arguments than a step.
     """
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]

@@ -21,10 +21,8 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Number of threads with which MindSpore dispatches kernels to an NPU. It is MindSpore's documented default. But
-without this setting, MindSpore uses fewer threads on a machine with up to 16 cores, and then rejects PagedAttention
-("Invalid shape").
-"""
+"""Number of threads with which MindSpore dispatches kernels to an NPU: its documented default. Without this setting,
+MindSpore uses fewer threads on a machine with up to 16 cores, and then rejects PagedAttention ("Invalid shape")."""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
@@ -60,10 +58,8 @@ def npu_memory_limit(max_device_memory: int, free: int) -> int:
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return settings of the graph compiler.
-
-    On Ascend they are those of vllm-mindspore and MindFormers: infer boost, whose library has the kernel of
-    PagedAttention, and level O0, which infer boost requires.
+    """Return settings of the graph compiler. On Ascend they are those of vllm-mindspore and MindFormers: infer boost,
+    whose library has the kernel of PagedAttention, and level O0, which infer boost requires.
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
@@ -91,13 +87,9 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice for the operator, which is usually empty.
-
-    The notice says that the operator library is missing, or that the device cannot guarantee `exactness: exact`. Raise
-    KernelError if `kernels` requires the library and it cannot be built or loaded.
-
-    Args:
-        is_native: Whether the network is this project's own. MindFormers' networks have their own matrix products.
+    """Return the backend for `device_target` and `kernels`, and a notice, usually empty: the operator library is
+    missing, or the device cannot guarantee `exactness: exact`. Raise KernelError if `kernels` requires the library and
+    it cannot be built or loaded. `is_native`: MindFormers' networks have their own matrix products instead.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)
@@ -168,13 +160,11 @@ def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> s
 
 _BLOCKS_JOINED: Final = (64, 128)
 """Block sizes for which PagedAttention's order of sums depends on other rows: it takes 256 keys of a row at a time if
-any context of the step has 256 tokens, and 128 otherwise.
-"""
+any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
     """Raise ConfigError if PagedAttention's order of sums for a row depends on other rows with this block size.
-
     `attention_rows`: see `Backend.attention_rows`.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:

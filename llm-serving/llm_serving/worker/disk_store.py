@@ -4,9 +4,9 @@
     FOLDER/<fingerprint>/<hash>   a block: header, contents, checksum of both
 
 The fingerprint covers everything that affects the contents: weights, code, kernels, data types. The hash covers the
-tokens, the tenant and the cache salt (`kvcache.block_table`). A file is written with a temporary name, then renamed, so
-it appears complete. Files are not flushed to disk: after a power failure a file may be incomplete, which its checksum
-reveals. Readers take no lock, because an open file can be read to its end after it was deleted.
+tokens, the tenant and the cache salt (`kvcache.block_table`). A file is renamed when it is complete, but not flushed to
+disk: after a power failure it may be incomplete, which its checksum reveals. Readers take no lock, because an open file
+can be read to its end after it was deleted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KEPT_FRACTION: Final = 0.9
 
 class Written(NamedTuple):
     is_new: bool
-    """Whether the block was written. If not, it was already stored, or the folder cannot be used."""
+    """Whether the block was written; otherwise it was already stored, or the folder cannot be used."""
     num_evicted: int = 0
 
 
@@ -61,8 +61,8 @@ class DiskStore:
     """Reads and writes the blocks of one model in a folder that other processes and models may use too.
 
     All files together have at most `max_bytes`; the least recently used ones are deleted. No error of the disk is
-    raised: a block that cannot be read counts as missing, and a block that cannot be written is not stored. The first
-    error after a success is logged.
+    raised: a block that cannot be read counts as missing, and one that cannot be written is not stored. The first error
+    after a success is logged.
     """
 
     def __init__(self, folder: Path, max_bytes: int, fingerprint: bytes) -> None:
@@ -75,7 +75,6 @@ class DiskStore:
         self._own = folder / fingerprint.hex()
         self._failed = False
         self._skipped: set[Path] = set()
-        """Files that were logged because they are not regular."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked() as lock:
@@ -100,9 +99,8 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block, or None if it is not stored.
-
-        A damaged file is deleted. A file that is not regular, such as a link or a named pipe, is not changed.
+        """Return the contents of a block, or None if it is not stored. A damaged file is deleted; a file that is not
+        regular, such as a link or a named pipe, is not changed.
         """
         path = self._own / block_hash.hex()
         try:
@@ -165,9 +163,8 @@ class DiskStore:
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
         """Delete temporary files of killed processes and, until `num_bytes` more bytes fit, the least recently used
-        blocks.
-
-        Return the bytes of the remaining files, and the number of deleted blocks. `lock`: descriptor of the lock file.
+        blocks. Return the bytes of the remaining files, and the number of deleted blocks. `lock`: descriptor of the
+        lock file.
         """
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
@@ -235,10 +232,8 @@ def _read_total(lock: int) -> int | None:
 def open_disk_store(
     settings: LoadModel, compute_fingerprint: ComputeFingerprint, arrays: Sequence[NDArray[np.generic]]
 ) -> DiskStore:
-    """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...].
-
-    Its fingerprint covers everything that affects the contents of a block, except the tokens: the package's code, the
-    weight files, the kernels, and the settings that change how keys and values are computed.
+    """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...]. Derive its fingerprint from
+    everything that affects the contents of a block, except the tokens.
     """
     assert settings.disk_cache_path is not None
     model = Path(settings.model_path)

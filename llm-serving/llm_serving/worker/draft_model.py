@@ -63,9 +63,8 @@ class DraftSlot:
 
 
 class DraftRow(NamedTuple):
-    """A request in a step.
-
-    `number`: its index among all requests. `num_cached`: number of its first tokens that are cached.
+    """A request in a step. `number`: its index among all requests. `num_cached`: number of its first tokens that are
+    cached.
     """
 
     number: int
@@ -87,7 +86,6 @@ class DraftModel:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return up to `num_draft_tokens` draft tokens for each request, and none for a request that exceeds a limit.
-
         If the model fails, drop all cached tokens and raise WorkerError.
         """
         proposed: list[list[int]] = [[] for _ in requests]
@@ -185,10 +183,8 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the model of `runner`, which then keeps hidden states.
-
-    The arguments are those of the runner. Raise ModelError if the model runs as Cells, or if the folder lacks the
-    layer.
+    """Load the MTP layer of the model of `runner`, which then keeps hidden states. The arguments are those of the
+    runner. Raise ModelError if the model runs as Cells, or if the folder lacks the layer.
     """
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
@@ -208,10 +204,9 @@ def load_mtp(
 
 
 class MtpModel(DraftModel):
-    """Runs the MTP layer of the model of `runner`, in its thread.
+    """Runs the MTP layer of the model of `runner`, in its thread. It shares embedding and LM head with the model.
 
-    A row is a token and the hidden state of the token before it. If that token is a draft, the hidden state is
-    the layer's own.
+    A row is a token and the model's hidden state of the token before it; if that token is a draft, the layer's own.
     """
 
     def __init__(

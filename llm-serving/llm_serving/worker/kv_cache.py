@@ -40,13 +40,14 @@ def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int3
 class TransferMemory:
     """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
-    All WorkAgents of a machine inherit one file. A WorkAgent on another machine has its own file; the master copies
-    blocks between pools by `read` and `write`. All replicas have the same model and settings, so their layouts are
-    equal. The first WorkAgent that maps the file sets its size. The kernel allocates pages when they are first written.
+    All WorkAgents of a machine inherit one file; the first one that maps the file sets its size. A WorkAgent on another
+    machine has its own file, and the master copies blocks by `read` and `write`. All replicas have the same model and
+    settings, so their layouts are equal:
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
-    The master decides which WorkAgent writes a block, and when. Readers check the epoch.
+    The kernel allocates pages when they are first written. The master decides which WorkAgent writes a block, and when.
+    Readers check the epoch.
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
@@ -73,9 +74,8 @@ class TransferMemory:
         return sum(array[0].nbytes for array in self.arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """Return the number of tokens in each block, and the contents in the order of `BlockContents`.
-
-        Raise WorkerError if a block does not exist or has another epoch.
+        """Return the number of tokens in each block, and the contents in the order of `BlockContents`. Raise
+        WorkerError if a block does not exist or has another epoch.
         """
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
@@ -87,9 +87,8 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents that `read` returned. Until the write is complete, the blocks are unreadable.
-
-        Raise WorkerError if a block does not exist, or if contents or numbers are invalid.
+        """Write contents that `read` returned; meanwhile, the blocks are unreadable. Raise WorkerError if a block does
+        not exist, or if contents or numbers are invalid.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
@@ -138,8 +137,8 @@ def _whole_pages(num_bytes: int) -> int:
 class KVTensors:
     """KV tensors of all layers. They must exist as long as a network uses their Parameters.
 
-    Block i of the block manager is row i of every tensor, so whole blocks can be copied. The host pool holds blocks in
-    the same layout, but attention does not read it.
+    Block i of the block manager is row i of every tensor, so whole blocks can be copied. The host pool has the same
+    layout, but attention does not read it.
     """
 
     backend: Backend
@@ -172,10 +171,8 @@ class KVTensors:
         num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors; `int8`: with elements of 8 bits.
-
-        Raise ConfigError if an int32 number cannot count the KV slots, ModelError if the backend has no attention over
-        8-bit keys and values.
+        """Allocate zeroed tensors; `int8`: with elements of 8 bits. Raise ConfigError if an int32 number cannot count
+        the KV slots, ModelError if the backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS // spec.layout.max_parts:
             most = MAX_SLOTS // spec.layout.max_parts
@@ -239,8 +236,8 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return keys and values of a view. If a row of the pair has n parts, the view's part of row i is block n * i
-    of the view.
+    """Return keys and values of a view. If a row of the pair has n parts, the view's part of row i is block n * i of
+    the view.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):

@@ -1,6 +1,5 @@
-"""The WorkAgent's thread that writes and reads KV blocks of the transfer pool for the master.
-
-This module does not import MindSpore, because a WorkAgent with another model runner starts without MindSpore.
+"""The WorkAgent's thread that writes and reads KV blocks of the transfer pool for the master. This module does not
+import MindSpore, because a WorkAgent with another model runner starts without MindSpore.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def serve_blocks(
     disk: Disk | None = None,
     block_size: int = 0,
 ) -> None:
-    """Start a thread that answers the master's requests for blocks until the connection fails.
+    """Answer the master's requests for blocks until the connection fails.
 
     Args:
         pause_after: Called after each frame with its CPU seconds, measured by `clock`; not after reads from disk.

@@ -70,9 +70,8 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
-    """Select the device, prepare the kernels, read the weights and compile the network.
-
-    Return the runner, and a notice for the operator, which is usually empty.
+    """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
+    for the operator, which is usually empty.
 
     Args:
         ranks_fd: Memory that the ranks of the replica share; None: there is only this process.
@@ -204,9 +203,8 @@ def _draft_model(
 def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Return a function that reports the bytes read to `on_progress`, at most once in `PROGRESS_INTERVAL_S`.
-
-    The reports show the master that loading proceeds.
+    """Return a function that reports the bytes read to `on_progress`, at most once in `PROGRESS_INTERVAL_S`. The
+    reports show the master that loading proceeds.
     """
     reported_at = clock()
 
@@ -237,7 +235,6 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
 
 
 def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
-    """Wait for the other ranks of the replica. Return the group, which adds partial sums in shared memory."""
     if backend.name != "cpu":
         raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)

@@ -1,13 +1,11 @@
-"""Log-probabilities of the model's own distribution, and token weights whose sums are exact.
+"""Log-probabilities before penalties, bias and temperature, and token weights whose sums are exact.
 
-Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so the order of summation
-(threads, vector width, filters) cannot change which token is sampled.
-
-The weight of a token is 2^y with y = (value - largest) * log2(e) / temperature. It is computed in float32 by additions
-and multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1,
-so float64, with its 53 bits, holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the
-best one has weight 0 and is never drawn. The probability of all such tokens together is less than V * 2^-34, which is
-2e-6 for a vocabulary of V = 32,000.
+Because sums are exact, the order of summation (threads, vector width, filters) cannot change which token is sampled.
+The weight of a token is 2^y with y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
+multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
+float64 holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the best one has weight 0 and
+is never drawn; the probability of all such tokens together is less than V * 2^-34, which is 2e-6 for a vocabulary of
+32,000.
 """
 
 from __future__ import annotations
@@ -50,12 +48,8 @@ def weight_scales(temperatures: Float32Array) -> Float32Array:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each token: multiples of 2^-33, 1 for the most likely token.
-
-    Args:
-        values: Logits [V] without NaN.
-        largest: The largest logit, finite.
-        scale: From `weight_scale`.
+    """Return the weight of each token: multiples of 2^-33, 1 for the most likely token. `values`: logits [V] without
+    NaN. `largest`: their maximum, finite.
     """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
@@ -82,7 +76,6 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
     """Set all `weights` [V] to 0 except the `count` >= 1 largest. Among equal weights, the lowest ids are kept.
-
     `descending`: the weights in descending order, if known.
     """
     if count >= len(weights):
@@ -98,9 +91,8 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights of the tokens that a filter removes to 0. The largest weight is always kept.
-
-    `top_p` applies after `min_p` and `top_k`.
+    """Set the weights of the tokens that a filter removes to 0, but never the largest. `top_p` applies after `min_p`
+    and `top_k`.
     """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
@@ -118,8 +110,8 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
     """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first.
 
     The most typical tokens are those whose exponent is closest to the mean exponent (Meister et al. 2022, section 4;
-    exponents differ from log-probabilities by a constant). Of equally typical tokens, the lowest ids come first.
-    `exponents`: [V], logarithm to base 2 of each weight before it was rounded.
+    exponents differ from log-probabilities by a constant); among equals, the lowest ids. `exponents`: [V], logarithm to
+    base 2 of each weight before it was rounded.
     """
     (ids,) = np.nonzero(weights > 0)
     kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
@@ -134,9 +126,8 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """Return the first token whose cumulative weight exceeds `number` times the total, with `number` in [0, 1).
-
-    Such a token exists: `number` is at most 1 - 2^-53, so the product rounds to less than the total.
+    """Return the first token whose cumulative weight exceeds `number` times the total. It exists, because `number` is
+    in [0, 1 - 2^-53], so that the product rounds to less than the total.
     """
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
@@ -146,15 +137,13 @@ _SCALE = weight_scale(np.float32(1))
 
 
 def total_weight(logits: Float32Array) -> float:
-    """Return sum(exp(logits - max(logits))) of one row [V], from its token weights. The maximum must be finite."""
+    """Return sum(exp(logits - max(logits))) of one row [V], whose maximum must be finite, from its token weights."""
     return float(token_weights(logits, logits.max(), _SCALE).sum(dtype=np.float64))
 
 
 def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
-    """Return log(sum(exp(logits))) of each row. `largest`: largest logits [rows]. `totals`: their `total_weight`
-    [rows].
-
-    Each logarithm is computed separately, because NumPy's vectorized logarithms may differ in the last bit.
+    """Return log(sum(exp(logits))) of each row from its largest logit and `total_weight`. Each logarithm is computed
+    alone, because NumPy's vectorized logarithms may differ in the last bit.
     """
     logarithms = np.array([math.log(total) for total in totals.tolist()])
     normalizers: Float64Array = largest.astype(np.float64) + logarithms

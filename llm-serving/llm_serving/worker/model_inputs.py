@@ -1,8 +1,6 @@
-"""Converts a step into the arguments of a network, and checks all indices.
+"""Converts a step into the arguments of a network, and checks all indices, so that kernels need no checks.
 
-Token ids are checked against the vocabulary, positions against the rotary tables, block ids against the cache, so
-kernels need no checks. Each check is one pass over an array, because the arrays are short and the cost of calls
-dominates.
+Each check is one pass over an array, because the arrays are short and the cost of calls dominates.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ class ModelLimits:
     block_size: int
     groups: CacheGroups = ONE_GROUP
     group_parts: tuple[int, ...] = ()
-    """The same as `CacheLayout.group_parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +89,8 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Indices of the tokens whose hidden states a network returns: those with results. Without results, the index
-        of the first token, because some kernels need a row.
+        """Indices of the tokens whose hidden states a network returns: those with results, or else the first token,
+        because some kernels need a row.
         """
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
@@ -139,9 +136,7 @@ class ModelInputs:
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
     """Replace references to the previous step by its tokens: the id -1 - j stands for sample j of that step.
-
-    `previous`: tokens of its samples, -1 for a failed one. The array is copied only if there are references. Raise
-    WorkerError if a reference names a sample that the previous step did not have.
+    `previous`: tokens of its samples, -1 for a failed one. Raise WorkerError for a reference to a missing sample.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -157,9 +152,8 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled.
-
-    Raise WorkerError if the step is inconsistent or exceeds vocabulary, positions or cache.
+    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError
+    if the step is inconsistent or exceeds vocabulary, positions or cache.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables

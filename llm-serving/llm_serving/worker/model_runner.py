@@ -56,13 +56,12 @@ from llm_serving.worker.scoring import (
 from llm_serving.worker.token_graph import DeviceLogits, HostCopy, StartedStep, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
-"""Tag of the first step. Ranks tag their shared work with a number; work before the first step has the tag 0."""
+"""Tag of the first step's work that ranks share; work before it has the tag 0."""
 
 
 class ModelRunner:
-    """Owns the network and the KV cache. Create and use it in one thread.
-
-    Between steps, it keeps only the cache, the number of the next step and the tokens of the latest step.
+    """Owns the network and the KV cache. Create and use it in one thread. Between steps, it keeps only the cache, the
+    number of the next step and the tokens of the latest step.
     """
 
     def __init__(
@@ -95,10 +94,8 @@ class ModelRunner:
             as_program: Whether one operator runs the whole network, if the backend supports it; only for `native`.
             num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts; 0: no such graph.
             networks: Networks that contain weights and caches; None: build them from the folder.
-            ranks: The ranks that compute the replica together with this process; None: it computes alone.
             on_weights: Called with the bytes of weights read so far, and the total.
             transfer_fd: Memory of the transfer pool; None: there is none.
-            adapters: Limits of the adapter slots; None: the network has none.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -113,9 +110,9 @@ class ModelRunner:
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         self.draft_model: DraftModelClient | None = None
         self.hidden_states: HiddenStates | None = None
-        """Hidden states of the newest tokens, for a draft model; None: they are not kept."""
+        """Of the newest tokens, for a draft model; None: they are not kept."""
         self.parameters: Parameters = {}
-        """Parameters of the weights; empty: a graph contains them."""
+        """Empty: a graph contains them."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
@@ -204,7 +201,6 @@ class ModelRunner:
         self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
-        """Call `Backend.announce_ending` for the next step."""
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
@@ -215,8 +211,7 @@ class ModelRunner:
     def start(
         self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None
     ) -> StepOutput | StartedStep:
-        """Move the blocks of a step and run it. Return its results, or, if a device still computes them, a
-        `StartedStep`.
+        """Move the blocks of a step and run it. Return its results, or a `StartedStep` if a device still computes them.
 
         Args:
             await_allowed: Waits for the allowed tokens of the step's samples, if the master sends them later.
@@ -224,8 +219,8 @@ class ModelRunner:
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
             WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that were not
-                written for it. Nothing was computed, but the step counts as done. Discard results of the next step
-                that refer to its tokens.
+                written for it. Nothing was computed, but the step counts as done. Discard results of the next step that
+                refer to its tokens.
             RankLostError: Another rank has exited or computes a different step. No further step can be computed.
         """
         if self._ranks is None:
@@ -381,7 +376,6 @@ class ModelRunner:
         return means(self._states_of(with_all_states(inputs, counts)), counts)
 
     def _planned(self, inputs: ModelInputs) -> ModelInputs:
-        """Return the inputs, with each token in a row of its own if the backend's attention needs that."""
         multiple = self._backend.attention_rows
         return inputs.with_token_rows(multiple) if multiple else inputs
 
@@ -403,10 +397,7 @@ class ModelRunner:
     def _computed(
         self, inputs: ModelInputs, given_ids: Int32Array | None = None, sampling: SamplingInput | None = None
     ) -> DeviceLogits:
-        """Start the networks of a step on a backend with a token graph.
-
-        `given_ids`, `sampling`: see `TokenGraph.submit`.
-        """
+        """Start the networks of a step on a backend with a token graph. See `TokenGraph.submit`."""
         assert self._tokens is not None
         if self._tokens.computes(inputs):
             return self._tokens.submit(inputs, given_ids, sampling)
@@ -416,9 +407,7 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the previous step. Return `inputs` with the sampled tokens of that step in place of references
-    to them, and the sampled tokens.
-    """
+    """Wait for `latest`, the previous step. Return `inputs` with its tokens in place of references, and these."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

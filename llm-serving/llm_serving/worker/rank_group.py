@@ -2,7 +2,7 @@
 
 Programs on a CPU add partial sums in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose
 processes find each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation).
-Rank 0 starts this process, which listens on a port that all ranks know, computes nothing and exits with rank 0.
+Rank 0 starts this process, which computes nothing and exits with rank 0.
 """
 
 from __future__ import annotations
@@ -44,25 +44,19 @@ class RankGroup(Protocol):
         """Raise RankLostError if another rank has exited or computes a different step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send `numbers` to all ranks. Return the numbers of all ranks, by rank.
-
-        All ranks must pass equally many numbers, each below 2^31.
-        """
+        """Send `numbers`, equally many on each rank and below 2^31. Return those of all ranks, by rank."""
 
 
 class CollectiveGroup:
     """Ranks whose graphs use collectives. Create it once for each process, before the first tensor.
 
     A collective never ends if a rank is missing. So the master terminates all ranks when one exits or a step exceeds
-    `serving_config.step_timeout_s`.
+    `serving_config.step_timeout_s`, and `check` has nothing to do.
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined the group.
-
-        Args:
-            port: Port of this machine for the scheduler process.
-            rank_table: Rank table of HCCL; None: HCCL finds the devices.
+        """Wait until all ranks have joined the group. `port`: of the scheduler process. `rank_table`: of HCCL; None:
+        HCCL finds the devices.
         """
         if rank_table is not None:
             os.environ["RANK_TABLE_FILE"] = rank_table
@@ -82,11 +76,9 @@ class CollectiveGroup:
             _start_scheduler(port)
         init("hccl" if device_target == "Ascend" else "mccl")
 
-    def start_step(self, step: int, timeout_s: float) -> None:
-        """Do nothing, because all ranks get all steps in the same order."""
+    def start_step(self, step: int, timeout_s: float) -> None: ...
 
-    def check(self) -> None:
-        """Do nothing: if another rank is lost, the collective does not end, and the master terminates this rank."""
+    def check(self) -> None: ...
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()

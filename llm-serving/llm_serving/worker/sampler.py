@@ -1,8 +1,8 @@
 """Sampling: from logits to tokens, each row independent of the others.
 
 The same logits and sampling parameters give the same token in any batch and with either implementation: the NumPy
-reference `sampling_reference`, or the operator library, which is bit-identical and many times faster. Both use single
-IEEE 754 operations and exact sums (`logprobs.token_weights`).
+reference `sampling_reference`, or the operator library, which is many times faster. Both use single IEEE 754 operations
+and exact sums (`logprobs.token_weights`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class SampleArgs(ctypes.Structure):
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
     """Sample one token for each row with the operator library, bit-identical to `sampling_reference.choose_tokens`.
-
     Call `check_sampling` before, because the library does not check `sampling`.
     """
     choices = SampledTokens.unset(sampling)
@@ -106,10 +105,8 @@ _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check sampling parameters before the step is computed.
-
-    Raise WorkerError if offsets do not partition their lists, a token id is outside the vocabulary, arrays have
-    different numbers of samples, or a parameter is out of range.
+    """Check sampling parameters before the step is computed. Raise WorkerError if offsets do not partition their lists,
+    a token id is outside the vocabulary, lengths differ, or a parameter is out of range.
     """
     if vocab_size > MAX_VOCAB_SIZE:
         raise WorkerError(f"vocab_size must be at most {MAX_VOCAB_SIZE} to sample. Given: {vocab_size}")
@@ -172,9 +169,8 @@ def sample(
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
     """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Call `check_sampling` before.
-
-    Rows whose logits leave no token are in `row_errors`. `previous`: tokens of the previous step, for histories that
-    end with a reference to one.
+    `previous`: tokens of the previous step, to which histories may refer. Rows whose logits leave no token are in
+    `row_errors`.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)

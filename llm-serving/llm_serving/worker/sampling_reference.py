@@ -1,9 +1,9 @@
 """Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
-Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw.
-The draw runs over the kept tokens in the order of ids, so filters determine only which tokens are candidates. Random
-numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
-as easy as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position) always gives the same number.
+Steps for one row: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw. The draw runs
+over the kept tokens in the order of ids. Random numbers come from a counter-based generator: Philox4x32-10 of Salmon,
+Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position)
+always gives the same number.
 """
 
 from __future__ import annotations
@@ -180,10 +180,8 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Apply penalties, in place.
-
-    The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later practice) applies to tokens of
-    prompt and output, the other penalties to tokens of the output.
+    """Apply penalties, in place. The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later
+    practice) applies to tokens of prompt and output, the other penalties to tokens of the output.
     """
     if repetition != 1:
         seen = np.unique(tokens)

@@ -41,10 +41,8 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) independently, with at most `LOGITS_BYTES` of logits at a time.
-
-    `choose_tokens` (from `sampler.choose_tokens_for`) finds the largest logit, the total weight and the most likely
-    tokens exactly as for a sampled token.
+    """Score each row of states ([P, H]) independently, with at most `LOGITS_BYTES` of logits at a time. `choose_tokens`
+    finds the largest logit, the total weight and the most likely tokens exactly as for a sampled token.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
@@ -115,10 +113,8 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Return inputs for a model with token types.
-
-    An id includes the type as id // `vocab`. The result has plain ids, and positions that index a table by type and
-    position.
+    """Return inputs for a model with token types. A given id includes the type as id // `vocab`; a returned position
+    indexes a table by type and position.
     """
     if embedding is None or embedding.num_types == 1:
         return inputs

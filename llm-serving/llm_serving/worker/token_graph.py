@@ -1,7 +1,7 @@
 """The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`.
 
-The device chooses the tokens of these steps, unless `choice_of` says that the host must sample. It computes a step
-while the host prepares the next one.
+The device chooses the tokens unless `choice_of` says that the host must sample. It computes a step while the host
+prepares the next one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from llm_serving.worker.sampling_reference import uniform
 logger = get_logger(__name__)
 
 _SMALLEST_SHARE = np.float32(2**-20)
-"""Minimum `top_p` for the device. A smaller one has the same result: the largest weight, 1, already exceeds this share
-of the total of up to 2^18 weights."""
+"""Minimum `top_p` for the device. A smaller one has the same result: the largest weight, 1, exceeds this share of the
+total of up to 2^18 weights."""
 _NUM_CHECKED = 64
 
 
@@ -93,7 +93,7 @@ class StartedStep:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`finish`: makes the output from the copy. `keeps_tokens`: whether the samples stay on the device."""
+        """`finish`: makes the output from the copy."""
         self._pending: tuple[HostCopy, Callable[[NDArray[Any]], StepOutput]] | None = (copy, finish)
         self.placeholders: Int32Array = np.zeros(num_samples, np.int32)
         """Valid token ids that stand for the samples until these are known."""
@@ -121,7 +121,7 @@ class DeviceLogits:
 
     Args:
         logits: float32 [S, V]
-        token_ids, largest: The two results of `Backend.largest_logits`; None: the graph does not compute them.
+        token_ids, largest: Results of `Backend.largest_logits`; None: the graph does not compute them.
         parameters: Input of `TokenDrawing`, int32 [S, 15]; only valid if `choice` draws tokens.
     """
 
@@ -143,9 +143,8 @@ class DeviceLogits:
 
 
 def tokens_of(chosen: Float32Array) -> Int32Array | None:
-    """Return the tokens [S] from the result of `TokenGraph.choose`; None: a largest logit is not finite.
-
-    Sampling on the host then reports the error in these logits.
+    """Return the tokens [S] from the result of `TokenGraph.choose`; None: a largest logit is not finite, so the host
+    must sample to report the error.
     """
     ids, values = chosen.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
@@ -215,7 +214,6 @@ class TokenGraph:
             for choice, num_candidates in NUM_SORTED.items()
             if vocab_size <= MAX_DRAWN_VOCAB and (cell := backend.token_drawing(vocab_size, num_candidates)) is not None
         }
-        """How tokens are drawn -> the graph that draws them."""
         self._latest = ms.Tensor(np.zeros(1, np.int32))
         """Token ids of the latest run, in the memory of the device."""
         self._rows: tuple[int, ms.Tensor, ms.Tensor] | None = None
@@ -226,8 +224,8 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether this graph can compute the step. Without `attention_rows`, each row must have one token, and
-        each token one result.
+        """Return whether this graph can compute the step: if one token a row is required, each token must be a row with
+        one result.
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
@@ -237,9 +235,9 @@ class TokenGraph:
         """Start a step. A step without results returns the logits of its first token, because some kernels need a row.
 
         Args:
-            given_ids: Token ids, in which references to the previous step (`core.step.reference_to_previous_step`)
-                stand for the tokens that the device chose in the latest run; None: there are no references.
-            sampling: The samples, if they are known and the device may choose their tokens.
+            given_ids: Token ids in which references to the previous step (`core.step.reference_to_previous_step`) stand
+                for tokens that the device chose in the latest run; None: there are no references.
+            sampling: The samples, if the device may choose their tokens.
         """
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
         step = np.zeros((num_tokens, NUM_TOKEN_COLUMNS + inputs.block_tables.shape[1]), np.int32)
@@ -263,17 +261,14 @@ class TokenGraph:
         return computed
 
     def _arguments_of_rows(self, step: Int32Array, inputs: ModelInputs) -> tuple[Any, ...]:
-        """Return the arguments of a graph that computes each token as a row of its own."""
         step[:, NUM_TOKEN_COLUMNS:] = np.repeat(inputs.block_tables, inputs.query_lens, axis=0)
         rows = inputs.with_token_rows(self._attention_rows)
         table_rows, selected = self._rows_of(len(step), rows)
         return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
 
     def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
-        """Return the row of block tables that each row reads, and the rows with results.
-
-        If all tokens have results, as in decode steps, both depend on the number of tokens alone. They then stay on the
-        device for the next step.
+        """Return the row of block tables that each row reads, and the rows with results. If all tokens have results,
+        both depend on the number of tokens alone, and stay on the device for the next step.
         """
         table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
         table_rows[num_tokens:] = 0
@@ -302,9 +297,8 @@ class TokenGraph:
         return drawn
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
-        """Compile the graphs that draw tokens, and compare their tokens with the sampler's for random logits.
-
-        If they differ, log a warning, and let the host sample.
+        """Compile the graphs that draw tokens. If they and the sampler draw different tokens for random logits, log a
+        warning and let the host sample.
         """
         if not self._drawing:
             return
