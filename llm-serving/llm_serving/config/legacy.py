@@ -102,7 +102,6 @@ MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
 """Key of a MindFormers YAML -> key that gets its value if the serving YAML does not set it."""
 
 MINDFORMERS_DTYPE: Final = "float16"
-"""Default of `compute_dtype` in a MindFormers YAML."""
 
 MUST_AGREE: Final = (
     "pa_config.block_size",
@@ -135,8 +134,6 @@ _SCALING_KEYS: Final = frozenset({"extend_method", "rope_scaling", "rope_paramet
 
 @dataclass(frozen=True)
 class MindFormersFile:
-    """The relevant content of a MindFormers YAML."""
-
     path: Path
     values: dict[str, Located]
     """Key of the serving YAML -> value that the file gives it."""
@@ -148,8 +145,8 @@ class MindFormersFile:
 
 
 def read_mindformers(path: Path) -> MindFormersFile:
-    """Read a MindFormers YAML. An unknown key only gives a notice, because MindFormers owns the format. Raise
-    ConfigError if the file cannot be read, names an adapter, or a value that describes the model has a wrong type.
+    """Read a MindFormers YAML; unknown keys only give notices. Raise ConfigError if the file cannot be read, names an
+    adapter, or a value that describes the model has a wrong type.
     """
     root = read_yaml(path)
     values: dict[str, Located] = {}

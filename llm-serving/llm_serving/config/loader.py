@@ -1,7 +1,6 @@
-"""Turn YAML, overrides and a model folder into a checked `ServingConfig`.
-
-The first source that gives a value wins: `--set` or `--model`, the serving YAML, the MindFormers YAML that it names,
-the model's config.json, a rule that derives it from other keys, the default. `null` gives no value.
+"""Turns YAML, overrides and a model folder into a checked `ServingConfig`. The first source that gives a value wins:
+`--set` or `--model`, the serving YAML, the MindFormers YAML that it names, the model's config.json, a rule that derives
+it from other keys, the default. `null` gives no value.
 """
 
 import dataclasses
@@ -86,8 +85,6 @@ class _Given:
 
 @dataclass
 class _Reading:
-    """What the loader has read so far."""
-
     given: dict[str, _Given] = field(default_factory=dict)
     tables: dict[str, TableReader] = field(default_factory=lambda: {name: TableReader(name) for name in TABLES})
     notices: list[str] = field(default_factory=list)
@@ -103,9 +100,8 @@ def load_config(
     Args:
         path: The serving YAML. None: all defaults.
         overrides: "section.key=value" or, in a section with rows, "section.row.key=value"; the value is YAML.
-        model: Folder of the model, name of a model on a hub, or `demo`; takes precedence over
-            `model_config.model_path`. For a hub name, small files may be downloaded to check that the model is
-            supported.
+        model: Replaces `model_config.model_path`: a folder, `demo`, or a name on a hub, from which small files may be
+            downloaded to check that the model is supported.
     """
     sections = [] if path is None else list(_sections(read_yaml(path)))
     rows = [row for section, content in sections if section == MODELS for row in read_rows(content)]
@@ -331,8 +327,8 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     """Use the MindFormers dtype if the serving YAML has `model_dtype` in the older servers' form, "DataType.FLOAT32".
 
-    The older servers ignored this key, and MindFormers computed in its `compute_dtype`. Without a MindFormers YAML,
-    Ascend, which has no float32, uses the default of `compute_dtype`, and a CPU uses the given dtype.
+    They ignored it, and MindFormers computed in `compute_dtype`. Without a MindFormers YAML, Ascend, which has no
+    float32, uses the default of `compute_dtype`, and a CPU uses the given dtype.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):
@@ -408,7 +404,6 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
 
 
 def _expand_home(name: str, path: Path, source: str) -> Path:
-    """Replace `~` by the home folder, as `find` does for files that are read."""
     try:
         return path.expanduser()
     except RuntimeError as error:  # an unknown user, or a user without a home folder

@@ -1,7 +1,7 @@
 """Convert the `config.json` of MindIE-Service into a serving YAML: `llm-serving config import`.
 
-A key with a counterpart is converted and checked by the counterpart's rule. Every other key is listed in a note with
-its value and the reason, unless its value matches this server's behavior.
+A key with a counterpart is converted and checked. Every other key is listed in a note with its value and the reason,
+unless its value matches this server's behavior.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def _convert(path: Path, name: str, value: Any, imported: Imported) -> None:
 
 
 def _convert_devices(path: Path, given: Mapping[str, Any], imported: Imported) -> None:
-    """Convert each model instance into a WorkAgent on one device."""
     devices, count = given.get(f"{_BACKEND}npuDeviceIds"), given.get(f"{_BACKEND}modelInstanceNumber", 1)
     if not isinstance(count, int) or not 1 <= count <= 1024:
         raise ConfigError(f"{path}: {_BACKEND}modelInstanceNumber must be an integer >= 1. Given: {shorten(count)}")

@@ -89,7 +89,6 @@ def _room(num_tokens: int, block_size: int, num_groups: int) -> str:
 
 
 def _in_groups(groups: CacheGroups) -> str:
-    """Return a text on the groups of layers, if there are several."""
     if (count := len(groups.windows)) == 1:
         return ""
     sliding = sum(each.is_sliding for each in groups.windows)
@@ -97,9 +96,8 @@ def _in_groups(groups: CacheGroups) -> str:
 
 
 def check_memory(configs: Sequence[ServingConfig], reserved_bytes: int = 0) -> None:
-    """Raise ConfigError, with the need of each model, if the WorkAgents of several models on a CPU do not fit into the
-    memory that is free now. `reserved_bytes`: bytes of the free memory that loaded models have reserved. Only the
-    config.json of each model is read.
+    """Raise ConfigError if the WorkAgents of several models on a CPU do not fit into the memory that is free now, of
+    which loaded models have reserved `reserved_bytes`. Only the config.json of each model is read.
     """
     needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
     free, total = psutil.virtual_memory().available, sum(needs.values())
@@ -113,9 +111,7 @@ def check_memory(configs: Sequence[ServingConfig], reserved_bytes: int = 0) -> N
 
 
 def needed_bytes(config: ServingConfig) -> int:
-    """Return the bytes that a model's WorkAgents need at least: weights, processes, largest step, states, draft model,
-    adapter slots and a KV cache of `pa_config.num_blocks`, or of one block if that key is null.
-    """
+    """Return the bytes that a model's WorkAgents need with a KV cache of `pa_config.num_blocks`, or of one block."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
     is_plain = config.device.kernels == "plain"
@@ -158,7 +154,6 @@ def _draft_model(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> li
 
 
 def _draft_bytes(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> int:
-    """Return the bytes of the draft model or of the MTP layer; 0: there is neither."""
     path = config.scheduler.draft_model_path
     if config.scheduler.speculative_method == SpeculativeMethodName.MTP:
         return mtp_bytes(spec, dtype_bytes, config.pa.block_size, config.quant.weights_on(config.device))

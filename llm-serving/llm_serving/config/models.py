@@ -48,7 +48,6 @@ KEY_TEXTS: Final = {
     "these sections, for this model only. They take precedence over the sections of the file, which apply to all "
     "models.",
 }
-"""Keys of a row -> their meaning."""
 OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_config.model_aliases")
 """Keys that only rows may set, because each model has its own value."""
 
@@ -66,7 +65,7 @@ class ModelRow:
 
 
 def read_rows(content: Located) -> list[ModelRow]:
-    """Return the models in the YAML section `models`. Raise ConfigError if a name, a key or a value breaks its rule."""
+    """Return the models in the section `models`. Raise ConfigError if a name, a key or a value breaks its rule."""
     return [_read_row(name, item) for name, item in content.items()]
 
 

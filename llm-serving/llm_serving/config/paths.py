@@ -54,11 +54,9 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Return the folder or the GGUF file of a model.
-
-    `demo` means the shipped model. For a folder without config.json, return its only GGUF file. If the path does not
-    exist, return None if it can be the name of a model on a hub, else raise ConfigError with `key` and `where`.
-    `written` is the text in the YAML: `./a/b` is always a path, `a/b` may be a hub name.
+    """Return the folder or the GGUF file of a model; `demo` means the shipped model. If the path does not exist, return
+    None if `written`, the text in the YAML, can be the name of a model on a hub (`./a/b` is always a path), else raise
+    ConfigError with `key` and `where`.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -101,8 +99,8 @@ class Kind(Enum):
     MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
 
     def broken_by(self, path: Path) -> str | None:
-        """Return why a path is not of this kind; None if it is. Also return None for a missing input path, which
-        `resolve` reports. No file is opened, because opening a pipe would block.
+        """Return why a path is not of this kind; None if it is, or if an input is missing, which `resolve` reports. No
+        file is opened, because opening a pipe would block.
         """
         if self is Kind.LOG and path == Path("-"):
             return None

@@ -38,8 +38,8 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def read_all_again(running: ServingConfig) -> ServingConfig:
-    """Read the files again, as `read_again` does, for all models of the server. With several models, return the
-    configuration of the first one, whose field `models` holds the configurations of all.
+    """Do the same as `read_again` for all models of the server. Return the configuration of the first one, with its
+    field `models`.
     """
     origin = running.origin
     if origin is None or origin.path is None:
@@ -60,8 +60,8 @@ def row_of(config: ServingConfig, name: str) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return the keys that differ between `running` and `read`. `started`: the configuration with which the WorkAgents
-    were loaded. Raise ConfigError, so that no change is applied, if a changed key requires a restart.
+    """Return the keys that differ between `running` and `read`. Raise ConfigError if a changed key requires a restart.
+    `started`: the configuration with which the WorkAgents were loaded.
     """
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]

@@ -24,8 +24,6 @@ _NUMBER_WITH_EXPONENT: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][
 
 @dataclass(frozen=True)
 class Rule:
-    """The values that one key accepts."""
-
     text: str
     """The rule as an error states it after the key: "must be an integer >= 1"."""
     parse: Callable[[Any], Any]
@@ -36,7 +34,6 @@ class Rule:
     """For a path: what must exist there. The loader checks it after resolving the path."""
 
     def broken_by(self, value: Any) -> str:
-        """Return the error text that follows the key."""
         return f"{self.text}. Given: {shorten(value)}" if self.shows_value else self.text
 
     def value_of(self, name: str, value: Any, where: str) -> Any:
@@ -48,14 +45,11 @@ class Rule:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name that resembles `name` most."""
     return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of one key, stored in the metadata of its dataclass field."""
-
     rule: Rule
     expert: bool = False
     """Whether the generated YAML lists the key in the part for experts."""
@@ -189,7 +183,6 @@ def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Ru
 
 
 def choices(names: Iterable[str]) -> Rule:
-    """Accept a list of `names`, with repetitions."""
     one = choice(names)
     text = f"must be a list of {', '.join(names)}"
     return _rule(text, lambda value: isinstance(value, list) and value, lambda value: tuple(map(one.parse, value)))

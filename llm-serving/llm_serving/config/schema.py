@@ -1,7 +1,4 @@
-"""The typed configuration: one frozen dataclass for each section, with the text of each key below its field.
-
-In YAML, `null` means "not given", so the default applies. If None is a valid value, the key's text says what it means.
-"""
+"""The typed configuration: one frozen dataclass for each section. In YAML, `null` means "not given"."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -36,8 +33,6 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """The whole configuration, checked."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
     serving: ServerConfig = field(default_factory=ServerConfig)
     pa: CacheConfig = field(default_factory=CacheConfig)
@@ -49,7 +44,7 @@ class ServingConfig:
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     """The request classes in the order of their ranks; at least one."""
     api_keys: tuple[ApiKey, ...] = ()
-    """API keys of the tenants. Empty: the server requires no key."""
+    """Empty: the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """"section.key" or "section.row.key" -> source of its value: "default", "file:line", "--set" or "--model"."""
     notices: tuple[str, ...] = ()
@@ -63,7 +58,7 @@ class ServingConfig:
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
     """The configuration of each row of the section `models`; the first is `self`. Empty: there is one model."""
     memory_share: float = 1.0
-    """This model's share of the memory that all models of the server may use together."""
+    """Of the memory that all models of the server may use together."""
     load_at_start: bool = True
 
     @property
@@ -85,9 +80,7 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """Number of KV blocks in each of a replica's two transfer buffers, for reads from the disk cache and for writes
-        to it. A buffer holds the longest request; 0: there is no disk cache.
-        """
+        """KV blocks of the longest request: the size of each of a replica's buffers for disk reads and writes."""
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 
     @property
@@ -100,7 +93,6 @@ class ServingConfig:
 
     @property
     def groups_layers(self) -> bool:
-        """Whether layers with different windows may form groups with block tables of their own."""
         # A layer for multi-token prediction reads the blocks of all layers.
         uses_mtp = self.scheduler.speculative_method == SpeculativeMethodName.MTP
         target, kernels, disk_cache = self.device.device_target, self.device.kernels, self.pa.disk_cache_path

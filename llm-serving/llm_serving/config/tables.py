@@ -1,7 +1,4 @@
-"""The sections of named rows, `request_classes` and `api_keys`: their keys, how rows are read, and their checks.
-
-A section in a file replaces all default rows. `--set section.row.key=value` changes one key, or adds a row.
-"""
+"""The sections of named rows, `request_classes` and `api_keys`. A section in a file replaces all default rows."""
 
 from __future__ import annotations
 
@@ -24,14 +21,13 @@ class ApiKey:
 
     name: str
     key_sha256: str
-    """SHA-256 of the API key, 64 hexadecimal digits, as `llm-serving hash-key` prints it. The key itself is stored
-    nowhere. Required."""
+    """SHA-256 of the API key in 64 hexadecimal digits, as `llm-serving hash-key` prints it. Required."""
     highest_class: str | None = None
     """Highest request class that the tenant may use. A request of a higher class, or with a priority before this
-    class's rank, is refused with 403. null: no limit."""
+    class's rank, gets 403. null: no limit."""
     max_waiting: int | None = None
-    """Maximum number of waiting requests of the tenant. Further ones are refused with 429. null: only the limits of the
-    queue and of the class apply."""
+    """Maximum number of waiting requests of the tenant. Further ones get 429. null: only the limits of queue and
+    class."""
     max_running: int | None = None
     """Maximum number of running requests of the tenant on all replicas together; further ones wait. null:
     `scheduler_config.max_running_per_tenant`."""
@@ -46,13 +42,10 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class Table:
-    """A section of named rows."""
-
     row_type: type
     """Dataclass of a row. Its field `name` is the row's key in the YAML; fields without a default are required."""
     rules: Mapping[str, Rule]
     default: tuple[Any, ...] = ()
-    """Rows to use if the YAML lacks the section."""
 
 
 TABLES: Final[Mapping[str, Table]] = {
@@ -100,8 +93,6 @@ class Row:
 
 
 class TableReader:
-    """Collects the rows of one section."""
-
     def __init__(self, section: str) -> None:
         self.section = section
         self.source = "default"

@@ -36,7 +36,7 @@ class Values:
         return self._set[name][1] if name in self._set else "default"
 
     def error(self, name: str, rule: str, value: Any = ...) -> ConfigError:
-        """Return the error for a key whose value breaks a rule. `value` replaces the key's own value in the text."""
+        """Return the error for a key whose value, or the given `value`, breaks a rule."""
         return ConfigError(f"{self.source(name)}: `{name}` {rule}. Given: {self[name] if value is ... else value}")
 
     def require(self, name: str, allowed: tuple[Any, ...], condition: str) -> None:

@@ -24,7 +24,6 @@ class Located:
     where: str
 
     def items(self) -> Iterator[tuple[str, "Located"]]:
-        """Yield the keys and values of a mapping; nothing for an empty section."""
         if self.value is None:
             return
         if not isinstance(self.value, dict):
@@ -37,8 +36,8 @@ class Located:
 
 
 def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
-    """Read a YAML file whose top level is a mapping. `keys_in`: the document that lists its keys, for an error. Raise
-    ConfigError if the file is missing, unreadable, empty, too large, not YAML or not a mapping, or has a key twice.
+    """Read a YAML file whose top level is a mapping. Raise ConfigError if the file is missing, unreadable, empty, too
+    large, not YAML or not a mapping, or has a key twice. `keys_in`: the document that lists its keys, for errors.
     """
     try:
         with path.open("rb") as file:

@@ -18,15 +18,12 @@ class ReasoningFormat:
     """Delimiters of a format.
 
     Attributes:
-        template_pattern: Regular expression that matches only chat templates of such models. The first matching format
-            in the table is used.
-        opening: Delimiter before the reasoning.
-        closing: Delimiter after the reasoning.
+        template_pattern: Regular expression that matches only chat templates of such models. The first match is used.
         answer: Delimiters before and after the answer, which models may omit; empty texts: no delimiters.
         opening_suffix: Text after the opening delimiter in prompts that ask for no reasoning.
         special_tokens: Whether the delimiters are special tokens, which detokenization normally skips.
-        has_channels: Whether each part of an answer has a header with its channel (gpt-oss), so that reasoning may
-            also follow calls or text.
+        has_channels: Whether each part of an answer has a header with its channel (gpt-oss); reasoning may then follow
+            text.
     """
 
     template_pattern: str
@@ -99,10 +96,9 @@ class Split(NamedTuple):
 class ReasoningParser:
     """Splits streamed text at the delimiters of the format `form`, here called `<think>` and `</think>`.
 
-    The result does not depend on how the text is divided into pieces. White space around the reasoning and before the
-    answer is dropped. Text that does not start with `<think>` is all answer. Text that starts with `<think>` and has no
-    `</think>` is all reasoning. `is_open`: whether the prompt ends with `<think>`, so that the text starts within the
-    reasoning.
+    The result does not depend on how the text is divided into pieces. White space around the reasoning is dropped. Text
+    that does not start with `<think>` is all answer; after `<think>` without `</think>`, all is reasoning. `is_open`:
+    whether the prompt ends with `<think>`.
     """
 
     def __init__(self, form: ReasoningFormat = THINK, *, is_open: bool) -> None:
@@ -172,10 +168,8 @@ class ReasoningParser:
 
 
 class _FramedAnswer:
-    """Removes the delimiters around an answer.
-
-    One line break inside each delimiter is removed too, and all white space outside. The result does not depend on how
-    the answer is divided into pieces. An answer that does not start with `opening` is returned unchanged.
+    """Removes the delimiters around an answer, with white space outside and one line break inside. The result does not
+    depend on the division into pieces. An answer that does not start with `opening` is unchanged.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
@@ -230,13 +224,7 @@ class _FramedAnswer:
 
 
 class AnswerParser:
-    """Parses one answer incrementally.
-
-    Args:
-        reasoning: None: the answer has no reasoning.
-        tools: None: the answer has no calls.
-        max_calls: Further calls are dropped; None: unlimited.
-    """
+    """Parses one answer incrementally: its reasoning, and up to `max_calls` calls (None: all) of `tools`."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
         self._reasoning = reasoning

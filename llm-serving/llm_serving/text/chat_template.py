@@ -1,8 +1,7 @@
 """Chat templates: finds them in a model folder, selects one, and renders a conversation in a confined process.
 
-A template is an untrusted program of the model folder: one call such as `'%1000000000d' | format(1)` allocates a
-gigabyte, and nested loops may never end. This module is also the program of the confined process; `text.sandbox` sets
-its limits.
+A template is an untrusted program: `'%1000000000d' | format(1)` allocates a gigabyte, and loops may never end. This
+module is also the program of the confined process; `text.sandbox` sets its limits.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ logger = get_logger(__name__)
 MAX_RENDERED_CHARS: Final = 3 * 2**20
 """Maximum length of a rendered text. Its UTF-8 fits into one message to the master."""
 MAX_MEMORY_BYTES: Final = 2**30
-"""Maximum address space of the process, in addition to what it has mapped when idle."""
 
 
 class Compile(msgspec.Struct, tag="compile"):
@@ -166,14 +164,14 @@ def _to_json(
 
 MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
-"""Number of processes that render chat templates. With two, one slow conversation does not block all others."""
+"""With two processes, one slow conversation does not block all others."""
 MAX_CPU_S: Final = 2.0
 """Maximum CPU seconds for rendering one conversation. The longest conversations take a tenth of this time."""
 MODULE: Final = "llm_serving.text.chat_template"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder next to `chat_template.jinja` with more templates. A file's name is the template's name."""
+"""Folder next to `chat_template.jinja` with more templates, named by their files."""
 PROCESSOR_FILE: Final = "chat_template.json"
 """File with `{"chat_template": ...}` in the folders of multimodal models."""
 DEFAULT: Final = "default"
@@ -200,10 +198,8 @@ class ChatTemplate:
             self._free.put(None)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
-        """Return the prompt text of a conversation. Blocks until a process answers, so do not call it on the event
-        loop.
-
-        Raise RequestError if the template rejects the messages, fails, or exceeds the limits of text, time or memory.
+        """Return the prompt text of a conversation. This waits for a process: do not call it on the event loop. Raise
+        RequestError if the template rejects the messages, fails, or exceeds the limits of text, time or memory.
         """
         process = self._free.get()
         try:
@@ -236,9 +232,8 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process and compile the template in it.
-
-    Raise RequestError if the template is refused, TransportError if it exceeds the limits.
+    """Start a process that has compiled the template. Raise RequestError if it is refused, TransportError beyond
+    limits.
     """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
@@ -253,10 +248,8 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> chat template of a model folder. A single template is named `default`.
-
-    A template file named `default` replaces all templates in `config`, the content of `tokenizer_config.json`. Raise
-    ModelError if a file cannot be read or has no templates.
+    """Return name -> chat template of a model folder. A file named `default` replaces all templates in `config`, the
+    content of `tokenizer_config.json`. Raise ModelError if a file cannot be read or has no templates.
     """
     files = _read_template_files(folder)
     if DEFAULT in files:
@@ -299,10 +292,8 @@ def _read_processor_file(path: Path) -> dict[str, str]:
 
 
 class Conversations:
-    """The chat templates of one model, by name.
-
-    A template named `tool_use` renders conversations with tools; `default` renders all others. Every template can read
-    `special_tokens`, such as `bos_token`. Raise ModelError if a text is not a valid template.
+    """The chat templates of one model, by name. `tool_use` renders conversations with tools, `default` all others.
+    Raise ModelError if a text is not a valid template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
@@ -320,15 +311,11 @@ class Conversations:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """Return the prompt text, as `apply_chat_template` of the transformers library does.
+        """Return the prompt text, as `apply_chat_template` of the transformers library does. Raise RequestError if the
+        model has no suitable template, or if the template rejects the messages.
 
-        Raise RequestError if the model has no suitable template, or if the template rejects the messages.
-
-        Args:
-            messages: At least one message.
-            add_generation_prompt: Whether the text ends with the start of an assistant's answer.
-            continue_final_message: Whether the text ends with the text of the last message; not together with
-                `add_generation_prompt`.
+        `add_generation_prompt`: the text ends with the start of an assistant's answer. `continue_final_message`: it
+        ends with the last of the `messages`, of which there must be one; not with `add_generation_prompt`.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables

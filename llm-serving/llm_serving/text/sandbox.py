@@ -1,6 +1,5 @@
-"""Confined processes, for work on untrusted input: limited memory and time, no file access.
-
-A thread cannot be stopped while it works, but a process that exceeds its memory or CPU limit exits.
+"""Confined processes, for work on untrusted input: limited memory and time, no file access. A process that exceeds its
+memory or CPU limit exits, which a thread cannot.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """The master's end of a confined process, which exits when its socket is closed.
-
-    Args:
-        module: Has a `main` that accepts `--socket-fd` and `--cpu-seconds`.
-        answers: The union of the answer types.
-    """
+    """The master's end of a confined process, which runs `main` of `module`, and exits when its socket is closed."""
 
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
         ours, theirs = socket.socketpair()

@@ -29,9 +29,7 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """Adapters in host memory by number, and the adapter slots of the network. `parameters`: weight -> the Parameters
-    of the slots. `as_program`: a program reads the slots; otherwise Cells do.
-    """
+    """Adapters in host memory by number, and the adapter slots of the network, which a program or Cells read."""
 
     def __init__(
         self,
@@ -78,8 +76,7 @@ class AdapterMemory:
         return [self._matrices(adapter, linear) for linear in self._linears]
 
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Return the slot of each token, [T]; -1: no adapter. Adapters that are not in their slot are first copied
-        there.
+        """Return the slot of each token, [T]; -1: no adapter. Copy adapters that are not in their slot.
 
         `adapters`: [B, 2], number and slot of the adapter of each row; number 0: none. Empty: no row has an adapter.
         Raise WorkerError if an adapter is not in host memory, or if rows name different adapters for a slot.

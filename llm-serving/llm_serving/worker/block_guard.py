@@ -16,8 +16,6 @@ from llm_serving.worker.model_inputs import all_in_range, any_true, first_visibl
 
 
 class BlockLocation(enum.StrEnum):
-    """Memories that hold KV blocks."""
-
     CACHE = "cache"
     HOST = "host pool"
     TRANSFER = "transfer pool"
@@ -93,9 +91,8 @@ class BlockGuard:
     allocation, from the master) and the number of tokens written.
 
     A row may read only blocks with the epoch in its block table, up to the tokens written. Two rows may not write one
-    block. A move names the epoch and the number of tokens that its source must have; its target gets the same tag. So a
-    bug in the master (a block allocated twice, an outdated block table, a skipped position) is detected before it
-    causes wrong text.
+    block. A move names the epoch and the number of tokens that its source must have. So a bug in the master (a block
+    allocated twice, an outdated block table, a skipped position) is detected before it causes wrong text.
     """
 
     def __init__(
@@ -148,8 +145,8 @@ class BlockGuard:
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those that they write. The indices of the step must be
-        valid. Raise WorkerError if a row reads a block not written for it, or if two rows write one block.
+        """Check the blocks that the rows of a step, whose indices must be valid, read. Tag those that they write. Raise
+        WorkerError if a row reads a block not written for it, or if two rows write one block.
         """
         block_size, num_computed = self._block_size, step.num_computed
         num_tokens = num_computed + step.query_lens
@@ -197,10 +194,8 @@ NO_SLOT = -1
 
 
 class StateGuard:
-    """Tags every state slot with its allocation epoch and the number of tokens that its state covers.
-
-    A row may read a slot only if the epochs match and the state covers exactly the row's computed tokens, so that a bug
-    in the master is detected as by `BlockGuard`.
+    """Tags every state slot with its allocation epoch and the number of tokens that its state covers. A row may read a
+    slot only if the epochs match and the state covers exactly the row's computed tokens.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -208,10 +203,9 @@ class StateGuard:
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check a step's state accesses, and tag the slots that it writes. Other indices of the step must be valid.
+        """Check a step's state accesses, and tag the slots that it writes. Raise WorkerError for a wrong state.
 
         Return the slot that each row reads, [B], and the slot for the state after each token, [T]; `NO_SLOT`: none.
-        Raise WorkerError if a row reads a wrong state, or overwrites a state that another row reads.
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):

@@ -63,9 +63,7 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph; the first call compiles it. The arguments must not change before this method returns, and the
-        result of a program is valid only until the next call.
-        """
+        """Run the graph. The arguments must not change meanwhile; a program's result is valid until the next call."""
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
             float(self._run(()))  # waits for the result ten times faster than `asnumpy`
@@ -82,9 +80,7 @@ class CompiledNetwork:
         return self._run(tensors)
 
     def on_device(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return a tensor with the elements of an array, for `submit`. On an NPU it is in the memory of the device, so
-        that several steps can use one copy.
-        """
+        """Return an array as a tensor for `submit`: on an NPU in its memory, so that several steps can use it."""
         tensor = self._tensor(array)
         self._sources.append(tensor)  # as in `submit`
         return tensor.to("Ascend", non_blocking=True) if self._pins else tensor
@@ -112,12 +108,10 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file that mindspore_lite computes on an NPU, called like a `CompiledNetwork`. Raise ConfigError if the
-    arguments in the file have other types or numbers of dimensions.
+    """A MINDIR file that mindspore_lite computes on an NPU, called like a `CompiledNetwork`.
 
-    Args:
-        ini: Options of the graph engine, in the format of older servers.
-        inputs: Examples of the expected arguments.
+    `ini`: options of the graph engine, in the format of older servers. Raise ConfigError if the arguments in the file
+    differ from the examples `inputs` in type or number of dimensions.
     """
 
     num_compilations = 1
@@ -189,9 +183,7 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of requests in a step of
-    whole prompts.
-    """
+    """Return networks that are compiled at their first call. `num_prompt_rows`: of a step of whole prompts."""
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
     return StepNetworks(
@@ -204,9 +196,7 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return networks that `lowering.mindir.export` wrote and mindspore_lite computes. Raise ConfigError if a file has
-    other arguments than a step.
-    """
+    """Return the exported networks of `lowering.mindir`. Raise ConfigError if they have unexpected arguments."""
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]
     states, head = (

@@ -51,16 +51,14 @@ def free_npu_memory() -> int:
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or all memory if the device has less,
-    as YAMLs for older servers expect. `free`: free bytes; 0: unknown.
+    """Return the bytes that a WorkAgent may use of `free` bytes (0: unknown) on its NPU. A limit above them is lowered,
+    as YAMLs for older servers expect.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return settings of the graph compiler. On Ascend they are those of vllm-mindspore and MindFormers: infer boost,
-    whose library has the kernel of PagedAttention, and level O0, which infer boost requires.
-    """
+    """Return settings of the graph compiler. On Ascend, PagedAttention needs infer boost, which needs level O0."""
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
     # Level O1 is level O0 with operator fusion.
@@ -87,9 +85,9 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice, usually empty: the operator library is
-    missing, or the device cannot guarantee `exactness: exact`. Raise KernelError if `kernels` requires the library and
-    it cannot be built or loaded. `is_native`: MindFormers' networks have their own matrix products instead.
+    """Return the backend for `device_target` and `kernels`, and a notice if the operator library is missing, or if the
+    device cannot guarantee `exactness: exact`; MindFormers' networks have their own matrix products. Raise KernelError
+    if `kernels` requires the library and it cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)
@@ -164,9 +162,7 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if PagedAttention's order of sums for a row depends on other rows with this block size.
-    `attention_rows`: see `Backend.attention_rows`.
-    """
+    """Raise ConfigError if PagedAttention's order of sums depends on other rows with this block size."""
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(
             "`pa_config.block_size` must be 16 or 32 with `device_config.exactness: exact` on Ascend: with 64 or 128, "

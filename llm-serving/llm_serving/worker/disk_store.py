@@ -3,10 +3,9 @@
     FOLDER/lock                   locked while a process changes the folder; holds the size of all files
     FOLDER/<fingerprint>/<hash>   a block: header, contents, checksum of both
 
-The fingerprint covers everything that affects the contents: weights, code, kernels, data types. The hash covers the
-tokens, the tenant and the cache salt (`kvcache.block_table`). A file is renamed when it is complete, but not flushed to
-disk: after a power failure it may be incomplete, which its checksum reveals. Readers take no lock, because an open file
-can be read to its end after it was deleted.
+The fingerprint covers everything that affects the contents; the hash covers the tokens, the tenant and the cache salt
+(`kvcache.block_table`). Files are not flushed to disk: after a power failure one may be incomplete, which its checksum
+reveals. Readers take no lock, because an open file can be read to its end after it was deleted.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ class _File(NamedTuple):
 class DiskStore:
     """Reads and writes the blocks of one model in a folder that other processes and models may use too.
 
-    All files together have at most `max_bytes`; the least recently used ones are deleted. No error of the disk is
-    raised: a block that cannot be read counts as missing, and one that cannot be written is not stored. The first error
-    after a success is logged.
+    All files together have at most `max_bytes`. No error of the disk is raised: a block that cannot be read counts as
+    missing, and one that cannot be written is not stored. The first error after a success is logged.
     """
 
     def __init__(self, folder: Path, max_bytes: int, fingerprint: bytes) -> None:
@@ -99,8 +97,8 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block, or None if it is not stored. A damaged file is deleted; a file that is not
-        regular, such as a link or a named pipe, is not changed.
+        """Return the contents of a block; None: it is not stored. Delete a damaged file; ignore one that is not
+        regular.
         """
         path = self._own / block_hash.hex()
         try:
@@ -163,8 +161,7 @@ class DiskStore:
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
         """Delete temporary files of killed processes and, until `num_bytes` more bytes fit, the least recently used
-        blocks. Return the bytes of the remaining files, and the number of deleted blocks. `lock`: descriptor of the
-        lock file.
+        blocks. Return the bytes of the remaining files, and the number of deleted blocks.
         """
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
@@ -232,9 +229,7 @@ def _read_total(lock: int) -> int | None:
 def open_disk_store(
     settings: LoadModel, compute_fingerprint: ComputeFingerprint, arrays: Sequence[NDArray[np.generic]]
 ) -> DiskStore:
-    """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...]. Derive its fingerprint from
-    everything that affects the contents of a block, except the tokens.
-    """
+    """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...]."""
     assert settings.disk_cache_path is not None
     model = Path(settings.model_path)
     files = files_of(model) if is_gguf(model) else [*model.iterdir()]

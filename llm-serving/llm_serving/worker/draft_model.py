@@ -63,9 +63,7 @@ class DraftSlot:
 
 
 class DraftRow(NamedTuple):
-    """A request in a step. `number`: its index among all requests. `num_cached`: number of its first tokens that are
-    cached.
-    """
+    """A request in a step: its index, and how many of its first tokens are cached."""
 
     number: int
     slot: DraftSlot
@@ -73,10 +71,8 @@ class DraftRow(NamedTuple):
 
 
 class DraftModel:
-    """Runs the draft model. Only the thread of its runner may call it."""
-
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        """`vocab_size`: vocabulary size of the served model. Tokens beyond it are not proposed."""
+        """Only the thread of `runner` may call this object. Tokens from `vocab_size` on are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
         self.blocks_per_request = count = blocks_per_draft_request(runner.kv_tensors.block_size)
@@ -85,8 +81,8 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` draft tokens for each request, and none for a request that exceeds a limit.
-        If the model fails, drop all cached tokens and raise WorkerError.
+        """Return up to `num_draft_tokens` for each request, none beyond a limit. Raise WorkerError if the model
+        fails.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:
@@ -183,9 +179,7 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the model of `runner`, which then keeps hidden states. The arguments are those of the
-    runner. Raise ModelError if the model runs as Cells, or if the folder lacks the layer.
-    """
+    """Load the MTP layer of the model of `runner`, which then keeps hidden states. Raise ModelError if this fails."""
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
     reader = WeightReader(folder, runner.spec.scheme, on_weights)
@@ -204,7 +198,7 @@ def load_mtp(
 
 
 class MtpModel(DraftModel):
-    """Runs the MTP layer of the model of `runner`, in its thread. It shares embedding and LM head with the model.
+    """Runs the MTP layer of the model of `runner`, whose embedding and LM head it shares.
 
     A row is a token and the model's hidden state of the token before it; if that token is a draft, the layer's own.
     """

@@ -27,9 +27,7 @@ def newest_tokens(query_lens: Int32Array) -> Int32Array:
 
 
 class HiddenStates:
-    """Hidden states of the last layer, by KV block and offset. At most `num_entries` of the `num_blocks` blocks have
-    states; a further block replaces the least recently used one.
-    """
+    """Hidden states of the last layer, by KV block and offset, of the `num_entries` most recently used blocks."""
 
     def __init__(self, num_entries: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:
         self._block_size, self._dtype = block_size, dtype
@@ -64,8 +62,8 @@ class HiddenStates:
         self._is_kept[entries[found], offsets[found]] = True
 
     def read(self, block_ids: Sequence[int], first: int, count: int) -> Float32Array:
-        """Return the states [n, H] of the last n of `count` tokens: as many as are kept without a gap. `block_ids`: KV
-        blocks of the tokens. `first`: offset of the first token in the first block.
+        """Return the states [n, H] of the last n of `count` tokens, from offset `first` of the first block on: as many
+        as are kept without a gap.
         """
         columns, offsets = np.divmod(np.arange(first, first + count), self._block_size)
         entries = self._entry_of[np.array(block_ids, np.int32)[columns]]

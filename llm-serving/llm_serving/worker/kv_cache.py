@@ -40,14 +40,12 @@ def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int3
 class TransferMemory:
     """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
-    All WorkAgents of a machine inherit one file; the first one that maps the file sets its size. A WorkAgent on another
-    machine has its own file, and the master copies blocks by `read` and `write`. All replicas have the same model and
-    settings, so their layouts are equal:
+    All WorkAgents of a machine inherit one file; the first one that maps it sets its size. For one on another machine,
+    the master copies blocks by `read` and `write`. All replicas have the same layout:
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
-    The kernel allocates pages when they are first written. The master decides which WorkAgent writes a block, and when.
-    Readers check the epoch.
+    The master decides which WorkAgent writes a block, and when. Readers check the epoch.
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
@@ -87,8 +85,8 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents that `read` returned; meanwhile, the blocks are unreadable. Raise WorkerError if a block does
-        not exist, or if contents or numbers are invalid.
+        """Write contents that `read` returned; meanwhile, the blocks are unreadable. Raise WorkerError if they do not
+        fit.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
@@ -135,10 +133,8 @@ def _whole_pages(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """KV tensors of all layers. They must exist as long as a network uses their Parameters.
-
-    Block i of the block manager is row i of every tensor, so whole blocks can be copied. The host pool has the same
-    layout, but attention does not read it.
+    """KV tensors of all layers, which must exist as long as a network uses their Parameters. Block i of the block
+    manager is row i of every tensor, so whole blocks can be copied. The host pool has the same layout.
     """
 
     backend: Backend
@@ -171,8 +167,8 @@ class KVTensors:
         num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors; `int8`: with elements of 8 bits. Raise ConfigError if an int32 number cannot count
-        the KV slots, ModelError if the backend has no attention over 8-bit keys and values.
+        """Allocate zeroed tensors. Raise ConfigError if an int32 number cannot count the KV slots, ModelError if the
+        backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS // spec.layout.max_parts:
             most = MAX_SLOTS // spec.layout.max_parts
@@ -236,8 +232,8 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return keys and values of a view. If a row of the pair has n parts, the view's part of row i is block n * i of
-    the view.
+    """Return the tensors of a view. Its part of row i of the pair, whose rows have n parts, is block n * i of the
+    view.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):
@@ -258,7 +254,6 @@ class GraphOwnedCache(KVTensors):
         return cls(backend, (), (), num_blocks, 0, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if there are any moves."""
         if len(block_moves):
             raise WorkerError(
                 "with model_config.backend: ge the KV cache is inside a graph, which cannot copy blocks: "
@@ -285,7 +280,6 @@ def element_bytes(backend: Backend) -> int:
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: bool = False) -> int:
-    """Return the bytes of a block: keys and values of all layers."""
     return block_size * spec.kv_bytes_per_token(element_bytes(backend), int8=int8)
 
 

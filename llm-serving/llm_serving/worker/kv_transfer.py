@@ -1,6 +1,4 @@
-"""The WorkAgent's thread that writes and reads KV blocks of the transfer pool for the master. This module does not
-import MindSpore, because a WorkAgent with another model runner starts without MindSpore.
-"""
+"""The WorkAgent's thread that serves the master's requests for KV blocks. It must not import MindSpore."""
 
 from __future__ import annotations
 
@@ -62,9 +60,8 @@ def serve_blocks(
 ) -> None:
     """Answer the master's requests for blocks until the connection fails.
 
-    Args:
-        pause_after: Called after each frame with its CPU seconds, measured by `clock`; not after reads from disk.
-        disk: Disk cache with blocks of `block_size` tokens; None: there is none.
+    `pause_after`: called after each frame with its CPU seconds by `clock`, but not after reads from disk, for which a
+    request waits. `block_size`: tokens in each block of `disk`.
     """
     began = clock()
     while True:

@@ -73,15 +73,9 @@ def load_runner(
     """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
     for the operator, which is usually empty.
 
-    Args:
-        ranks_fd: Memory that the ranks of the replica share; None: there is only this process.
-        transfer_fd: Memory of the transfer pool; None: there is none.
-        group_port: Port of this machine for the collectives of ranks that compute graphs.
-
-    Raises:
-        ConfigError: The model cannot be read, or its cache does not fit.
-        KernelError: The requested kernels are not available.
-        RankLostError: A rank is missing.
+    `ranks_fd`, `transfer_fd`: memory of the ranks and of the transfer pool, if any. `group_port`: of this machine, for
+    the collectives of ranks. Raise ConfigError if the model cannot be read or its cache does not fit, KernelError if
+    kernels are missing, RankLostError if a rank is.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -203,9 +197,7 @@ def _draft_model(
 def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Return a function that reports the bytes read to `on_progress`, at most once in `PROGRESS_INTERVAL_S`. The
-    reports show the master that loading proceeds.
-    """
+    """Return a function that reports the bytes read to `on_progress`, at most once in `PROGRESS_INTERVAL_S`."""
     reported_at = clock()
 
     def report(num_read: int, num_bytes: int) -> None:

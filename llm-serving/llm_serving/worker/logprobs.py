@@ -1,11 +1,9 @@
 """Log-probabilities before penalties, bias and temperature, and token weights whose sums are exact.
 
-Because sums are exact, the order of summation (threads, vector width, filters) cannot change which token is sampled.
-The weight of a token is 2^y with y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
-multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
-float64 holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the best one has weight 0 and
-is never drawn; the probability of all such tokens together is less than V * 2^-34, which is 2e-6 for a vocabulary of
-32,000.
+Because sums are exact, their order (threads, vector width, filters) cannot change which token is sampled. The weight of
+a token is 2^y with y = (value - largest) * log2(e) / temperature, computed in float32 by additions and multiplications
+that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Float64 holds every sum of up to 2^20 such
+weights exactly. A token 2^34 times less likely than the best one has weight 0 and is never drawn.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ def weight_scales(temperatures: Float32Array) -> Float32Array:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each token: multiples of 2^-33, 1 for the most likely token. `values`: logits [V] without
-    NaN. `largest`: their maximum, finite.
-    """
+    """Return the weights of logits [V] without NaN: multiples of 2^-33, 1 for `largest`, their finite maximum."""
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
         y *= scale
@@ -75,9 +71,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Set all `weights` [V] to 0 except the `count` >= 1 largest. Among equal weights, the lowest ids are kept.
-    `descending`: the weights in descending order, if known.
-    """
+    """Set all `weights` [V] but the `count` >= 1 largest to 0, and keep the lowest ids among equal weights."""
     if count >= len(weights):
         return weights
     if descending is None:
@@ -91,9 +85,7 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights of the tokens that a filter removes to 0, but never the largest. `top_p` applies after `min_p`
-    and `top_k`.
-    """
+    """Set the weights that a filter removes to 0, `top_p` last. The largest weight is kept."""
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
     if top_k > 0:
@@ -109,9 +101,8 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
     """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first.
 
-    The most typical tokens are those whose exponent is closest to the mean exponent (Meister et al. 2022, section 4;
-    exponents differ from log-probabilities by a constant); among equals, the lowest ids. `exponents`: [V], logarithm to
-    base 2 of each weight before it was rounded.
+    These are the ones whose exponent is closest to the mean exponent (Meister et al. 2022, section 4); among equals,
+    the lowest ids. `exponents`: [V], logarithm to base 2 of each weight before it was rounded.
     """
     (ids,) = np.nonzero(weights > 0)
     kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
@@ -126,9 +117,7 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """Return the first token whose cumulative weight exceeds `number` times the total. It exists, because `number` is
-    in [0, 1 - 2^-53], so that the product rounds to less than the total.
-    """
+    """Return the first token whose cumulative weight exceeds `number` (0 to 1 - 2^-53) times the total."""
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
 
@@ -142,9 +131,7 @@ def total_weight(logits: Float32Array) -> float:
 
 
 def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
-    """Return log(sum(exp(logits))) of each row from its largest logit and `total_weight`. Each logarithm is computed
-    alone, because NumPy's vectorized logarithms may differ in the last bit.
-    """
+    """Return log(sum(exp(logits))) of each row from its largest logit and `total_weight`."""
     logarithms = np.array([math.log(total) for total in totals.tolist()])
     normalizers: Float64Array = largest.astype(np.float64) + logarithms
     return normalizers

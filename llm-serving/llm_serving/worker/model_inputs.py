@@ -1,7 +1,4 @@
-"""Converts a step into the arguments of a network, and checks all indices, so that kernels need no checks.
-
-Each check is one pass over an array, because the arrays are short and the cost of calls dominates.
-"""
+"""Converts a step into the arguments of a network, and checks all indices, so that kernels need no checks."""
 
 from __future__ import annotations
 
@@ -57,8 +54,6 @@ _PLACEHOLDER_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Upper limits of the indices in the arrays of a step."""
-
     vocab_size: int
     max_positions: int
     num_blocks: int
@@ -89,9 +84,7 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Indices of the tokens whose hidden states a network returns: those with results, or else the first token,
-        because some kernels need a row.
-        """
+        """Tokens whose hidden states a network returns: those with results, else the first, as kernels need a row."""
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
@@ -135,8 +128,8 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references to the previous step by its tokens: the id -1 - j stands for sample j of that step.
-    `previous`: tokens of its samples, -1 for a failed one. Raise WorkerError for a reference to a missing sample.
+    """Replace references, ids -1 - j, by the tokens `previous` of the previous step (-1: failed). Raise WorkerError for
+    a reference to a missing sample.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -152,7 +145,7 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError
+    """Return the network's arguments for a step. `previous`: tokens that the previous step sampled. Raise WorkerError
     if the step is inconsistent or exceeds vocabulary, positions or cache.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows

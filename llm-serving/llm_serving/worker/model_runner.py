@@ -60,9 +60,7 @@ _FIRST_TAG: Final = 1
 
 
 class ModelRunner:
-    """Owns the network and the KV cache. Create and use it in one thread. Between steps, it keeps only the cache, the
-    number of the next step and the tokens of the latest step.
-    """
+    """Owns the network and the KV cache. Create and use it in one thread."""
 
     def __init__(
         self,
@@ -91,7 +89,6 @@ class ModelRunner:
         """Read the weights and allocate the cache. `warm_up` compiles the network.
 
         Args:
-            as_program: Whether one operator runs the whole network, if the backend supports it; only for `native`.
             num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts; 0: no such graph.
             networks: Networks that contain weights and caches; None: build them from the folder.
             on_weights: Called with the bytes of weights read so far, and the total.
@@ -218,9 +215,8 @@ class ModelRunner:
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
-            WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that were not
-                written for it. Nothing was computed, but the step counts as done. Discard results of the next step that
-                refer to its tokens.
+            WorkerError: The step is inconsistent, too large, or reads blocks that were not written for it. Nothing was
+                computed, but the step counts as done. Discard results of the next step that refer to its tokens.
             RankLostError: Another rank has exited or computes a different step. No further step can be computed.
         """
         if self._ranks is None:
@@ -296,7 +292,6 @@ class ModelRunner:
         latest: Int32Array | StartedStep,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StartedStep:
-        """Start a step that returns only sampled tokens. If the device cannot sample, the host does so later."""
         on_device = self._tokens is not None and self._tokens.computes(inputs)
         given_ids = None
         if isinstance(latest, StartedStep) and int(step.token_ids.min()) < 0:
@@ -397,7 +392,6 @@ class ModelRunner:
     def _computed(
         self, inputs: ModelInputs, given_ids: Int32Array | None = None, sampling: SamplingInput | None = None
     ) -> DeviceLogits:
-        """Start the networks of a step on a backend with a token graph. See `TokenGraph.submit`."""
         assert self._tokens is not None
         if self._tokens.computes(inputs):
             return self._tokens.submit(inputs, given_ids, sampling)

@@ -1,8 +1,8 @@
 """The group of ranks that compute a replica together.
 
 Programs on a CPU add partial sums in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose
-processes find each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation).
-Rank 0 starts this process, which computes nothing and exits with rank 0.
+processes find each other through a *scheduler* process ("Dynamic Cluster" in MindSpore's documentation), which rank 0
+starts, and which computes nothing.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ class CollectiveGroup:
     """Ranks whose graphs use collectives. Create it once for each process, before the first tensor.
 
     A collective never ends if a rank is missing. So the master terminates all ranks when one exits or a step exceeds
-    `serving_config.step_timeout_s`, and `check` has nothing to do.
+    `serving_config.step_timeout_s`.
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined the group. `port`: of the scheduler process. `rank_table`: of HCCL; None:
-        HCCL finds the devices.
-        """
+        """Wait until all ranks have joined. `port`: of the scheduler process. `rank_table`: of HCCL, if needed."""
         if rank_table is not None:
             os.environ["RANK_TABLE_FILE"] = rank_table
         os.environ.update(

@@ -1,8 +1,7 @@
 """Sampling: from logits to tokens, each row independent of the others.
 
-The same logits and sampling parameters give the same token in any batch and with either implementation: the NumPy
-reference `sampling_reference`, or the operator library, which is many times faster. Both use single IEEE 754 operations
-and exact sums (`logprobs.token_weights`).
+The NumPy reference `sampling_reference` and the operator library, which is many times faster, give the same tokens:
+both use single IEEE 754 operations and exact sums (`logprobs.token_weights`).
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class SampleArgs(ctypes.Structure):
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row with the operator library, bit-identical to `sampling_reference.choose_tokens`.
-    Call `check_sampling` before, because the library does not check `sampling`.
-    """
+    """Do the same as `sampling_reference.choose_tokens` by the operator library, which does not check `sampling`."""
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
     inputs = [
@@ -105,9 +102,7 @@ _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check sampling parameters before the step is computed. Raise WorkerError if offsets do not partition their lists,
-    a token id is outside the vocabulary, lengths differ, or a parameter is out of range.
-    """
+    """Check offsets, ids, lengths and ranges before the step is computed. Raise WorkerError for the first error."""
     if vocab_size > MAX_VOCAB_SIZE:
         raise WorkerError(f"vocab_size must be at most {MAX_VOCAB_SIZE} to sample. Given: {vocab_size}")
     num_samples = sampling.num_samples
@@ -169,7 +164,8 @@ def sample(
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
     """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Call `check_sampling` before.
-    `previous`: tokens of the previous step, to which histories may refer. Rows whose logits leave no token are in
+
+    `previous`: tokens of the previous step, to which histories may refer. Rows without any possible token are in
     `row_errors`.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)

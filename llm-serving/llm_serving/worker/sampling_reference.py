@@ -1,9 +1,8 @@
 """Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
-Steps for one row: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw. The draw runs
-over the kept tokens in the order of ids. Random numbers come from a counter-based generator: Philox4x32-10 of Salmon,
-Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position)
-always gives the same number.
+Steps for one row: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw. Random numbers
+come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
+as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position) always gives the same number.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class SamplingFailure(enum.IntEnum):
-    """Reason why no token can be sampled for a row."""
-
     NONE = 0
     LOGITS = 1
     """The largest logit is NaN or infinite."""
@@ -129,8 +126,8 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """Return the sampled token of one row of logits `values` [V]; None: no token is left. `best`: index of the largest
-    logit, which must be finite.
+    """Return the sampled token of logits `values` [V], whose largest, at index `best`, is finite; None: no token is
+    left.
     """
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
@@ -180,8 +177,8 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Apply penalties, in place. The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later
-    practice) applies to tokens of prompt and output, the other penalties to tokens of the output.
+    """Apply penalties, in place: presence and frequency of tokens of the output, repetition (Keskar et al. 2019,
+    section 4.1, with the sign rule of later practice) of all tokens.
     """
     if repetition != 1:
         seen = np.unique(tokens)

@@ -41,9 +41,7 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) independently, with at most `LOGITS_BYTES` of logits at a time. `choose_tokens`
-    finds the largest logit, the total weight and the most likely tokens exactly as for a sampled token.
-    """
+    """Score each row of states ([P, H]) independently, exactly as `choose_tokens` treats a sampled token."""
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []
@@ -113,9 +111,7 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Return inputs for a model with token types. A given id includes the type as id // `vocab`; a returned position
-    indexes a table by type and position.
-    """
+    """Split ids that include a type as id // `vocab`. Positions then index a table by type and position."""
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

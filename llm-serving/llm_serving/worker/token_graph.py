@@ -43,8 +43,6 @@ _NUM_CHECKED = 64
 
 
 class TokenChoice(enum.Enum):
-    """How the tokens of a step are chosen."""
-
     HOST = "the host samples"
     GREEDY = "the device returns the most likely tokens"
     ALL = "the device draws among all tokens"
@@ -117,12 +115,9 @@ class StartedStep:
 
 
 class DeviceLogits:
-    """Logits in the memory of the device, which computes them while the host continues.
+    """Logits [S, V], float32, in the memory of the device, which computes them while the host continues.
 
-    Args:
-        logits: float32 [S, V]
-        token_ids, largest: Results of `Backend.largest_logits`; None: the graph does not compute them.
-        parameters: Input of `TokenDrawing`, int32 [S, 15]; only valid if `choice` draws tokens.
+    `token_ids`, `largest`: from `Backend.largest_logits`, or None. `parameters`: of `TokenDrawing`, int32 [S, 15].
     """
 
     def __init__(
@@ -143,8 +138,8 @@ class DeviceLogits:
 
 
 def tokens_of(chosen: Float32Array) -> Int32Array | None:
-    """Return the tokens [S] from the result of `TokenGraph.choose`; None: a largest logit is not finite, so the host
-    must sample to report the error.
+    """Return the tokens [S] from the result of `TokenGraph.choose`; None: the host must report a logit that is not
+    finite.
     """
     ids, values = chosen.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
@@ -197,7 +192,7 @@ def _pieces(fractions: Any) -> list[Any]:
 
 class TokenGraph:
     """Runs a compiled `lowering.cells.TokenNetwork`, which can read token ids from its latest run, and the graphs that
-    draw tokens from its logits.
+    draw tokens.
     """
 
     def __init__(self, network: CompiledNetwork, backend: Backend, vocab_size: int) -> None:
@@ -224,8 +219,8 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether this graph can compute the step: if one token a row is required, each token must be a row with
-        one result.
+        """Return whether this graph can compute the step: with `attention_rows` any, else one whose rows have one token
+        each.
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
@@ -234,10 +229,8 @@ class TokenGraph:
     ) -> DeviceLogits:
         """Start a step. A step without results returns the logits of its first token, because some kernels need a row.
 
-        Args:
-            given_ids: Token ids in which references to the previous step (`core.step.reference_to_previous_step`) stand
-                for tokens that the device chose in the latest run; None: there are no references.
-            sampling: The samples, if the device may choose their tokens.
+        `given_ids`: token ids in which references (`core.step.reference_to_previous_step`) stand for tokens that the
+        device chose in the latest run; None: there are none. `sampling`: None: the host samples.
         """
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
         step = np.zeros((num_tokens, NUM_TOKEN_COLUMNS + inputs.block_tables.shape[1]), np.int32)
@@ -267,8 +260,8 @@ class TokenGraph:
         return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
 
     def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
-        """Return the row of block tables that each row reads, and the rows with results. If all tokens have results,
-        both depend on the number of tokens alone, and stay on the device for the next step.
+        """Return the row of block tables that each row reads, and the rows with results. In decode steps, both depend
+        on the number of tokens alone, and stay on the device for the next step.
         """
         table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
         table_rows[num_tokens:] = 0
@@ -283,9 +276,8 @@ class TokenGraph:
         return choice if choice in self._drawing or choice is TokenChoice.GREEDY else TokenChoice.HOST
 
     def choose(self, computed: DeviceLogits) -> ms.Tensor | None:
-        """Start to choose the tokens of a step that `submit` returned; None: the host must sample.
-
-        Return the tokens for `tokens_of`, float32 [S, 2]. The next step can refer to them.
+        """Start to choose the tokens of a submitted step, float32 [S, 2] for `tokens_of`; None: the host must
+        sample.
         """
         if computed.choice is TokenChoice.GREEDY:
             return computed.largest
@@ -297,9 +289,7 @@ class TokenGraph:
         return drawn
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
-        """Compile the graphs that draw tokens. If they and the sampler draw different tokens for random logits, log a
-        warning and let the host sample.
-        """
+        """Compile the graphs that draw tokens. If the sampler draws others for random logits, let the host sample."""
         if not self._drawing:
             return
         random = np.random.default_rng(0)

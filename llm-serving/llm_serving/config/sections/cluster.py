@@ -28,8 +28,8 @@ class RankDevice(NamedTuple):
 
 
 def read_rank_table(path: Path) -> list[RankDevice]:
-    """Return the ranks of a rank table by their number. Raise ConfigError with the field, the rule and the value if
-    HCCL would not accept the table, or if it names several machines, on which a replica cannot run.
+    """Return the ranks of a rank table in order. Raise ConfigError if HCCL, or a replica on one machine, could not use
+    it.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +70,6 @@ def _device(path: Path, place: str, device: dict[str, Any]) -> RankDevice:
 
 
 def _number(path: Path, field: str, value: Any) -> int:
-    """Return a number that the table holds as a string."""
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).isdecimal():
         raise _rank_table_error(path, field, "must be a whole number, at least 0", value)
     return int(value)
@@ -91,50 +90,43 @@ class ClusterConfig:
     """Which process starts the WorkAgents. `local`: the master, on its own machine. `ray`: a Ray cluster (`pip install
     -e 'llm-serving[ray]'`); the master and the WorkAgents then communicate over TCP with TLS."""
     replicas: int | None = option(None, integer(1, 4096))
-    """Number of replicas of the model. Each replica is one WorkAgent of `tensor_parallel` processes. null: one for each
-    entry of `serving_config.agent_ports`."""
+    """Number of replicas of the model. null: one for each entry of `serving_config.agent_ports`."""
     tensor_parallel: int = option(1, integer(1, 16))
-    """Number of ranks (processes) of one replica. Each rank computes its part of the attention heads and of the
-    feed-forward columns and holds its part of the KV cache. All ranks of a replica run on one machine; on Ascend each
-    has a device of its own."""
+    """Number of ranks (processes) of one replica, on one machine. Each computes, and keeps in its KV cache, its part of
+    the attention heads; on Ascend each has a device of its own."""
     rank_table_file: Path | None = option(None, path(Kind.FILE), expert=True)
-    """Rank table of HCCL, a JSON file with the devices of the ranks and the addresses of their network, as MindFormers
-    and MindIE use it. Only on Ascend, with `tensor_parallel` above 1 and one replica. Rank r must have the device
-    `serving_config.start_device_id` + r. null: the ranks find each other's devices themselves."""
+    """Rank table of HCCL, as MindFormers and MindIE use it: a JSON file with the devices of the ranks, for one replica
+    with `tensor_parallel` above 1 on Ascend. Rank r must have the device `serving_config.start_device_id` + r. null:
+    the ranks find each other's devices themselves."""
     roles: tuple[str, ...] | None = option(None, choices(tuple(RoleName)))
-    """Prefill/decode disaggregation: the role of each replica, in the order of the replicas, such as [prefill, decode].
-    `prefill`: computes prompts, then transfers the request and its KV blocks to a replica with another role. `decode`:
-    receives such requests. `both`: computes its own requests to their end, and receives others. null: all replicas are
-    `both`."""
+    """Prefill/decode disaggregation: the role of each replica, such as [prefill, decode]. `prefill`: computes prompts,
+    then transfers the request and its KV blocks to a replica with another role. `decode`: receives such requests.
+    `both`: computes its own requests, and receives others. null: all replicas are `both`."""
     address: str | None = option(None, TEXT, only_with=WITH_RAY)
     """Address of the Ray cluster, such as "10.0.0.1:6379". `auto`: a cluster that runs on this machine. null: the
-    master starts Ray on its own machine for itself."""
+    master starts Ray on its own machine."""
     secret_file: Path | None = option(None, path(Kind.FILE), only_with=WITH_RAY)
     """File with the secret of the cluster, at least 32 characters, at this path on every machine. The master and a
-    WorkAgent accept only peers that prove they know the secret. Required with `address`. null: the master generates a
-    secret at its start."""
+    WorkAgent accept only peers that know it. Required with `address`. null: the master generates a secret."""
     master_host: str | None = option(None, TEXT, expert=True, only_with=WITH_RAY)
     """Address of this machine that the WorkAgents connect to. null: the address by which Ray knows this machine, or
     127.0.0.1 if the master started Ray."""
     placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)), expert=True, only_with=WITH_RAY)
-    """How Ray distributes the WorkAgents. `spread`: over as many machines as possible. `pack`: over as few as
-    possible."""
+    """How Ray distributes the WorkAgents. `spread`: over many machines. `pack`: over as few as possible."""
     cpus_per_replica: int | None = option(None, integer(1, 4096), expert=True, only_with=WITH_RAY)
     """CPU cores that one replica reserves in Ray and divides among its ranks; at least one for each rank. null:
     `device_config.num_threads` for each rank, or the cores of this machine divided by the number of replicas."""
     weights: str = option(WeightsName.PATH.value, choice(tuple(WeightsName)), expert=True, only_with=WITH_RAY)
     """Where a machine reads the weights. `path`: in the model folder, which is at the same path on every machine.
-    `object_store`: the master sends its model folder through Ray's object store to machines that do not have it."""
+    `object_store`: the master sends its model folder through Ray's object store."""
     weights_cache_path: str | None = option(
         None, TEXT, expert=True, only_with=("cluster_config.weights", WeightsName.OBJECT_STORE.value)
     )
-    """Folder on every machine for the received weights, which are named by their content. null:
-    `~/.cache/llm_serving/weights`."""
+    """Folder on every machine for the received weights. null: `~/.cache/llm_serving/weights`."""
     num_transfer_blocks: int | None = option(None, integer(1), expert=True)
-    """Number of KV blocks in the transfer buffer of each `prefill` replica. While the buffer is full, a request
-    continues on the replica that computed its prompt. null: enough blocks for four requests of
-    `model_config.max_generate_length`, or for fewer requests if the layers form groups, each with its own blocks. A
-    block takes memory from the first time that it is used."""
+    """Number of KV blocks in the transfer buffer of each `prefill` replica. While it is full, a request continues on
+    the replica that computed its prompt. null: enough for four requests of `model_config.max_generate_length`, or for
+    fewer if the layers form groups. A block takes memory from its first use."""
 
 
 _FOR_RANKS: Final = (

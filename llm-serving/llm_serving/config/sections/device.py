@@ -46,8 +46,7 @@ ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 """Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
 _FAST_BLOCK_SIZES: Final = (128, 64)
 _EXACT_BLOCK_SIZES: Final = (32,)
-"""Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on the other rows of the batch,
-because they change the order of its sums (`worker.device.check_block_size`)."""
+"""Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on other rows (`worker.device`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +60,19 @@ class DeviceConfig:
     max_device_memory: int | None = option(None, MEMORY)
     """Memory for the weights, the working buffers and the KV cache of one WorkAgent: bytes, or text such as "2GB" (1 GB
     is 2**30 bytes). null: on a CPU, half of the free memory divided by the WorkAgents of the machine; on Ascend, 90 %
-    of the free device memory. A value without room for the model and one KV block is an error."""
+    of the free device memory."""
     kernels: str = option("auto", choice(("auto", "program", "primitives", "plain", "plugin")), expert=True)
-    """Implementation of the network on a CPU. `program` (`plugin` in older files): a single custom operator runs the
-    whole network. `primitives`: the graph that Ascend runs, with each primitive computed by this project's CPU library.
-    `plain`: MindSpore's own operators, much slower. `auto`: the first of these that works. No effect on Ascend."""
+    """Implementation of the network on a CPU. `program` (`plugin` in older files): a single custom operator.
+    `primitives`: the graph that Ascend runs, with this project's CPU library. `plain`: MindSpore's own operators, much
+    slower. `auto`: the first of these that works. No effect on Ascend."""
     exactness: str = option("exact", choice(tuple(ExactnessName), {"paged": "exact", "flash": "fast"}), expert=True)
     """Attention kernel for whole prompts in the graph of primitives. `exact`: PagedAttention in every step. `fast`:
     FlashAttentionScore in steps of whole prompts. On a CPU both give the same results. On Ascend, `exact` gives the
     same request the same bytes if `ms_custom_ops` and the CANN package `ops-batchinvariant` are installed, except for
-    experts in the model dtype; prompts then take longer. At the start, the log states whether this applies."""
+    experts in the model dtype; prompts then take longer. The log states whether this applies."""
     enable_graph_kernel: bool = option(False, BOOLEAN, expert=True)
-    """MindSpore's graph kernel fusion. Not allowed on Ascend, because infer boost, which PagedAttention requires,
-    excludes it. No effect on a CPU, where it fuses only graphs of fixed shapes."""
+    """MindSpore's graph kernel fusion: not allowed on Ascend, where infer boost excludes it, and without effect on a
+    CPU."""
     graph_kernel_flags: str = option("", TEXT, expert=True)
     """Flags of the graph kernel fusion in MindSpore's notation, such as "--enable_parallel_fusion=true"."""
     jit_level: str = option("O0", choice(("O0", "O1", "O2")), expert=True)
@@ -89,31 +88,27 @@ class CacheConfig:
     """Section `pa_config`: the paged KV cache."""
 
     num_blocks: int | None = option(None, integer(1))
-    """Number of KV blocks of each WorkAgent. A block holds the keys and values of all layers; if layers form groups,
-    the same memory is divided into smaller blocks. null: as many as fit into the memory of
-    `device_config.max_device_memory`. A request that needs more blocks than there are is refused with 400."""
+    """Number of KV blocks of each WorkAgent, with keys and values of all layers or of a group of layers. null: as many
+    as fit into `device_config.max_device_memory`. A request that needs more blocks is refused with 400."""
     block_size: int = option(16, integer(1, 1024))
     """Tokens in one KV block: a multiple of 16, or any number with `device_config.kernels: plain`. On Ascend the
     default is 128 with `exactness: fast` (64 if heads are wider than 128) and 32 with `exact`."""
     num_swap_blocks: int = option(0, integer(0), expert=True)
-    """Number of KV blocks in the host memory of each WorkAgent, for requests preempted by swap
-    (`scheduler_config.preemption_mode`). When the pool is full, preempted requests are recomputed. 0: no pool."""
+    """Number of KV blocks in host memory of each WorkAgent for preempted requests (`scheduler_config.preemption_mode`);
+    beyond it, they are recomputed. 0: no pool."""
     num_state_slots: int | None = option(None, integer(1), expert=True)
     """Number of state slots of each WorkAgent, for models with a fixed-size state for each request (LFM2, Qwen3-Next,
-    Mamba-2). At least `model_config.decode_batch_size`: each running request uses one slot. The spare slots hold
-    checkpoints of cached prefixes, the states after draft tokens, and the states of swapped requests. null:
-    `decode_batch_size` and as many spare slots, but at most 1 GiB of spare slots, and always 8 or more. No effect on
-    other models."""
+    Mamba-2). At least `model_config.decode_batch_size`: each running request uses one slot. Spare slots hold states of
+    cached prefixes, draft tokens and swapped requests. null: `decode_batch_size` and as many spare slots, up to 1 GiB
+    of these, but always 8 or more."""
     disk_cache_path: Path | None = option(None, path(Kind.MADE_FOLDER))
-    """Folder on a local disk that keeps the KV blocks of prompts. A later prompt with the same prefix reads its blocks
-    instead of computing them, also after a restart. Only this user can read the folder. Several servers and models may
-    share it. null: no disk cache."""
+    """Folder on a local disk that keeps the KV blocks of prompts. A later prompt with the same prefix reads its blocks,
+    also after a restart. Only this user can read it; several servers and models may share it. null: no disk cache."""
     disk_cache_bytes: int = option(16 * 2**30, MEMORY)
-    """Maximum size in bytes of all files in `disk_cache_path`, or text such as "16GB". The server deletes the least
-    recently used blocks."""
+    """Maximum size of all files in `disk_cache_path`, in bytes or as "16GB". The least recently used ones are
+    deleted."""
     decode_seq_length: int | None = option(None, integer(1), expert=True)
-    """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
-    reported in the log."""
+    """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect."""
 
 
 PROGRAM_KERNELS: Final = ("auto", "program", "plugin")
@@ -129,21 +124,18 @@ class QuantConfig:
     channel; activations are quantized to 8 bits with one scale for each token. `w8a16`: 8-bit weights, activations in
     `model_config.model_dtype`. `w4a16`: 4-bit weights with one scale for each output channel and `group_size` inputs,
     and an 8-bit LM head. `w4a8`: 4-bit weights with 8-bit activations. Norm weights, biases and embeddings stay in
-    `model_config.model_dtype`. On a CPU with `kernels: program`; `w8a8` also with `primitives` and on Ascend. null: as
-    the model stores them. The blocks of a GGUF file stay as they are on a CPU with `kernels: program`, and activations
-    are quantized to 8 bits with one scale for each 32 inputs; all other weights are in `model_config.model_dtype`.
-    `blocks_a16`: the same, with activations in `model_config.model_dtype`. `dequantized`: all weights in
-    `model_config.model_dtype`."""
+    `model_dtype`. On a CPU with `kernels: program`; `w8a8` also with `primitives` and on Ascend. null: as the model
+    stores them; the blocks of a GGUF file stay as they are on a CPU with `kernels: program`, and activations are
+    quantized to 8 bits with one scale for each 32 inputs. `blocks_a16`: the same, with activations in `model_dtype`.
+    `dequantized`: all weights in `model_dtype`."""
     kv_cache_dtype: str = option(KVCacheDtypeName.AUTO.value, choice(tuple(KVCacheDtypeName)))
     """Data type of the KV cache. `int8`: 8 bits with one scale for each token and head, about half the memory; only on
     a CPU with `kernels: program`. `auto`: `model_config.model_dtype`."""
     group_size: int = option(128, one_of((32, 64, 128)), expert=True)
-    """Number of inputs that share one scale in 4-bit weights. A weight whose rows cannot be divided into such groups
-    has 8 bits."""
+    """Number of inputs that share a scale in 4-bit weights. A weight that it does not divide has 8 bits."""
 
     @property
     def has_int8_kv_cache(self) -> bool:
-        """Whether the KV cache is quantized to 8 bits."""
         return self.kv_cache_dtype == KVCacheDtypeName.INT8
 
     @property
@@ -169,16 +161,15 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def groups_layers(target: str, kernels: str, disk_cache: object | None) -> bool:
-    """Return whether layers with different windows may form groups with block tables of their own.
-
-    Only programs support several block tables. A disk cache needs one table: it stores each block for all layers.
+    """Return whether layers with different windows may form groups with own block tables: only programs support these,
+    and a disk cache stores each block for all layers.
     """
     return _runs_programs(target, kernels) and disk_cache is None
 
 
 def set_block_size(values: Values, spec: ModelSpec | None) -> None:
     """Set the default block size on Ascend: the largest that PagedAttention accepts for the model's heads and that
-    gives the configured exactness. Do not set it for exported graphs, which contain their block size.
+    gives the configured exactness. Exported graphs contain their block size.
     """
     if values[TARGET] != "Ascend" or values.is_given(BLOCK_SIZE) or values["model_config.mindir_path"] is not None:
         return
@@ -249,8 +240,8 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
-    """Check that Ascend can use infer boost, which PagedAttention requires and which needs `jit_level: O0`. Add only a
-    notice for a conflicting key of a MindFormers YAML, because MindFormers' server overrides that key too.
+    """Check that Ascend can use infer boost, which PagedAttention requires. A conflicting key of a MindFormers YAML
+    gets only a notice, because MindFormers' server overrides it too.
     """
     for name, needed in (("device_config.enable_graph_kernel", False), ("device_config.jit_level", "O0")):
         given, source = values[name], values.source(name)

@@ -36,19 +36,17 @@ class LoraConfig:
     """Section `lora_config`: low-rank adapters (LoRA) in PEFT's form, which requests select by `model`."""
 
     lora_modules: Mapping[str, Path] | None = option(None, _MODULES)
-    """Adapters to load at the start: name -> folder with adapter_config.json and adapter_model.safetensors. Clients
-    request an adapter by its name as `model`. null: none."""
+    """Adapters to load at the start: name, which requests give as `model` -> folder with adapter_config.json and
+    adapter_model.safetensors. null: none."""
     lora_folder: Path | None = option(None, path(Kind.FOLDER))
-    """Folder from which administrators may load adapters with `POST /v1/load_lora_adapter`. null: that route refuses
-    every request."""
+    """Folder from which administrators may load adapters: `POST /v1/load_lora_adapter`. null: the server refuses it."""
     max_loras: int = option(4, integer(1, 256))
-    """Number of adapter slots in device memory, and so of adapters that one step can use. A request whose adapter is in
-    no slot waits until no running request uses the adapter of some slot."""
+    """Number of adapter slots in device memory, and so of adapters that one step can use. Requests for others wait."""
     max_lora_rank: int = option(16, one_of(_RANKS))
     """Highest rank of an adapter. Each of the `max_loras` slots takes memory for this rank."""
     max_cpu_loras: int | None = option(None, integer(1, 4096))
-    """Maximum number of adapters that a WorkAgent keeps in host memory, including adapters in slots. null: 16 times
-    `max_loras`, or the number of `lora_modules` if that is larger."""
+    """Maximum number of adapters in host memory, including those in slots. null: 16 times `max_loras`, or the number of
+    `lora_modules` if that is larger."""
 
     @property
     def is_enabled(self) -> bool:

@@ -50,15 +50,13 @@ class ModelConfig:
     model_name: str = option("model", MODEL_NAME, derived=True)
     """Name of the model in the HTTP routes and in responses. null: the name of the model's folder."""
     model_aliases: tuple[str, ...] = option(CLIENT_MODEL_NAMES, MODEL_NAMES)
-    """Other names by which clients may request the model; responses contain `model_name`. `*`: any name. The default
-    contains the names in the routes of the older servers, and names that common clients send. A request for another
-    name is refused with 404."""
+    """Other names by which clients may request the model; responses contain `model_name`. `*`: any name. Default: names
+    that clients of the older servers, and common clients, send. A request for another name gets 404."""
     model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Folder of the model in Hugging Face form (config.json, *.safetensors, tokenizer), or a GGUF file. The word `demo`
     means the shipped model. Where no such folder exists: the name of a model on a hub, such as Qwen/Qwen3-0.6B."""
     model_hub: str = option("auto", choice(("auto", *HUBS)))
-    """Hub of a model that `model_path` names. The server uses its local cache first, then downloads. `auto`: the caches
-    of both hubs, then Hugging Face."""
+    """Hub of a model that `model_path` names. `auto`: the local caches of both hubs, then Hugging Face."""
     model_revision: str | None = option(None, REVISION)
     """Branch, tag or commit of a model that `model_path` names. null: the hub's main branch."""
     tokenizer_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
@@ -70,13 +68,13 @@ class ModelConfig:
     """Defaults of OpenAI requests. `auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of
     the model's generation_config.json, for requests that do not set them. `none`: this server's own defaults."""
     pooling: str = option("auto", choice(("auto", "last", "none")))
-    """Pooling for `/v1/embeddings`, `/v1/score` and `/v1/rerank`. `auto`: as the model folder specifies; if the model
-    is neither an embedding model nor a reranker, the server refuses these routes. `last`: the normalized last hidden
-    state of the last token, for any model without a classifier. `none`: the server refuses these routes."""
+    """Pooling for `/v1/embeddings`, `/v1/score` and `/v1/rerank`. `auto`: as the model folder specifies, for embedding
+    models and rerankers. `last`: the normalized last hidden state of the last token, for any model without a
+    classifier. Without pooling, and with `none`, the server refuses these routes."""
     max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2), derived=True)
     """Maximum context length of a request in tokens: prompt and output together (vLLM's max_model_len). A longer prompt
-    is refused with 400; generation stops at this length. null: the positions of the model, limited by the size of the
-    KV cache where `pa_config.num_blocks` is given; 4096 while no model is given."""
+    is refused with 400. null: the positions of the model, limited by the KV cache where `pa_config.num_blocks` is
+    given; 4096 while no model is given."""
     seq_length: tuple[int, ...] = option((), integers(1), derived=True, reloadable=True)
     """Maximum prompt length in tokens; a longer prompt is refused with 400. Older files list prefill buckets: the
     largest entry counts. null: `max_generate_length`."""
@@ -84,40 +82,36 @@ class ModelConfig:
     """Number of running slots: requests that one replica computes at the same time (vLLM's max_num_seqs). Further
     requests wait in the queue. Older files have a list, whose largest entry counts."""
     model_dtype: str = option("bfloat16", choice(MODEL_DTYPES, _DTYPE_ALIASES))
-    """Data type of weights, activations and KV cache. Names such as `DataType.FLOAT16` are accepted too. Ascend has no
-    float32."""
+    """Data type of weights, activations and KV cache, also as `DataType.FLOAT16`. Ascend has no float32."""
     model_cfg_path: Path | None = option(None, path(Kind.FILE))
     """MindFormers model YAML. Its `context` and `model.model_config` set the keys that this file does not give."""
     vocab_size: int | None = option(None, integer(1), expert=True)
     """Number of entries in the vocabulary. A value that differs from the model's is an error. null: the model's own."""
     end_token: int | None = option(None, integer(0), expert=True)
-    """Token id that ends a response. A value that is not among the model's end tokens is an error. null: the model's
-    own."""
+    """Token id that ends a response. It must be one of the model's end tokens. null: the model's own."""
     pad_token_id: int | None = option(None, integer(0), expert=True)
     """Padding token id. No effect, because steps are packed without padding. null: the model's own."""
     prefill_batch_size: int | None = option(None, largest(1), expert=True, reloadable=True)
     """Maximum number of prompts in one prefill step. null: only `scheduler_config.max_prefill_tokens` limits them."""
     batch_waiting_time: float = option(0.0, SECONDS, expert=True, reloadable=True)
-    """Seconds that an idle scheduler waits for more prompts before it starts a prefill step, or a batch with static
-    batching. Larger values increase the time to first token."""
+    """Seconds that an idle scheduler waits for more prompts before it starts a prefill step or a static batch."""
     batching_strategy: str = option("continuous", choice(BATCHING_STRATEGIES), expert=True)
-    """`continuous`: requests join and leave the batch at every step. `static`: the scheduler collects a batch and runs
-    it to its end."""
+    """`continuous`: requests join and leave the batch at every step. `static`: a batch runs to its end."""
     page_attention: bool = option(True, BOOLEAN, expert=True)
     """Accepted from older files. The KV cache is always paged; False is reported in the log."""
     backend: str = option("kbk", choice(("kbk", "ge")), expert=True)
     """`kbk`: MindSpore's graph mode, kernel by kernel. `ge`: exported graphs in `mindir_path`, run by mindspore_lite's
-    graph engine on Ascend. Without `mindir_path`, `ge` means `kbk`, and the log reports this."""
+    graph engine on Ascend. Without `mindir_path`, `ge` means `kbk`."""
     mindir_path: Path | None = option(None, path(Kind.FOLDER), expert=True)
     """Folder that `llm-serving export` wrote for this configuration, for `backend: ge`. It contains the weights and a
     KV cache of `pa_config.num_blocks` blocks."""
     mindir_ini: Path | None = option(None, path_or_first(Kind.FILE), expert=True)
     """File with options of the graph engine, for `mindir_path`. Older files name it `model_path.decode_ini`."""
     implementation: str = option("native", choice(tuple(ImplementationName)), expert=True)
-    """Implementation of the network. `native`: this project's. `mindformers`: MindFormers' own class for Llama, Qwen2,
+    """Implementation of the network. `native`: this project's. `mindformers`: MindFormers' class for Llama, Qwen2,
     Qwen3 and GLM-4, with this server's KV cache, batches and weights. `mindformers-legacy`: the `LlamaForCausalLM` of
     MindFormers before version 2. `scripts/install_mindformers.sh` installs both. On a CPU they require
-    `device_config.kernels: primitives`, which `auto` then means."""
+    `device_config.kernels: primitives`."""
 
     @cached_property
     def max_input_len(self) -> int:
@@ -139,8 +133,7 @@ _SAME_SHAPE: Final = (
 
 
 def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Raise ConfigError if the configuration contradicts the model's files. Set the keys whose values only these files
-    give."""
+    """Raise ConfigError if keys contradict the model's files. Set the keys whose values only these files give."""
     described = mindformers.spec if mindformers is not None else None
     if spec is not None:
         path = values["model_config.model_path"]
@@ -227,7 +220,7 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
 
 
 def _longest_in_cache(values: Values, length: int, spec: ModelSpec | None) -> int:
-    """Return the length in tokens of the longest request that fits into `pa_config.num_blocks`, at most `length`."""
+    """Return the length in tokens, up to `length`, of the longest request that fits into `pa_config.num_blocks`."""
     num_blocks, block_size = values["pa_config.num_blocks"], int(values["pa_config.block_size"])
     if num_blocks is None:
         return length
@@ -313,9 +306,7 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """If MindFormers implements the model, raise ConfigError for a setting that its classes do not support, and set
-    `kernels` to `primitives`.
-    """
+    """Check the settings with MindFormers' classes, raise ConfigError, or set `kernels` to `primitives`."""
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
         return

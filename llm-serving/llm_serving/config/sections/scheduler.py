@@ -24,10 +24,9 @@ class SchedulerConfig:
     running requests, by the lower estimated loss of time. `fcfs`: first come, first served, regardless of class and
     priority."""
     order: str | None = option(None, choice(tuple(OrderName)), reloadable=True)
-    """Which waiting request of a class is scheduled next. `fair`: a request of the tenant that has received the least
-    service (tokens). `arrival`: the oldest. `shortest`: the one with the shortest predicted duration. `deadline`: the
-    one with the earliest deadline. null: `fair` with `tenant_fairness`, otherwise `arrival`. With `policy: fcfs`:
-    `arrival` only."""
+    """Which waiting request of a class is scheduled next. `fair`: one of the tenant that has received the fewest
+    tokens. `arrival`: the oldest. `shortest`: the one with the shortest predicted duration. `deadline`: the one with
+    the earliest deadline. null: `fair` with `tenant_fairness`, else `arrival`. With `policy: fcfs`: `arrival` only."""
     max_prefill_tokens: int = option(2048, integer(1, 2**20), derived=True, reloadable=True)
     """Token budget of one step (vLLM's max_num_batched_tokens); a longer prompt is computed in chunks, and a longer
     input of an encoder is refused. Minimum: `model_config.decode_batch_size`. null: 2048; on a CPU 512, less for a
@@ -38,80 +37,72 @@ class SchedulerConfig:
     slo_refusal_factor: float | None = option(
         None, number("must be a number >= 1", lambda value: value >= 1), reloadable=True
     )
-    """Load shedding: a request is refused with 429 and Retry-After when its predicted time to first token exceeds the
-    `ttft_slo_s` of its class times this factor. null: never."""
+    """Load shedding: a request gets 429 with Retry-After if its predicted time to first token exceeds the `ttft_slo_s`
+    of its class times this factor. null: never."""
     max_running_per_tenant: int | None = option(None, integer(1, 10**6), reloadable=True)
-    """Maximum number of running requests of one tenant on all replicas together. Further requests of the tenant wait
-    without delaying other tenants. A tenant is an API key, else the `user` of the request, else all requests without
-    either. null: no limit."""
+    """Maximum number of running requests of one tenant on all replicas together; further ones wait. A tenant is an API
+    key, else the `user` of the request, else all requests without either. null: no limit."""
     prefix_caching: bool = option(True, BOOLEAN, reloadable=True)
-    """True: the KV blocks of finished requests are kept, as long as there is room, and reused for prompts with the same
-    prefix, within one tenant and `cache_salt`."""
+    """True: KV blocks of finished requests are kept while there is room, and reused for prompts with the same prefix,
+    within one tenant and `cache_salt`."""
     speculative_method: str = option("ngram", choice(tuple(SpeculativeMethodName)))
-    """Speculative decoding, which changes no token of a response. `ngram`: n-gram lookup; the tokens that followed an
-    earlier occurrence of the newest tokens, in the prompt, the output or the tenant's finished responses, become draft
-    tokens. `draft_model`: the same, and the model of `draft_model_path` proposes draft tokens where the lookup finds
-    none. `mtp`: the same, with the model's own layer for multi-token prediction in place of the draft model, for
-    DeepSeek-V3 and later, GLM-4.5 and later, Qwen3-Next and Qwen3.5 on a CPU with `kernels: program`; its memory is
-    taken from the KV cache. The server verifies draft tokens only where the expected gain exceeds the cost. `none`: no
-    draft tokens."""
+    """Speculative decoding, which changes no token of a response. `ngram`: the tokens that followed an earlier
+    occurrence of the newest tokens, in the prompt, the output or the tenant's finished responses, become draft tokens.
+    `draft_model`: the same, and the model of `draft_model_path` where the lookup finds none. `mtp`: the same, with the
+    model's own layer for multi-token prediction, for DeepSeek-V3 and later, GLM-4.5 and later, Qwen3-Next and Qwen3.5
+    on a CPU with `kernels: program`; its memory is taken from the KV cache. `none`: no draft tokens. The server
+    verifies draft tokens only where the expected gain exceeds the cost."""
     draft_model_path: Path | None = option(
         None,
         path(Kind.FILE_OR_FOLDER),
         only_with=("scheduler_config.speculative_method", SpeculativeMethodName.DRAFT_MODEL.value),
     )
-    """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary. Each WorkAgent loads it in
-    addition to its model; its memory is taken from the KV cache."""
+    """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary, for each WorkAgent. Its
+    memory is taken from the KV cache."""
     max_waiting_tokens: int | None = option(None, integer(1), expert=True, reloadable=True)
-    """Maximum number of prompt tokens in the queue. Beyond it, requests are refused with 429 and Retry-After. At least
-    the longest prompt. null: no limit."""
+    """Maximum number of prompt tokens in the queue, at least the longest prompt. Beyond it, requests are refused with
+    429 and Retry-After. null: no limit."""
     enable_mixed_chunk: bool = option(True, boolean({"mixed": True, "separate": False}), expert=True)
-    """True: a step may contain prefill chunks and decodes. False: a step computes either prompts or decodes, which
-    suits Ascend's attention kernels."""
+    """False: a step computes either prompts or decodes, which suits Ascend's attention kernels."""
     async_scheduling: bool = option(True, BOOLEAN, expert=True)
-    """True: the scheduler forms step k+1 while the device computes step k. False: it waits for the results of step k;
-    the device is idle meanwhile."""
+    """True: the scheduler forms step k+1 while the device computes step k. False: the device waits meanwhile."""
     max_consecutive_prefill_steps: int = option(1, integer(1, 10**6), derived=True, expert=True, reloadable=True)
-    """Maximum number of prefill-only steps between two tokens of a running request. While several classes compete, the
-    weight of the request's class may lower this maximum. Larger values improve the time to first token and increase the
-    inter-token latency. null: 1, or 4 with `enable_mixed_chunk: False`."""
+    """Maximum number of prefill-only steps between two tokens of a running request, or fewer by the weight of its
+    class. Larger values improve the time to first token and increase the inter-token latency. null: 1, or 4 with
+    `enable_mixed_chunk: False`."""
     max_consecutive_decode_steps: int = option(16, integer(1, 10**6), expert=True, reloadable=True)
     """With `policy: decode_first`: maximum number of decode-only steps while prompts wait."""
     prefill_time_ms_per_req: float = option(600.0, positive("milliseconds"), expert=True, reloadable=True)
     """With `policy: throughput`: estimated delay of each decoding request, in ms, by the prefill of one prompt."""
     decode_time_ms_per_req: float = option(50.0, positive("milliseconds"), expert=True, reloadable=True)
-    """With `policy: throughput`: estimated loss, in ms, of a decode step for each empty running slot while prompts
-    wait."""
+    """With `policy: throughput`: estimated loss, in ms, of a decode step for each empty running slot."""
     max_long_prefill_tokens: int | None = option(None, integer(1, 2**20), expert=True, reloadable=True)
-    """Maximum number of tokens that one prompt takes in a step while other prompts wait. At most `max_prefill_tokens`.
-    null: half of `max_prefill_tokens`."""
+    """Maximum number of tokens of one prompt in a step while other prompts wait. null: half of `max_prefill_tokens`."""
     tenant_fairness: bool = option(True, BOOLEAN, expert=True, reloadable=True)
     """Without `order`, True means `order: fair`, and False means `order: arrival`."""
     max_overtakes: int = option(16, integer(0, 10**6), expert=True, reloadable=True)
-    """Bypass count: how many times requests of the same class may be scheduled before the oldest one, because of
-    `order` or their priority. Then the oldest request is scheduled first."""
+    """Bypass count: how many requests of a class may be scheduled before the oldest one, because of `order` or
+    priority."""
     max_head_start_steps: int = option(256, integer(0, 10**6), expert=True, reloadable=True)
     """Maximum priority boost, in steps. One unit of `priority` moves a request within its class as if it had arrived
-    earlier or later by the `ageing_steps` of the class; this key limits the total shift."""
+    earlier or later by the `ageing_steps` of the class."""
     quantum_steps: int = option(64, integer(1, 10**6), expert=True, reloadable=True)
-    """Scheduling quantum of weighted fair queueing, in steps: how long a request of a lower class keeps its running
-    slot beyond the share of its class before a waiting request of a higher class preempts it."""
+    """Scheduling quantum of weighted fair queueing: steps for which a request beyond the share of its class keeps its
+    running slot before a waiting request of a higher class preempts it."""
     max_preemptions_per_request: int = option(8, integer(0, 10**6), expert=True)
     """Maximum number of preemptions of one request. After that, the request keeps its KV blocks until it finishes."""
     preemption_mode: str = option("recompute", choice(("recompute", "swap", "auto")), expert=True, reloadable=True)
     """What happens to the KV blocks of a preempted request. `recompute`: they are freed and computed again. `swap`:
     they are copied to host memory (`pa_config.num_swap_blocks`) and back. `auto`: the cheaper of the two."""
     swap_block_cost_tokens: float = option(4.0, positive("tokens"), expert=True, reloadable=True)
-    """Cost of swapping one block out and in, as the number of tokens that are recomputed in the same time.
-    `preemption_mode: auto` chooses swapping or recomputing by this cost."""
+    """With `preemption_mode: auto`: tokens that are recomputed in the time of swapping one block out and in."""
     num_speculative_tokens: int = option(16, integer(1, 64), expert=True)
-    """Maximum draft length: draft tokens of one request in one step. A draft also ends at the end of the request's last
-    KV block."""
+    """Maximum draft length: draft tokens of one request in one step, up to the end of its last KV block."""
     prompt_lookup_min: int = option(3, integer(1, 16), expert=True)
     """Minimum n-gram length of the lookup, in tokens. The lookup tries an n-gram of twice this length first."""
     record_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
-    """Folder, used by one server only, for recordings of the schedulers' inputs (token ids included) and decisions,
-    which `llm-serving replay` runs again. Relative to the working folder of the server. null: no recording."""
+    """Folder, used by one server only, for recordings of the schedulers' inputs (token ids included) and decisions, for
+    `llm-serving replay`. Relative to the working folder of the server. null: no recording."""
     record_file_bytes: int = option(16 * 2**20, MEMORY, expert=True)
     """Size in bytes at which a recording continues in a new file, or text such as "16MB"."""
     record_files: int = option(4, integer(1, 10**6), expert=True)
@@ -125,8 +116,7 @@ CPU_STEP_OPERATIONS: Final = 1.2e12
 CPU_STEP_TOKENS: Final = 512
 """Default token budget on a CPU; larger steps are no faster per token and delay streams."""
 MIN_PROMPT_TOKENS: Final = 128
-"""Minimum number of prompt tokens for which the default token budget of a step has room, because matrix products of
-this many rows reach 90 % of the speed of larger ones."""
+"""The default token budget has room for this many prompt tokens: products of so many rows reach 90 % of full speed."""
 MAX_WHOLE_TOKENS: Final = 8192
 """Default limit on an input of an encoder, in tokens; a larger `max_prefill_tokens` raises it."""
 SEPARATE_PREFILL_STEPS: Final = 4
@@ -139,7 +129,6 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     On a CPU, `max_prefill_tokens` is `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each
     weight and token) need at most `CPU_STEP_OPERATIONS`. On every device it is at least one token for each running
     request plus `MIN_PROMPT_TOKENS`; for an encoder also a whole input, up to `MAX_WHOLE_TOKENS`.
-    `max_consecutive_prefill_steps` is `SEPARATE_PREFILL_STEPS` if steps do not mix prompts and decoding.
     """
     gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
     if not values.is_given(gap) and not values[mixed]:
@@ -179,8 +168,7 @@ _FOR_DRAFT_MODEL: Final = (
 
 
 def check_scheduler(values: Values, spec: ModelSpec | None) -> None:
-    """Raise ConfigError if the budget, the order, the draft model or the limits of the queue
-    conflict with other keys."""
+    """Raise ConfigError if budget, order, draft model or limits of the queue conflict with other keys."""
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]
     if budget < slots:

@@ -103,20 +103,19 @@ class ServerConfig:
     server_port: int = option(8835, integer(0, 65535))
     """Port of the HTTP server. 0: any free port."""
     agent_ports: tuple[int, ...] = option((16002,), integers(1, 65535, unique=True))
-    """One replica of the model for each entry. Only the number of entries matters: the master and the WorkAgents
-    communicate without opening these ports."""
+    """One replica of the model for each entry. Only their number matters: no connection uses these ports."""
     start_device_id: int = option(0, integer(0, 1023))
     """Device number of the first WorkAgent. The others use the following numbers."""
     ssl_certfile: Path | None = option(None, path(Kind.FILE))
-    """PEM file with the certificate and its chain; enables HTTPS. A changed file is loaded within seconds, without a
-    restart. null: plain HTTP."""
+    """PEM file with the certificate and its chain; enables HTTPS. A changed file is loaded within seconds. null: plain
+    HTTP."""
     ssl_keyfile: Path | None = option(None, path(Kind.FILE), only_with=(CERTFILE, ...))
     """PEM file with the private key of the certificate. null: the key is in `ssl_certfile`."""
     ssl_keyfile_password_file: Path | None = option(None, path(Kind.FILE), only_with=(CERTFILE, ...))
     """File whose first line is the password of an encrypted private key. null: the key is not encrypted."""
     allowed_hosts: tuple[str, ...] = option((), HOST_NAMES)
-    """Host names, besides `localhost`, that requests may use when the server listens on a loopback address without API
-    keys, such as the name of a reverse proxy. Requests with another Host header are refused with 403."""
+    """Host names, besides `localhost`, that requests to a loopback address without API keys may use, such as the name
+    of a reverse proxy. Requests with another Host header are refused with 403."""
     trusted_proxies: tuple[str, ...] = option(("127.0.0.1", "::1"), PROXIES)
     """Addresses and networks (such as 10.0.1.0/24) of reverse proxies whose `X-Forwarded-For` and `X-Forwarded-Proto`
     headers the server believes. `*`: every client, which lets a client claim any address. []: none."""
@@ -124,19 +123,18 @@ class ServerConfig:
     """Origins, such as https://chat.example.com, whose web pages may send requests to this server from a browser.
     `null`: pages of local files. `*`: all. []: only the server's own page."""
     anonymous_highest_class: str | None = option(None, ROW_NAME, reloadable=True)
-    """Without API keys: the highest request class that clients may use. Requests of a higher class, or with a priority
-    before this class, get 403. null: no limit on a loopback address; the class of priority 0 on any other."""
+    """Without API keys: the highest request class that clients may use; a higher one, or a priority before it, gets
+    403. null: no limit on a loopback address; the class of priority 0 on any other."""
     ui: bool = option(True, BOOLEAN)
-    """True: the server has a web page at `/ui` to try the model, watch the scheduler and explain waiting times. The
-    page is public; the data that it shows requires an API key where there are keys."""
+    """True: a public web page at `/ui` to try the model, watch the scheduler and explain waiting times. Its data
+    requires an API key where there are keys."""
     max_connections: int = option(1024, integer(1, 10**6), reloadable=True)
     """Maximum number of client connections, TLS handshakes included. At the limit an idle connection is closed for a
     new one; if none is idle, the new one gets 503."""
     max_request_body_bytes: int = option(4 * 2**20, integer(1024, 2**30), reloadable=True)
     """Maximum size of a request body in bytes. A longer body is refused with 413 while it is received."""
     max_timeout_s: float = option(86400.0, TIMEOUT, reloadable=True)
-    """Maximum of the `timeout_s` that a request may set, in seconds. When its timeout expires, a request ends with an
-    error."""
+    """Maximum of the `timeout_s` that a request may set, in seconds, after which it ends with an error."""
     shutdown_timeout_s: float = option(30.0, SECONDS)
     """Seconds that running requests have to finish when the server stops. The remaining ones are aborted."""
     routing: str = option(RoutingName.PREDICTED_TTFT.value, choice(tuple(RoutingName)))
@@ -145,15 +143,15 @@ class ServerConfig:
     prefix, while no replica has many more requests than another. `block_cost`: fewest blocks to compute and hold.
     `least_loaded`: fewest requests. `round_robin`: all replicas in turn."""
     exit_without_work_agents: bool = option(False, BOOLEAN)
-    """True: the server exits with code 3 when all its WorkAgents have exhausted `max_worker_restarts`, so that a
-    process supervisor can restart the server. False: the server keeps restarting its WorkAgents."""
+    """True: the server exits with code 3 when all its WorkAgents have exhausted `max_worker_restarts`, for a process
+    supervisor. False: it keeps restarting them."""
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
-    """Format in which the model writes tool calls. `auto`: the format of its chat template. `none`: requests with
-    `tools` are refused with 400. The other formats are described in docs/guides/tools.md."""
+    """Format in which the model writes tool calls (docs/guides/tools.md). `auto`: the format of its chat template.
+    `none`: requests with `tools` are refused with 400."""
     reasoning_parser: str = option("auto", choice(("auto", "none", *ReasoningFormatName)))
-    """Format in which the model writes its reasoning, which becomes the `reasoning_content` of a chat response.
-    `think`: between `<think>` and `</think>`. `auto`: the format of its chat template. `none`: the reasoning stays part
-    of the text. The other formats are described in docs/guides/tools.md."""
+    """Format in which the model writes its reasoning (docs/guides/tools.md), which becomes `reasoning_content` of a
+    chat response. `think`: between `<think>` and `</think>`. `auto`: as in its chat template. `none`: it stays part of
+    the text."""
     batch_path: Path | None = option(None, path(Kind.MADE_FILE))
     """SQLite file for the Batch API: uploaded files, batches and their results. Relative to the working folder of the
     server. null: no Batch API."""
@@ -167,121 +165,109 @@ class ServerConfig:
     """File for the access log: one JSON line for each request with ids, token counts and times, without texts. Relative
     to the working folder of the server. `-`: standard output. null: no access log."""
     otlp_endpoint: str | None = option(None, URL)
-    """URL of a trace collector for OTLP as JSON over HTTP, such as http://127.0.0.1:4318/v1/traces. Each request
-    becomes a span with child spans for waiting and computing; the W3C header `traceparent` is honoured. null: no
-    traces."""
+    """URL of a trace collector for OTLP as JSON over HTTP, such as http://127.0.0.1:4318/v1/traces. A request is a span
+    with child spans for waiting and computing, in the trace of its header `traceparent`. null: no traces."""
     throughput_interval_s: float = option(10.0, SECONDS)
     """Seconds between two log lines with the throughput of the engines; idle engines are not logged. 0: no lines."""
     max_connections_per_address: int = option(512, integer(1, 10**6), expert=True, reloadable=True)
-    """Maximum number of connections of one client address, or of one /64 network with IPv6, with the same effect as
-    `max_connections`. A reverse proxy counts as one address."""
+    """The same as `max_connections`, for one client address (of a reverse proxy, too) or /64 network with IPv6."""
     max_url_bytes: int = option(8192, integer(256, 65535), expert=True, reloadable=True)
     """Maximum length of a URL in bytes; less than `max_header_bytes`. A longer one is refused with 414."""
     max_header_bytes: int = option(32 * 1024, integer(1024, 2**20), expert=True, reloadable=True)
-    """Maximum size in bytes of the request line and headers, and of the framing between two pieces of a chunked body.
-    More is refused with 431."""
+    """Maximum bytes of the request line and headers, or of the framing of a chunked body; more is refused with 431."""
     max_headers: int = option(100, integer(8, 10**4), expert=True, reloadable=True)
     """Maximum number of headers of a request. More are refused with 431."""
     max_pipelined_bytes: int = option(32 * 1024, integer(0, 2**30), expert=True, reloadable=True)
     """Maximum number of bytes of pipelined requests that the server reads while the connection waits for a response."""
     max_buffered_bytes: int = option(32 * 2**20, integer(1024, 2**40), derived=True, expert=True, reloadable=True)
     """Maximum number of bytes that the server buffers for all connections: incomplete requests, and responses that
-    clients have not read. At the limit the connection with the largest buffer is closed, with 503 where no response has
-    started. At least twice `max_request_body_bytes`. null: 32 MiB, or more for larger bodies."""
+    clients have not read. At the limit the connection with the largest buffer is closed, or gets 503. At least twice
+    `max_request_body_bytes`. null: 32 MiB, or more for larger bodies."""
     max_buffered_response_bytes: int = option(2**28, MEMORY, expert=True, reloadable=True)
-    """Memory for all non-streaming responses until they are complete, log-probabilities included: bytes, or text such
-    as "256MB". At the limit the largest response of the tenant that uses most ends with 503, or with 400 if it is too
-    large alone."""
+    """Memory for all incomplete non-streaming responses, log-probabilities included: bytes, or text such as "256MB". At
+    the limit the largest response of the tenant that uses most gets 503, or 400 if it is too large alone."""
     header_timeout_s: float = option(10.0, TIMEOUT, expert=True, reloadable=True)
-    """Seconds in which the headers of a request must arrive after the connection or the first byte, else 408. Also the
-    time for the TLS handshake."""
+    """Seconds in which the headers of a request must arrive, else 408, and for the TLS handshake."""
     body_timeout_s: float = option(60.0, TIMEOUT, expert=True, reloadable=True)
     """Seconds in which the body of a request must arrive after its headers, else 408."""
     idle_timeout_s: float = option(30.0, TIMEOUT, expert=True)
     """Seconds after which a connection without a request is closed. The time until a response does not count."""
     write_timeout_s: float = option(60.0, TIMEOUT, expert=True, reloadable=True)
-    """Seconds in which a client must read 16 KiB of its response, or all of it. Otherwise the connection is closed and
-    the request aborted."""
+    """Seconds in which a client must read 16 KiB of its response, or all of it; otherwise the connection is closed."""
     step_timeout_s: float = option(300.0, SECONDS, expert=True)
     """Maximum duration of one step in seconds. A WorkAgent that exceeds it is restarted."""
     load_timeout_s: float = option(1800.0, TIMEOUT, expert=True)
-    """Seconds without progress after which a loading WorkAgent is restarted. It reports each stage and, every few
-    seconds, the weights read so far. The whole load may take any time."""
+    """Seconds without a report of progress after which a loading WorkAgent is restarted. The whole load may take any
+    time."""
     max_worker_restarts: int = option(5, integer(0, 1000), expert=True)
-    """Number of restarts in a row without a completed step after which `/health` reports that the WorkAgent may not
-    come back. Restarts continue with pauses of up to 5 s."""
+    """Restarts in a row without a completed step after which `/health` reports that the WorkAgent may not come back.
+    Restarts continue with pauses of up to 5 s."""
     restart_wait_s: float = option(300.0, SECONDS, expert=True)
     """Seconds that requests wait for the restart of their WorkAgent before they end with an error. After a failed
-    restart, new requests are refused with 503 until the WorkAgent is ready."""
+    restart, new requests get 503 until the WorkAgent is ready."""
     explain_requests: int = option(1000, integer(0, 10**6), expert=True)
-    """Number of latest finished requests of each WorkAgent that `/v1/requests/{id}/explain` covers, in addition to all
+    """Number of latest finished requests of each WorkAgent that `/v1/requests/{id}/explain` covers, besides all
     unfinished ones. 0: no explanations and no timeline."""
     timeline_steps: int = option(10000, integer(1, 10**7), expert=True)
     """Number of latest steps of each WorkAgent that explanations and `/v1/timeline` cover."""
     response_store_bytes: int = option(2**26, integer(0, 2**40), expert=True)
     """Memory in bytes for stored responses of `/v1/responses`, and as much again for those in progress in the
-    background. At the limit the oldest response of the API key that uses most is deleted. 0: no response is stored."""
+    background. At the limit the oldest response of the API key that uses most is deleted. 0: none is stored."""
     batch_concurrency: int | None = option(None, integer(1, 4096), expert=True)
     """Number of requests of the Batch API that run at once. null: `model_config.decode_batch_size`."""
     max_grammar_bytes: int = option(2**16, integer(1024, 2**24), expert=True)
-    """Maximum size in bytes of a JSON schema, regular expression or grammar for structured output. A larger one is
-    refused with 400."""
+    """Maximum bytes of a JSON schema, regular expression or grammar. A larger one is refused with 400."""
     max_grammar_states: int = option(20_000, integer(100, 10**7), expert=True)
-    """Maximum number of automaton states, about 2 KB each, that a grammar may need for one response. A response that
-    needs more ends with an error."""
+    """Maximum number of automaton states, about 2 KB each, of a response's grammar. At the limit it ends with an
+    error."""
     grammar_cache_size: int = option(64, integer(1, 10**5), expert=True)
     """Number of compiled grammars that are cached. The least recently used is evicted."""
     special_tokens_in_content: str = option(SpecialTokensName.CONTROL.value, choice(tuple(SpecialTokensName)))
-    """Meaning of a special token such as `<|im_end|>` in the content of a message. `control`: a control token, as in
-    the reference implementations, so that a user can end a message or begin one of another role. `text`: plain
-    characters; for servers whose messages contain untrusted text."""
+    """Meaning of a special token such as `<|im_end|>` in the content of a message. `control`: a control token, with
+    which a user can end a message or begin one of another role. `text`: plain characters, for untrusted text."""
     json_whitespace: str = option(JsonWhitespaceName.SPACE.value, choice(tuple(JsonWhitespaceName)), expert=True)
     """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
-    `lines`: up to 32 spaces, tabs and line breaks; a small model may write all 32."""
+    `lines`: up to 32 spaces, tabs and line breaks."""
     low_effort_token_budget: int = option(1024, integer(0, 2**24), expert=True)
-    """Reasoning budget in tokens of requests with `reasoning_effort: low`. At the limit the reasoning is closed and the
-    response follows."""
+    """Reasoning budget in tokens of requests with `reasoning_effort: low`. Then the response follows."""
     medium_effort_token_budget: int = option(4096, integer(0, 2**24), expert=True)
     """Reasoning budget in tokens of requests with `reasoning_effort: medium`."""
     high_effort_token_budget: int = option(16384, integer(0, 2**24), expert=True)
     """Reasoning budget in tokens of requests with `reasoning_effort: high`."""
     coalesce_identical_requests: bool = option(False, BOOLEAN, expert=True)
-    """Request coalescing. True: a request with a seed or greedy sampling gets the response of an identical request of
-    the same tenant, class and `cache_salt` that is being computed. False: every request is computed."""
+    """True: a request with a seed or greedy sampling gets the response of an identical request of the same tenant,
+    class and `cache_salt` that is being computed."""
     coalesced_response_bytes: int = option(2**26, MEMORY, expert=True)
     """Memory for responses that several requests may get (in flight, or kept for an Idempotency-Key): bytes, or text
     such as "64MB". Beyond it, a repeated request is computed again."""
     request_log: str = option("memory", choice(("none", "memory", "disk")), expert=True)
-    """Where requests with an Idempotency-Key or a resumable stream are recorded, so that a repeated request gets the
-    same response. `none`: not recorded, and an Idempotency-Key has no effect. `memory`: until the server stops. `disk`:
-    in files that a restarted server reads."""
+    """Where requests with an Idempotency-Key or a resumable stream are recorded, for repeated requests. `none`:
+    nowhere; an Idempotency-Key has no effect. `memory`: until the server stops. `disk`: in files that a restarted
+    server reads."""
     request_log_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
-    """Folder for the files of `request_log: disk`, for one server only; they contain texts of requests. Relative to the
-    working folder of the server. Required with `disk`."""
+    """Folder for `request_log: disk`, of one server only; it contains texts of requests. Relative to the working folder
+    of the server."""
     request_log_bytes: int = option(2**26, MEMORY, expert=True)
     """Maximum size of the recorded requests: bytes, or text such as "64MB". At the limit the oldest one is deleted;
     with `memory`, the oldest one of the API key that uses most."""
     request_log_age_s: float = option(86400.0, positive("seconds"), expert=True)
     """Seconds for which a recorded request and its response are kept."""
     resume_streams: bool = option(False, BOOLEAN, expert=True)
-    """True: the events of streamed completions and chat completions have ids, with which a client resumes after a lost
-    connection (`Last-Event-ID`)."""
+    """True: events of streamed completions have ids, with which a client resumes the stream: `Last-Event-ID`."""
     resume_grace_s: float = option(0.0, SECONDS, expert=True)
-    """Seconds for which a resumable stream is still computed after its client has disconnected. 0: the request is
-    aborted at once, and computed again when the client resumes it."""
+    """Seconds for which a resumable stream is computed without its client. 0: it is aborted, and computed again if
+    resumed."""
     receipts: str = option("on_demand", choice(("none", "on_demand", "at_start")), expert=True)
-    """When the server hashes the files of the model for receipts, which clients request with `receipt: true`.
-    `on_demand`: for the first receipt, whose response waits for the hashes. `at_start`: as soon as the server starts.
-    `none`: requests for receipts are refused."""
+    """When the server hashes the files of the model for receipts (`receipt: true`). `on_demand`: for the first receipt,
+    whose response waits. `at_start`: as soon as the server starts. `none`: requests for receipts are refused."""
     audit_every: int = option(100, integer(0), expert=True)
-    """One of this many requests is audited: it is computed again, alone, while the server is idle, and compared with
-    the response that the client got. 0: no audits."""
+    """One of this many requests is audited: computed again, alone, while the server is idle, and compared. 0: none."""
     max_live_viewers: int = option(16, integer(0, 1000), expert=True)
-    """Maximum number of streams of `/v1/live`, which the web page reads; one tenant may have at most half of them. All
-    together use at most 1 % of a core: updates become less frequent when they cost more. 0: none."""
+    """Maximum number of streams of `/v1/live`, which the web page reads, half of them of one tenant. All together use
+    at most 1 % of a core: updates become less frequent when they cost more. 0: none."""
     log_file_bytes: int = option(32 * 2**20, MEMORY, expert=True)
-    """Size in bytes at which the access log, or the log of `llm-serving start`, continues in a new file, or text such
-    as "32MB"."""
+    """Size in bytes, or as "32MB", at which the access log or the log of `llm-serving start` continues in a new
+    file."""
     log_files: int = option(4, integer(2, 1000), expert=True)
     """Maximum number of files of the access log and of the log of `llm-serving start`. The oldest is deleted."""
 

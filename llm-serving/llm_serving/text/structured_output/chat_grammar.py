@@ -14,12 +14,8 @@ from llm_serving.text.tool_parsers.base import COMMON
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls that an answer may contain.
-
-    Attributes:
-        must: Whether the answer must consist of calls. If not, it may also be text, or the structured output that the
-            request specifies.
-        most: Maximum number of calls in an answer; None: unlimited.
+    """The tool calls that an answer may contain: up to `most` calls, or any number. With `must`, it must consist of
+    calls.
     """
 
     format: ToolFormat
@@ -30,11 +26,8 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReasoning:
-    """The reasoning before an answer.
-
-    Attributes:
-        is_open: Whether the prompt ends with the opening delimiter; None: the answer has no reasoning.
-        budget: Maximum number of reasoning tokens; None: unlimited.
+    """The reasoning before an answer, of up to `budget` tokens. `is_open`: whether the prompt ends with the opening
+    delimiter; None: the answer has no reasoning.
     """
 
     format: ReasoningFormat
@@ -46,12 +39,7 @@ def answer_grammar(
     form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, delimiters: Delimiters
 ) -> Grammar:
     """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
-
-    Args:
-        form: Grammar of the response format; None: any text.
-        calls: Allowed tool calls; None: no calls.
-        reasoning: The reasoning before the answer; None: the model does not reason.
-        delimiters: Grammar terms of delimiters, such as `</think>`.
+    `form`: grammar of the response format; None: any text. `delimiters`: grammar terms of delimiters.
     """
     if form is not None and calls is None and reasoning is None:
         return form
@@ -80,8 +68,8 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return a grammar term for the delimiters of an answer with `content` between them. Return "" if the format has no
-    delimiters, or if `content` is free text that can contain them.
+    """Return a grammar term for `content` between the delimiters of an answer; "": there are none, or free text
+    contains them.
     """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
-"""Number of processes that compile grammars as a trial. With two, one slow grammar does not block the others."""
+"""With two processes that compile grammars as a trial, one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
 STACK_BYTES: Final = 2**25
 """Stack size in bytes of compiling threads. The confined process that tries each grammar first has a smaller stack."""
@@ -38,8 +38,6 @@ _THREAD_START: Final = threading.Lock()
 
 
 class _Tokens:
-    """Adapts a tokenizer to the interface of `TokenizerWrapper`."""
-
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = end_ids[0]
@@ -62,8 +60,6 @@ def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Seque
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits on the size of a grammar and of the cache."""
-
     max_bytes: int = 2**16
     max_states: int = 20_000
     """Maximum number of lexer states of a request. A state takes 1 to 2 KB."""

@@ -1,8 +1,7 @@
 """A confined process that compiles a grammar as a trial before the master compiles it.
 
-A short grammar may take minutes to compile, and a deeply nested one may overflow the stack; `text.sandbox` sets the
-limits. A grammar that passes cannot overflow the larger stacks of the master's threads. The trial uses a tokenizer of
-single bytes, because the cost does not depend on the model's tokens.
+A short grammar may take minutes to compile, or overflow the stack; the master's threads have larger stacks. The trial
+uses a tokenizer of single bytes, because the cost does not depend on the model's tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Response formats as grammars: JSON schema, regular expression, choice, Lark and GBNF, translated for llguidance.
 
-A grammar is a list of parts; a response starts with the first. Parts in llguidance's language (Lark with extensions)
-may refer to others as `@name`. Every token whose text matches is allowed, even where the following text is fixed. For
-some formats, such as dates, the compiler is too permissive (29 February in any year, second 60 in any minute). An
-additional pattern narrows these formats, so that a client that validates the response accepts it.
+A response starts with the first part of a grammar. Parts in llguidance's language (Lark with extensions) may refer to
+others as `@name`. Every token whose text matches is allowed, even where the following text is fixed. For some formats,
+such as dates, the compiler is too permissive (29 February in any year), so an additional pattern narrows them.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""Setting -> regular expression of the white space between the parts of a JSON text. Its length is limited, because a
-model may repeat white space endlessly.
-"""
+"""Setting -> regular expression of white space between the parts of a JSON text, which a model could repeat
+endlessly."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
@@ -61,9 +59,8 @@ def definitions_of(schema: Any) -> dict[str, Any]:
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer to the smallest part of `schema` that alone, with the schema's definitions, causes `error`.
-
-    "#" is the whole schema. `error_of`: returns the error of a schema; None: it has none.
+    """Return a JSON pointer to the smallest part of `schema` that alone, with its definitions, causes `error`.
+    `error_of`: returns the error of a schema; None: it has none.
     """
     definitions = definitions_of(schema)
     path: Path = ()
@@ -140,12 +137,8 @@ def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
     """Return a grammar of the JSON texts that match a schema (a JSON text), with properties in the schema's order.
-
-    Raise GrammarError if the schema is not a JSON object, or has integers beyond `MAX_INT`.
-
-    Args:
-        whitespace: Regular expression of the white space between parts; empty: none.
-        lenient: Ignore unsupported constraints.
+    Raise GrammarError if the schema is not a JSON object, or has integers beyond `MAX_INT`. `whitespace`: regular
+    expression of the white space between parts. `lenient`: ignore unsupported constraints.
     """
     try:
         content = json.loads(schema, parse_int=_exact)

@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 FUEL_TO_BEGIN: Final = 500_000
 FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
-"""This limit and the two above are in llguidance's units. The two limits of a step amount to a few milliseconds."""
+"""This limit and the two above are in llguidance's units. Those of a step amount to a few milliseconds."""
 MAX_ONLY: Final = 16
 """Maximum number of allowed tokens that `_only_one` compares. If there are more, it assumes a choice."""
 
@@ -39,11 +39,8 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
 class TokenMatcher:
     """Matches an output against a grammar; see `core.request.ConstraintMatcher`.
 
-    Args:
-        start: A matcher at the start of the grammar. It is copied and never advanced.
-        token_bytes: Text of each token that can be sampled.
-        create_start: Creates a new matcher at the start. Copies of one matcher share their count of lexer states, so
-            other outputs may have used up its limit.
+    `start`: a matcher at the start of the grammar, which is copied and never advanced. `create_start`: creates a new
+    one. Copies share their count of lexer states, so other outputs may have used up its limit.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
-"""Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words.
-
-The older files, `vocab.json` with `merges.txt`, lack this rule, so it is derived from the tokenizer's class.
+"""Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words. For older
+files, `vocab.json` with `merges.txt`, this rule is derived from the tokenizer's class.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
-        patterns: Regular expressions. Each splits the parts that the previous one made. Empty: the expression of
-            GPT-2.
+        patterns: Regular expressions. Each splits the parts that the previous one made. Empty: the expression of GPT-2.
         digits: Whether each digit is a word.
         composes: Whether texts are first normalized to NFC.
         whole: Whether a word that is a token is kept whole, even if the merges would split it.
@@ -55,9 +53,8 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` next to it. `config`: content of `tokenizer_config.json`.
-
-    Raise ModelError if they cannot be read, contradict each other, or belong to a class whose word rule is unknown.
+    """Read a `vocab.json` and the `merges.txt` next to it. Raise ModelError if they cannot be read, contradict each
+    other, or belong to a class whose word rule is unknown.
     """
     words = _words_of(path, config)
     vocab = read_json(path)
@@ -82,13 +79,8 @@ def tokenizer_json(
     *,
     begins_with_space: bool = False,
 ) -> bytes:
-    """Return the content of a `tokenizer.json`.
-
-    Args:
-        vocab: Token text -> id.
-        merges: Pairs separated by a space, in merge order.
-        added: `added_tokens` of the file.
-        begins_with_space: Whether a text that does not start with a space gets one.
+    """Return the content of a `tokenizer.json`. `merges`: pairs separated by a space, in merge order.
+    `begins_with_space`: a text that does not start with a space gets one.
     """
     tokenizer = {
         "version": "1.0",

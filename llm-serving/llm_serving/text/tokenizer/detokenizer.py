@@ -22,8 +22,8 @@ class StopStringMatcher:
     """Cuts a text before its first complete stop string. The result does not depend on the division into pieces.
 
     Each stop string has a Knuth-Morris-Pratt automaton. Its state is the length of the longest prefix of the stop
-    string with which the text so far ends. The longest such prefix is held back, because it may become a stop string.
-    If several stop strings end at the same character, the longest wins. `stop`: non-empty strings.
+    string with which the text so far ends; the longest such prefix is held back. If several stop strings end at the
+    same character, the longest wins.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -35,7 +35,6 @@ class StopStringMatcher:
 
     @property
     def held(self) -> str:
-        """Text that is held back because a stop string may start with it."""
         return self._held
 
     def add(self, text: str) -> Release:
@@ -71,8 +70,6 @@ def _fallback_table(text: str) -> list[int]:
 
 
 class Detokenizer(Protocol):
-    """Converts the output tokens of one request to text."""
-
     @property
     def stop_string(self) -> str | None: ...
 
@@ -103,9 +100,8 @@ SILENT: Final = _SilentDetokenizer()
 class IncrementalDetokenizer:
     """The text of one request in pieces. All pieces and `flush()` joined are the decoded output.
 
-    Text is held back while the bytes of a character are incomplete, and while it may start a stop string. The output is
-    decoded as the continuation of the prompt: if the prompt ends within a character, the output completes it, and
-    sentencepiece's leading space is kept if the prompt has text.
+    Text is held back while the bytes of a character are incomplete, and while it may start a stop string. If the prompt
+    ends within a character, the output completes it. After a text, sentencepiece's leading space is kept.
     """
 
     def __init__(
@@ -129,7 +125,6 @@ class IncrementalDetokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended the text. Later tokens add nothing."""
         return self.stop_string is not None
 
     def add_token(self, token_id: int) -> str:

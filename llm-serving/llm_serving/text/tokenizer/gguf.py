@@ -123,7 +123,7 @@ _TEMPLATE: Final = "tokenizer.chat_template"
 _TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Texts of the tokens that end a turn, for files that name no end-of-turn token."""
 _HARMONY_ENDS: Final = ("<|call|>", "<|return|>")
-"""Texts of the tokens that end a turn of gpt-oss. Its `<|end|>` ends only a message; a turn may have several."""
+"""Texts of the tokens that end a turn of gpt-oss. Its `<|end|>` ends only a message."""
 _PHI3: Final = "phi3"
 _KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 after which white space remains text. Other special tokens absorb it."""
@@ -132,7 +132,7 @@ _BPE: Final = 2
 
 
 class GgufTokenizer(NamedTuple):
-    """The tokenizer of a GGUF file: vocabulary, content of a tokenizer_config.json, and ids that end an answer."""
+    """Vocabulary, content of a tokenizer_config.json, and ids that end an answer."""
 
     vocabulary: Vocabulary
     config: dict[str, Any]
@@ -249,9 +249,7 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
 
 
 def _word_pieces(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """Read BERT's tokenizer. In the file, a piece that begins a word begins with SPACE_SYMBOL. In a vocab.txt, a piece
-    that continues a word begins with ##.
-    """
+    """Read BERT's tokenizer. The file marks pieces that begin a word, a vocab.txt those that continue one."""
     names = {"unk": "unknown", "pad": "padding", "cls": "cls", "sep": "seperator", "mask": "mask"}
     ids = {name: metadata.token_id(f"{theirs}_token_id", len(tokens)) for name, theirs in names.items()}
     pieces = [

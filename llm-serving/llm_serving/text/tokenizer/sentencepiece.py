@@ -24,15 +24,14 @@ _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceVocabulary:
-    """A `tokenizer.model`. Special tokens are recognised in the text. Ids are those of `LlamaTokenizer` of the
-    transformers library.
+    """A `tokenizer.model`. Special tokens are recognised in the text. Ids are those of `LlamaTokenizer` of
+    transformers.
 
     Args:
         added_tokens: Tokens of `tokenizer_config.json`, by id. The file may lack them.
         special_texts: Texts of the special tokens that the config assigns to a use, such as `bos_token`.
         legacy: Whether every text between special tokens gets a leading space; otherwise only the whole text does.
         add_prefix_space: Without `legacy`: whether the text gets a leading space.
-        unk_token: The unknown token's name in the config.
         content: Content to use instead of the file's. `path` is then only named in errors.
     """
 

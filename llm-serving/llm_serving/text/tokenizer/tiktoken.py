@@ -33,7 +33,6 @@ class TiktokenFamily:
     Attributes:
         pattern: Regular expression that splits a text into words; merges never cross a word boundary.
         special: Special tokens to use if the config lists none. Their ids follow the ids of the file.
-        names: Use, such as `bos_token` -> special token.
         prefix: Special tokens before every text.
         composes: Whether texts are first normalized to NFC.
     """
@@ -75,12 +74,10 @@ QWEN: Final = TiktokenFamily(
 
 @dataclass(frozen=True)
 class RankedPairs:
-    """The content of a vocabulary file. `TiktokenFamily` describes the other attributes.
+    """The content of a vocabulary file; `TiktokenFamily` describes the other attributes.
 
-    Attributes:
-        ranks: Bytes of every text token -> rank; the pair with the lowest rank is merged first.
-        first_id: Id of rank 0.
-        special: Tokens of the file that are recognised in a text, by id.
+    `ranks`: bytes of every text token -> rank; the pair with the lowest rank is merged first. `first_id`: id of rank 0.
+    `special`: tokens of the file that are recognised in a text, by id.
     """
 
     path: Path
@@ -95,8 +92,7 @@ class RankedPairs:
 
 class TiktokenVocabulary:
     """A tiktoken vocabulary with the ids of the tiktoken library. Special tokens are recognised in the text.
-
-    `added_tokens`: tokens of `tokenizer_config.json`, by id. Raise ModelError if the ranks or the pattern are invalid.
+    `added_tokens`: tokens of `tokenizer_config.json`, by id. Raise ModelError if ranks or pattern are invalid.
     """
 
     strips_leading_space = False

@@ -100,13 +100,9 @@ def _family(path: Path, config: Mapping[str, Any]) -> TiktokenFamily:
 class Tokenizer:
     """The tokenizer of a model folder. It runs no code of the folder except the chat template, in a confined process.
 
-    `decode` joins the tokens' bytes and decodes them as UTF-8, with U+FFFD for invalid parts. Raise ModelError if the
-    config contradicts itself or the vocabulary.
-
-    Args:
-        config: Content of `tokenizer_config.json`.
-        more_eos_token_ids: Ids that end a text in addition to `eos_token` of the config.
-        chat_templates: Name -> text; None: those of the config.
+    `config`: content of `tokenizer_config.json`. `more_eos_token_ids`: ids that end a text in addition to its
+    `eos_token`. `chat_templates`: None: those of the config. Raise ModelError if the config contradicts itself or the
+    vocabulary.
     """
 
     def __init__(
@@ -141,9 +137,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
         """Load the tokenizer of a Hugging Face folder or a GGUF file, or from `vocab_file`, a tokenizer file or another
-        folder.
-
-        Raise ModelError if no tokenizer is found, or if it cannot be read.
+        folder. Raise ModelError if no tokenizer is found, or if it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():
@@ -169,8 +163,7 @@ class Tokenizer:
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text without lone surrogates. Special tokens written in the text are recognised.
-
+        """Return the token ids of a text without lone surrogates. Special tokens in the text are recognised.
         `add_special_tokens`: add the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
         """
         by_hand = self._add_bos is not None
@@ -183,10 +176,8 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
-        """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1.
-
-        With `max_tokens`, the longer text is cut first. Without a `tokenizer.json`, which specifies pairs, no special
-        token is added and all types are 0.
+        """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1. With
+        `max_tokens`, the longer text is cut first. Only a `tokenizer.json` specifies special tokens and types of pairs.
         """
         if isinstance(self._vocabulary, TokenizersVocabulary):
             return self._vocabulary.encode_pair(first, second, max_tokens)
@@ -196,7 +187,7 @@ class Tokenizer:
         return ids, [0] * len(ids)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Ids without a text are skipped."""
+        """Return the text of token ids: their bytes as UTF-8, with U+FFFD for invalid parts."""
         table, _ = self.token_tables(skip_special_tokens)
         data = b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < len(table)])
         text = data.decode("utf-8", "replace")
@@ -231,10 +222,7 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """Return the prompt text of a conversation (see `Conversations`). Encode it with `add_special_tokens=False`.
-
-        Raise RequestError if the model has no suitable chat template, or if the template rejects the messages.
-        """
+        """Do the same as `Conversations.render`. Encode the text with `add_special_tokens=False`."""
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:

@@ -1,9 +1,7 @@
 """Tokenizes special tokens in texts of users as plain characters, so that `<|im_end|>` in a message does not end it.
 
-A chat template mixes texts of users with control tokens. So before the template is rendered, a sentinel is inserted
-after the first character of each special token in a message. The rendered prompt is split at the sentinels, and its
-parts are tokenized one by one. No part contains a whole special token of a user. The sentinel is random, so that
-clients cannot know it.
+Before the chat template is rendered, a random sentinel is inserted after the first character of each special token in a
+message. The rendered prompt is split at the sentinels, and its parts are tokenized one by one.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ _FILLERS: Final = ("", "\n", "a")
 class TypedText:
     """Inserts sentinels into special tokens in messages, and tokenizes the rendered prompt.
 
-    Args:
-        encode: Tokenizes a text; the second argument adds the special tokens that the model expects.
-        special: Text -> id of the special tokens that `encode` recognises.
+    `encode`: tokenizes a text; its second argument adds the special tokens that the model expects. `special`: text ->
+    id.
     """
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
@@ -35,8 +32,8 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Insert a sentinel into each text of a special token in the messages, except in their roles, so that the text
-        is tokenized as plain text. Return the messages, and the sentinel, or "" if no message has such a text.
+        """Insert a sentinel into each special token in the messages, except in their roles. Return the messages, and
+        the sentinel, or "" if there was no such token.
         """
         sentinel = secrets.token_hex(16)
         changed = [

@@ -34,9 +34,7 @@ class AddedToken:
     Attributes:
         special: Whether the token controls the model and is not text.
         lstrip, rstrip: Whether the token absorbs the white space before or after it.
-        single_word: Whether the token is recognised only as a whole word.
-        normalized: Whether the token is searched in the normalized text (`tokenizer.json` only); None: only if it is
-            not special.
+        normalized: Whether the token is searched in the normalized text (`tokenizer.json` only); None: unless special.
     """
 
     text: str
@@ -194,9 +192,8 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths to which two texts are cut, so that they have at most `most` tokens together.
-
-    The longer text is cut first, as by `longest_first` of the tokenizers library.
+    """Return the lengths of two texts cut to `most` tokens, the longer one first, as by `longest_first` of
+    tokenizers.
     """
     if most is None or first + second <= most:
         return first, second
@@ -278,9 +275,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer config of a folder. Raise ModelError if a file cannot be read.
-
-    Added tokens that it does not list are read from `added_tokens.json` and `special_tokens_map.json`.
+    """Return the tokenizer config of a folder. If it lists no added tokens, `added_tokens.json` and
+    `special_tokens_map.json` do. Raise ModelError if a file cannot be read.
     """
     config = read_json(folder / CONFIG_FILE)
     if _lists_tokens(config):

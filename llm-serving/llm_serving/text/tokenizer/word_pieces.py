@@ -27,10 +27,7 @@ _MAX_WORD_CHARS: Final = 100
 def read_word_pieces(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.txt`. `config`: content of `tokenizer_config.json`.
-
-    Raise ModelError if a line repeats a piece, or if a special token of the config is missing.
-    """
+    """Read a `vocab.txt`. Raise ModelError for a repeated piece, or a missing special token of the config."""
     try:
         text = read_limited(path).decode()
     except UnicodeDecodeError as error:

@@ -1,8 +1,7 @@
 """Code that the parsers of all tool formats share: calls, the text around them, and their grammar rules.
 
-The grammar rules of a format define `calls`, which matches one or several calls, and `free`, which matches text with or
-without calls. In `free`, a text that starts like a call must continue as a call. The rules refer to the grammar of the
-arguments of tool i as `@args0`, `@args1`, ...
+The grammar rules of a format define `calls`, which matches one or several calls, and `free`, in which a text that
+starts like a call must continue as one. `@args0`, `@args1`, ... are the grammars of the tools' arguments.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class Call(NamedTuple):
 
 
 class Thought(NamedTuple):
-    """A piece of the reasoning."""
-
     text: str
 
 
@@ -58,13 +55,11 @@ class Read(NamedTuple):
 
 
 class CallReader(Protocol):
-    """Reads the calls after one opening delimiter."""
-
     def read(self, body: str, *, ended: bool) -> Read | None:
         """Return the calls in `body`, which is all text after the opening so far; None: more text is needed.
 
-        `ended`: whether no more text follows. The result extends the one for a shorter `body`, and does not depend on
-        how often `read` is called. Raise NotACallError if the text cannot become a call.
+        The result extends the one for a shorter `body`, and does not depend on how often `read` is called. `ended`: no
+        more text follows. Raise NotACallError if the text cannot become a call.
         """
 
 
@@ -80,12 +75,10 @@ class ToolParser(Protocol):
 
 class DelimitedCalls:
     """Parser of formats whose calls follow an opening delimiter. If no call follows, the text is returned unchanged.
+    White space around calls is dropped.
 
-    White space between text and a call, and between calls, is dropped.
-
-    Args:
-        readers: Opening delimiter -> function that creates a reader of the text after it.
-        begins_open: Whether an answer may start with a call that has no opening.
+    `readers`: opening delimiter -> function that creates a reader of the text after it. `begins_open`: an answer may
+    start with a call that has no opening.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
@@ -99,7 +92,7 @@ class DelimitedCalls:
         """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
-        """White space after the returned text, in the pieces that arrived. It is dropped if a call follows."""
+        """White space after the returned text. It is dropped if a call follows."""
         self._has_called = False
 
     def add(self, text: str) -> list[Part]:
@@ -250,9 +243,8 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the grammar rules of a format in which one of the openings precedes all calls of an answer.
-
-    `inside`: grammar term for all calls. An answer that must be a call has the first opening.
+    """Return the grammar rules of a format in which one of `openings`, usually the first, precedes the calls
+    `inside`.
     """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
@@ -262,8 +254,8 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return rules that define `call`: a JSON object with the tool's name under the key `name`, and its arguments under
-    the key `arguments`. `first`: grammar terms of the members before these two.
+    """Return rules that define `call`: a JSON object with name and arguments under these keys, after the members
+    `first`.
     """
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):

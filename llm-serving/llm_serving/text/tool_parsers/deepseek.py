@@ -1,7 +1,6 @@
 """Tool calls of DeepSeek, each between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`.
 
-V3.1 writes the name, `<｜tool▁sep｜>` and the arguments. V3 and R1 write `function<｜tool▁sep｜>`, the name, and the
-arguments as a fenced block. The parser reads both.
+V3.1 writes the name, `<｜tool▁sep｜>`, arguments; V3 and R1 `function<｜tool▁sep｜>`, the name, a fenced block.
 """
 
 from __future__ import annotations

@@ -78,9 +78,8 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of calls (see `base`): arguments in schema order, objects and lists as JSON.
-
-    Only the constraints `enum` and `const` of strings are enforced.
+    """Return the grammar rules of calls (see `base`). Of the constraints, only `enum` and `const` of strings are
+    enforced.
     """
     rest = f"call {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"

@@ -1,7 +1,7 @@
 """Answers of gpt-oss: messages, each with a header that names its channel and, for a call, the tool as recipient.
 
-`<|channel|>analysis<|message|>`reasoning`<|end|><|start|>assistant<|channel|>final<|message|>`text
-`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`
+    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text
+    <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
 
 The recipient may also precede the channel. Text in `commentary` without a recipient is content, as in `final`.
 """
@@ -44,12 +44,10 @@ _BETWEEN: Final = "\n\n"
 
 
 class HarmonyParser:
-    """Parses one answer incrementally. The result does not depend on how the answer is divided into pieces.
-
-    Calls of the tools in `names` are streamed. A call of any other tool is returned when it is complete.
+    """Parses one answer incrementally; the division into pieces does not change the result.
 
     Args:
-        names: Names of the offered tools; None: calls are text.
+        names: Tools whose calls are streamed; others are returned when they are complete. None: calls are text.
         thinks: Whether reasoning is separated from the content.
         in_thought: Whether the prompt ends with the header of a reasoning message.
     """

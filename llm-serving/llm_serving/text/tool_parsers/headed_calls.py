@@ -53,9 +53,8 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads one or several calls. White space between their parts is ignored.
-
-    Calls of the tools in `names` are streamed. A call of any other tool is returned when it is complete.
+    """Reads one or several calls. Those of the tools in `names` are streamed, others returned when they are
+    complete.
     """
 
     layout: HeadedLayout
@@ -146,11 +145,8 @@ def rules(
     head: Callable[[str], str],
     before_tail: str = "",
 ) -> str:
-    """Return the grammar rules of calls (see `base`).
-
-    Args:
-        head: Returns the term between the opening of a call of this tool and its arguments.
-        before_tail: Term between the arguments and the last text of `layout.tail`.
+    """Return the grammar rules of calls (see `base`). `head`: returns the term between the opening of a call of this
+    tool and its arguments. `before_tail`: term between the arguments and the last text of `layout.tail`.
     """
     opening, tail = delimiters(layout.opening), delimiters(layout.tail[-1])
     calls = "".join(

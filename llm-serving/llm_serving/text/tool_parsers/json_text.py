@@ -26,9 +26,8 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the value at `start`, or after white space there; None: the value is incomplete.
-
-        Each `text` extends the previous one. Raise NotACallError if the text cannot become an object or array.
+        """Return the index after the value at `start`, or after white space there; None: the value is incomplete. Each
+        `text` extends the previous one. Raise NotACallError if the text cannot become an object or array.
         """
         if not self._closing:
             self._at = start + len(text[start:]) - len(text[start:].lstrip())

@@ -1,7 +1,4 @@
-"""Tool calls of Llama 3 and 4: `{"name": ..., "parameters": {...}}`, several separated by `;`.
-
-Llama 4 may write `<|python_start|>` and `<|python_end|>` before a call or around it.
-"""
+"""Tool calls of Llama 3 and 4: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
 
 from __future__ import annotations
 

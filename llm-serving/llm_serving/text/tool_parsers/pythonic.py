@@ -48,14 +48,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """The delimiters of a format.
-
-    Attributes:
-        opening: Text before calls.
-        closing: Text after calls.
-        between: Text between two calls.
-        is_list: Whether calls are written as a Python list.
-    """
+    """Delimiters of a format: before, after and between calls. `is_list`: whether calls are a Python list."""
 
     opening: str
     closing: str
@@ -68,10 +61,7 @@ OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_l
 
 
 class PythonicReader:
-    """Reads calls up to a closing text.
-
-    `calls`: returns the calls in a text, or raises IncompleteError if the text ends within a call.
-    """
+    """Reads calls up to a closing text. `calls` parses a text, or raises IncompleteError if it ends within a call."""
 
     def __init__(self, closing: str, calls: Callable[[str], list[Call]]) -> None:
         self._closing, self._calls = closing, calls
@@ -92,13 +82,12 @@ class PythonicReader:
 
 
 class IncompleteError(NotACallError):
-    """The text ends within a call."""
+    pass
 
 
 def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
-    """Parse a text that is one call or a Python list of calls. Raise NotACallError if it is anything else.
-
-    `source`: the parser for the syntax of the calls; None: Python's.
+    """Parse a text that is one call or a list of calls, in Python's syntax or that of `source`, or raise
+    NotACallError.
     """
     try:
         return (source or PythonicSource)(text).calls()
@@ -257,13 +246,11 @@ def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
 
 
 def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
-    """Return the rules of a call with arguments in schema order.
+    """Return the rules of a call with arguments in schema order. The rule `first{k}` matches the arguments from the
+    k-th on; `more{k}` matches a separator and these arguments.
 
-    The rule `first{k}` matches the arguments from the k-th on; `more{k}` matches a separator and these arguments.
-
-    Args:
-        texts: Text before the arguments, between a name and its value, between two arguments, and after them.
-        value: Returns the term for a value by its schema.
+    `texts`: before the arguments, between a name and its value, between two arguments, and after them. `value`: returns
+    the term for a value by its schema.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     opening, equals, between, closing = texts

@@ -142,9 +142,8 @@ class _Reader:
         return False
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return which of `delimiters` follows after white space, and skip it if `skip`.
-
-        Return "" if more text is needed. Raise NotACallError if none follows.
+        """Return which of `delimiters` follows, and skip it if `skip`; "": more text is needed. Or raise
+        NotACallError.
         """
         at = _end_of_spaces(body, self._at)
         if skip:
