@@ -1,5 +1,5 @@
 from llm_serving_simulator import measurement
-from llm_serving_simulator.measurement import CpuInterference
+from llm_serving_simulator.http_player import CpuInterference
 
 
 def test_interference_is_the_cpu_share_of_other_processes(monkeypatch):

@@ -22,9 +22,8 @@ from llm_serving.models.spec import ModelSpec
 
 from llm_serving_simulator.calibration import Calibration, calibrate
 from llm_serving_simulator.files import write_file
-from llm_serving_simulator.http_player import ClientTiming, play
+from llm_serving_simulator.http_player import MAX_INTERFERENCE, ClientTiming, CpuInterference, play, temporary_server
 from llm_serving_simulator.measured_steps import Timings, read_timings
-from llm_serving_simulator.measurement import MAX_INTERFERENCE, CpuInterference, temporary_server
 from llm_serving_simulator.profile import write_profile
 from llm_serving_simulator.profiling_workload import ProfilingPhase, ServerLimits, larger_phases, phases
 from llm_serving_simulator.recorded_workload import recording_files
