@@ -1,4 +1,4 @@
-from llm_serving_simulator.profiling_workload import ServerLimits, larger_phases, phases
+from llm_serving_simulator.commands.profile import ServerLimits, larger_phases, phases
 
 
 def test_profiling_requests_fit_the_server():
