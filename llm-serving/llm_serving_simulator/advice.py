@@ -31,9 +31,8 @@ from llm_serving.errors import ConfigError, LLMServingError, RecordingError
 from msgspec import Struct
 
 from llm_serving_simulator.calibration import calibrate
-from llm_serving_simulator.figures import LESS_IS_BETTER, Figures, figures_of
+from llm_serving_simulator.figures import LESS_IS_BETTER, Figures, SimulationResult, figures_of
 from llm_serving_simulator.measured_steps import read_timings
-from llm_serving_simulator.outcome import SimulationResult
 from llm_serving_simulator.profile import Profile, extrapolation_notices
 from llm_serving_simulator.recorded_workload import REFUSED, read_recorded_files
 from llm_serving_simulator.report import format_figure

@@ -21,7 +21,7 @@ from llm_serving.core.timings import monotonic
 from llm_serving.errors import ConfigError, UnavailableError
 from llm_serving.server.http.listener import bind
 
-from llm_serving_simulator.outcome import Outcome
+from llm_serving_simulator.figures import Outcome
 from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
 
 MAX_INTERFERENCE: Final = 0.1

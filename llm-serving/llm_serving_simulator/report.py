@@ -12,9 +12,16 @@ from typing import Any, Final
 
 from llm_serving.errors import ConfigError, shorten
 
-from llm_serving_simulator.figures import GROUP_FIGURES, RENAMED, SERVER_FIGURES, SHARES, Capacity, Figures
+from llm_serving_simulator.figures import (
+    GROUP_FIGURES,
+    RENAMED,
+    SERVER_FIGURES,
+    SHARES,
+    Capacity,
+    Figures,
+    SimulationResult,
+)
 from llm_serving_simulator.files import write_file
-from llm_serving_simulator.outcome import SimulationResult
 from llm_serving_simulator.profile import EXTRAPOLATED, Profile
 
 Results = Sequence[tuple[SimulationResult, Figures]]

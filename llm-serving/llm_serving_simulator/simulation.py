@@ -29,8 +29,8 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.network.caches import ONE_LAYER, CacheLayout
 
 from llm_serving_simulator.fast_forward import EngineOutput, TokenCounter
+from llm_serving_simulator.figures import Outcome, SimulationResult, StepCounters
 from llm_serving_simulator.files import MAX_INTEGER
-from llm_serving_simulator.outcome import Outcome, SimulationResult, StepCounters
 from llm_serving_simulator.profile import Profile, RangeMonitor
 from llm_serving_simulator.virtual_replica import NO_TOKENIZER, ReplicaOptions, VirtualReplica
 from llm_serving_simulator.virtual_time import (

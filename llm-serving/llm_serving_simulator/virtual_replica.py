@@ -21,7 +21,7 @@ from llm_serving.network.caches import CacheLayout
 from llm_serving.scheduler.schedule import Blocked, Schedule
 
 from llm_serving_simulator.fast_forward import EngineOutput, FastForwardEngine, TokenCounter
-from llm_serving_simulator.outcome import Outcome, StepCounters
+from llm_serving_simulator.figures import Outcome, StepCounters
 from llm_serving_simulator.profile import Profile, RangeMonitor
 from llm_serving_simulator.virtual_time import EngineClock, MasterCPU
 from llm_serving_simulator.virtual_work_agent import (

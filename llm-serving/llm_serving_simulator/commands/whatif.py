@@ -15,9 +15,8 @@ from llm_serving.cli.arguments import check_out, say, seed
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 
-from llm_serving_simulator.figures import Capacity, figures_of, highest_rate, offered_rate
+from llm_serving_simulator.figures import Capacity, SimulationResult, figures_of, highest_rate, offered_rate
 from llm_serving_simulator.files import write_file
-from llm_serving_simulator.outcome import SimulationResult
 from llm_serving_simulator.profile import Profile, extrapolation_notices, read_profile
 from llm_serving_simulator.recorded_workload import check_vocabulary, load_workload
 from llm_serving_simulator.report import as_json, format_figure, profile_source, pyplot, table, write_svg

@@ -12,8 +12,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.errors import ConfigError
 
-from llm_serving_simulator.figures import Figures, figures_of
-from llm_serving_simulator.outcome import Outcome, SimulationResult
+from llm_serving_simulator.figures import Figures, Outcome, SimulationResult, figures_of
 from llm_serving_simulator.profile import Profile
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.tuner.objective import FigureConstraint, TuningObjective
