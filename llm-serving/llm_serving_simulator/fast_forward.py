@@ -22,8 +22,8 @@ from llm_serving.scheduler.policies import PolicyInput
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
 from llm_serving.scheduler.scheduler import Scheduler
 
-from llm_serving_simulator.cost_model import StepShape
 from llm_serving_simulator.figures import Outcome
+from llm_serving_simulator.profile import StepShape
 from llm_serving_simulator.virtual_work_agent import (
     VirtualSpeculationController,
     VirtualStep,

@@ -15,8 +15,8 @@ from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.schedule import count_accepted_tokens
 from llm_serving.scheduler.scheduler import Scheduler
 
-from llm_serving_simulator.cost_model import StepShape, shape_of_rows
 from llm_serving_simulator.files import MAX_INTEGER, MAX_NUMBER
+from llm_serving_simulator.profile import StepShape, shape_of_rows
 from llm_serving_simulator.recorded_workload import torn_notice
 
 LONG_STEP_S: Final = 0.02

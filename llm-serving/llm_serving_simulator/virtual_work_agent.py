@@ -19,9 +19,8 @@ from llm_serving.speculation import NgramProposer, SpeculationController
 from llm_serving.speculation.controller import GainModel
 from llm_serving.speculation.ngram import FINISHED_TOKENS, FinishedAnswersIndex, Int64Array, RequestDrafts
 
-from llm_serving_simulator.cost_model import StepShape
 from llm_serving_simulator.files import MAX_INTEGER
-from llm_serving_simulator.profile import IDLE_AFTER_S, Profile, RangeMonitor
+from llm_serving_simulator.profile import IDLE_AFTER_S, Profile, RangeMonitor, StepShape
 from llm_serving_simulator.virtual_time import EngineClock
 from llm_serving_simulator.workload import FIRST_TOKEN
 

@@ -26,9 +26,8 @@ from typing import Final, NamedTuple
 
 from llm_serving.config import load_config
 from llm_serving.config.yaml_reader import read_value
-from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import Figures, Outcome, SimulationResult, figures_of
-from llm_serving_simulator.profile import Profile, read_profile
+from llm_serving_simulator.profile import CostModel, CostTerm, Profile, read_profile
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.workload import Workload, parse_workload
 

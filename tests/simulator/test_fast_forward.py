@@ -11,9 +11,9 @@ import pytest
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.fast_forward import FastForwardEngine
 from llm_serving_simulator.figures import SimulationResult
+from llm_serving_simulator.profile import CostModel, CostTerm
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream, repetitive_answer
 from support.simulator_workloads import STEP_S, config_with, create_profile

@@ -2,8 +2,8 @@ import itertools
 
 import numpy as np
 import pytest
-from llm_serving_simulator.cost_model import CostModel, CostTerm, StepShape
 from llm_serving_simulator.fitting import STEP_TERMS, ConditionalTerms, fit, least_squares
+from llm_serving_simulator.profile import CostModel, CostTerm, StepShape
 
 TRUE = CostModel(
     (CostTerm("step", 1e-3), CostTerm("tokens", 4e-5, 16), CostTerm("rows", 1e-5), CostTerm("context", 2e-8))

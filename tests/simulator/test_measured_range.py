@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 from llm_serving.errors import ConfigError
-from llm_serving_simulator.cost_model import StepShape
 from llm_serving_simulator.figures import figures_of
-from llm_serving_simulator.profile import MeasuredRange, measured_maxima, read_profile, write_profile
+from llm_serving_simulator.profile import MeasuredRange, StepShape, measured_maxima, read_profile, write_profile
 from llm_serving_simulator.report import table
 from llm_serving_simulator.tuner.objective import Figure, TuningObjective
 from llm_serving_simulator.tuner.search_space import largest_steps, search_space, unmeasured_values

@@ -1,8 +1,15 @@
 import numpy as np
 import pytest
 from llm_serving.errors import ConfigError
-from llm_serving_simulator.cost_model import CostModel, CostTerm, StepShape, segments, shape_of_rows
-from llm_serving_simulator.profile import read_profile, write_profile
+from llm_serving_simulator.profile import (
+    CostModel,
+    CostTerm,
+    StepShape,
+    read_profile,
+    segments,
+    shape_of_rows,
+    write_profile,
+)
 from llm_serving_simulator.report import profile_source
 from support.simulator_workloads import create_profile
 

@@ -5,8 +5,8 @@ from llm_serving.admission.admission_control import AdmissionControl
 from llm_serving.errors import ConfigError, TooLateError
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.stages import DecodeStage
-from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import figures_of
+from llm_serving_simulator.profile import CostModel, CostTerm
 from llm_serving_simulator.simulation import InconsistencyError, Simulation
 from support.simulator_workloads import STEP_S, create_load, create_profile, simulate
 

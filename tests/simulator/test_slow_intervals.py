@@ -1,7 +1,7 @@
 import pytest
 from llm_serving_simulator.calibration import INTERVAL_S, find_slow_intervals
-from llm_serving_simulator.cost_model import StepShape
 from llm_serving_simulator.measured_steps import MeasuredStep
+from llm_serving_simulator.profile import StepShape
 
 
 def measured(factor_at, count=2000):

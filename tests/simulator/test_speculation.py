@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.speculation.controller import GainModel
-from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import figures_of
+from llm_serving_simulator.profile import CostModel, CostTerm
 from llm_serving_simulator.recorded_workload import read_recorded
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.tuner.objective import Figure, TuningObjective

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.scheduler import Schedule
-from llm_serving_simulator.cost_model import shape_of_rows
+from llm_serving_simulator.profile import shape_of_rows
 from llm_serving_simulator.virtual_work_agent import virtual_step
 from support.factories import create_scheduler
 from support.scheduler_loads import arrivals, create_load, scheduler_options

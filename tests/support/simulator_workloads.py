@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llm_serving.config import ServingConfig, load_config
-from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import SimulationResult
-from llm_serving_simulator.profile import Profile
+from llm_serving_simulator.profile import CostModel, CostTerm, Profile
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
 

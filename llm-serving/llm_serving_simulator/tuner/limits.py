@@ -9,9 +9,8 @@ from typing import Final, NamedTuple
 
 from llm_serving.config.schema import ServingConfig
 
-from llm_serving_simulator.cost_model import CostModel
 from llm_serving_simulator.figures import Figures, figures_of
-from llm_serving_simulator.profile import Profile, extrapolation_notices
+from llm_serving_simulator.profile import CostModel, Profile, extrapolation_notices
 from llm_serving_simulator.report import format_figure
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.tuner.search_space import SearchParameter, neighbours, yaml_text
