@@ -32,9 +32,8 @@ from msgspec import Struct
 
 from llm_serving_simulator.calibration import calibrate
 from llm_serving_simulator.figures import LESS_IS_BETTER, Figures, SimulationResult, figures_of
-from llm_serving_simulator.measured_steps import read_timings
 from llm_serving_simulator.profile import Profile, extrapolation_notices
-from llm_serving_simulator.recorded_workload import REFUSED, read_recorded_files
+from llm_serving_simulator.recordings import REFUSED, read_recorded_files, read_timings
 from llm_serving_simulator.report import format_figure
 from llm_serving_simulator.simulation import Simulation, StopEarly
 from llm_serving_simulator.tuner.search_space import SearchParameter, as_overrides, neighbours, yaml_text

@@ -13,8 +13,8 @@ from llm_serving.errors import RecordingError
 
 from llm_serving_simulator.fitting import MASTER_TERMS, Fit, fit, fit_steps, usable_steps
 from llm_serving_simulator.http_player import ClientTiming
-from llm_serving_simulator.measured_steps import LONG_STEP_S, MeasuredStep, Timings
 from llm_serving_simulator.profile import DEFAULT_LEAD_S, IDLE_AFTER_S, Profile, measured_maxima
+from llm_serving_simulator.recordings import LONG_STEP_S, MeasuredStep, Timings
 
 MIN_STEPS: Final = 50
 MIN_LEADS: Final = 10

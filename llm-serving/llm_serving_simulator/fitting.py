@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving_simulator.measured_steps import MeasuredStep
 from llm_serving_simulator.profile import CONSTANT, CostModel, CostTerm, StepShape, segments
+from llm_serving_simulator.recordings import MeasuredStep
 
 Array = NDArray[np.float64]
 

@@ -35,9 +35,8 @@ import uvloop
 from llm_serving.config import ServingConfig, load_config
 from llm_serving_simulator.figures import Figures, Outcome, SimulationResult, figures_of
 from llm_serving_simulator.http_player import MAX_INTERFERENCE, CpuInterference, play, temporary_server
-from llm_serving_simulator.measured_steps import MeasuredStep, Timings, read_timings
 from llm_serving_simulator.profile import CostModel, Profile, read_profile
-from llm_serving_simulator.recorded_workload import read_recorded, recording_files
+from llm_serving_simulator.recordings import MeasuredStep, Timings, read_recorded, read_timings, recording_files
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.workload import Workload, read_workload
 

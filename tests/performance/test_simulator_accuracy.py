@@ -14,8 +14,8 @@ from benchmarks.simulator_accuracy import (
     workload,
 )
 from llm_serving_simulator.figures import figures_of
-from llm_serving_simulator.measured_steps import MeasuredStep, Timings
 from llm_serving_simulator.profile import CostModel, CostTerm, StepShape
+from llm_serving_simulator.recordings import MeasuredStep, Timings
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.workload import Workload, WorkloadStream, read_workload
 from support.recordings import record_steps

@@ -15,7 +15,7 @@ from llm_serving.errors import ConfigError, RecordingError
 from llm_serving_simulator import advice as advice_module
 from llm_serving_simulator.advice import AdviceQuestion, advise, answer, line_for, newest
 from llm_serving_simulator.commands.advice import described
-from llm_serving_simulator.recorded_workload import read_recorded_files
+from llm_serving_simulator.recordings import read_recorded_files
 from llm_serving_simulator.tuner.search_space import SearchParameter
 from msgspec import to_builtins
 from support.factories import create_request

@@ -3,8 +3,8 @@ import pytest
 from llm_serving.errors import RecordingError
 from llm_serving_simulator.calibration import calibrate
 from llm_serving_simulator.http_player import ClientTiming
-from llm_serving_simulator.measured_steps import MeasuredStep, Timings
 from llm_serving_simulator.profile import CostModel, CostTerm, StepShape
+from llm_serving_simulator.recordings import MeasuredStep, Timings
 
 STEP = CostModel((CostTerm("step", 0.002), CostTerm("rows", 0.0001)))
 TAKE_S, FORM_S, WAKE_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0008, 0.0001, 0.001, 0.00002, 0.0004

@@ -5,8 +5,8 @@ from llm_serving.cli.main import main
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving_simulator.commands import profile
 from llm_serving_simulator.http_player import ClientTiming
-from llm_serving_simulator.measured_steps import Timings
 from llm_serving_simulator.profile import CostModel, CostTerm, write_profile
+from llm_serving_simulator.recordings import Timings
 from llm_serving_simulator.tuner import limits
 from support.recordings import record_steps
 from support.simulator_workloads import STEP_S, create_profile

@@ -3,8 +3,8 @@ import random
 import pytest
 from llm_serving_simulator.calibration import EventLoopCosts, fit_event_loop
 from llm_serving_simulator.http_player import ClientTiming
-from llm_serving_simulator.measured_steps import MeasuredStep, Timings
 from llm_serving_simulator.profile import StepShape
+from llm_serving_simulator.recordings import MeasuredStep, Timings
 
 TRUE = EventLoopCosts(request_s=0.002, token_s=0.0001, client_s=0.0006)
 TAKE_S = 0.0003

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import RecordingError
-from llm_serving_simulator.measured_steps import read_timings
 from llm_serving_simulator.profile import StepShape
+from llm_serving_simulator.recordings import read_timings
 from support.factories import create_request
 from support.recordings import MemoryFiles, create_recorded
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving_simulator.recorded_workload import read_recorded
+from llm_serving_simulator.recordings import read_recorded
 from llm_serving_simulator.workload import WorkloadRequest
 from support.factories import create_request
 from support.recordings import MemoryFiles, create_recorded

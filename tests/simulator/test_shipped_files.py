@@ -10,7 +10,7 @@ from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving_simulator.commands.whatif import read_variant
 from llm_serving_simulator.profile import read_profile
-from llm_serving_simulator.recorded_workload import load_workload
+from llm_serving_simulator.recordings import load_workload
 from llm_serving_simulator.report import profile_source
 from llm_serving_simulator.tuner.search_space import classes_in
 

@@ -1,7 +1,7 @@
 import pytest
 from llm_serving_simulator.calibration import INTERVAL_S, find_slow_intervals
-from llm_serving_simulator.measured_steps import MeasuredStep
 from llm_serving_simulator.profile import StepShape
+from llm_serving_simulator.recordings import MeasuredStep
 
 
 def measured(factor_at, count=2000):

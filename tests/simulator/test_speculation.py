@@ -11,7 +11,7 @@ import pytest
 from llm_serving.speculation.controller import GainModel
 from llm_serving_simulator.figures import figures_of
 from llm_serving_simulator.profile import CostModel, CostTerm
-from llm_serving_simulator.recorded_workload import read_recorded
+from llm_serving_simulator.recordings import read_recorded
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.tuner.objective import Figure, TuningObjective
 from llm_serving_simulator.tuner.search_space import search_space

@@ -27,9 +27,8 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving_simulator.calibration import Calibration, calibrate
 from llm_serving_simulator.files import write_file
 from llm_serving_simulator.http_player import MAX_INTERFERENCE, ClientTiming, CpuInterference, play, temporary_server
-from llm_serving_simulator.measured_steps import Timings, read_timings
 from llm_serving_simulator.profile import write_profile
-from llm_serving_simulator.recorded_workload import recording_files
+from llm_serving_simulator.recordings import Timings, read_timings, recording_files
 from llm_serving_simulator.tuner.search_space import largest_steps
 from llm_serving_simulator.workload import FIRST_TOKEN, Workload, WorkloadRequest, WorkloadStream
 

@@ -16,7 +16,7 @@ from llm_serving.hub.base import DownloadProgress
 from llm_serving_simulator.commands.whatif import add_workload_arguments, check_servable, read_with
 from llm_serving_simulator.files import write_file
 from llm_serving_simulator.profile import read_profile
-from llm_serving_simulator.recorded_workload import check_vocabulary, load_workload
+from llm_serving_simulator.recordings import check_vocabulary, load_workload
 from llm_serving_simulator.report import format_figure, profile_source, table
 from llm_serving_simulator.tuner.limits import described, improvements, limits
 from llm_serving_simulator.tuner.objective import TuningObjective, read_objective

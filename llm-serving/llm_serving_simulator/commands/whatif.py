@@ -18,7 +18,7 @@ from llm_serving.errors import ConfigError
 from llm_serving_simulator.figures import Capacity, SimulationResult, figures_of, highest_rate, offered_rate
 from llm_serving_simulator.files import write_file
 from llm_serving_simulator.profile import Profile, extrapolation_notices, read_profile
-from llm_serving_simulator.recorded_workload import check_vocabulary, load_workload
+from llm_serving_simulator.recordings import check_vocabulary, load_workload
 from llm_serving_simulator.report import as_json, format_figure, profile_source, pyplot, table, write_svg
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.tuner.limits import what_would_meet
