@@ -18,7 +18,6 @@ from llm_serving_simulator.files import write_file
 from llm_serving_simulator.profile import read_profile
 from llm_serving_simulator.recordings import check_vocabulary, load_workload
 from llm_serving_simulator.report import format_figure, profile_source, table
-from llm_serving_simulator.tuner.limits import described, improvements, limits
 from llm_serving_simulator.tuner.objective import TuningObjective, read_objective
 from llm_serving_simulator.tuner.search import Effect, TreeParzen, effects_of, revert_useless_changes, search
 from llm_serving_simulator.tuner.search_space import (
@@ -31,7 +30,7 @@ from llm_serving_simulator.tuner.search_space import (
     unmeasured_values,
     yaml_text,
 )
-from llm_serving_simulator.tuner.trial import Trial, TrialRunner
+from llm_serving_simulator.tuner.trial import Trial, TrialRunner, described, improvements, limits
 from llm_serving_simulator.tuner.yaml_writer import differences, tuned_yaml
 
 NUM_TRIALS: Final = 100

@@ -21,10 +21,9 @@ from llm_serving_simulator.profile import Profile, extrapolation_notices, read_p
 from llm_serving_simulator.recordings import check_vocabulary, load_workload
 from llm_serving_simulator.report import as_json, format_figure, profile_source, pyplot, table, write_svg
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.tuner.limits import what_would_meet
 from llm_serving_simulator.tuner.objective import Figure, FigureConstraint, TuningObjective, parse_constraint
 from llm_serving_simulator.tuner.search_space import Changes, as_overrides, classes_in, tenants_in
-from llm_serving_simulator.tuner.trial import TrialRunner
+from llm_serving_simulator.tuner.trial import TrialRunner, what_would_meet
 from llm_serving_simulator.workload import Workload
 
 PROFILE_CHANGE: Final = "@profile="
