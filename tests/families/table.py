@@ -27,8 +27,6 @@ FILES = {
     "DeepseekV3ForCausalLM": "`deepseek2`",
     "Glm4MoeLiteForCausalLM": "`deepseek2`",
     "PhiMoEForCausalLM": "`phimoe`",
-    "DeepseekV32ForCausalLM": "`deepseek32` is refused",
-    "GlmMoeDsaForCausalLM": "`glm-dsa` is refused",
 }
 """Family -> `general.architecture` of its GGUF files, where `ARCHITECTURES` does not have the family."""
 

@@ -88,10 +88,6 @@ def test_gguf_yarn_scaling_is_read(tmp_path):
             {"general.architecture": "mamba"},
             "`general.architecture` must be one of llama, qwen2, qwen2moe, .*deepseek2.*. Given: 'mamba'",
         ),
-        (
-            {"general.architecture": "glm-dsa"},
-            "because the sparse indexer of GLM-5 is read from a Hugging Face folder only",
-        ),
         ({"general.architecture": 3}, "`general.architecture` must be one of"),
         ({"llama.expert_count": 8}, "`llama.expert_used_count` must be given"),
         ({"llama.embedding_length": "x"}, "`llama.embedding_length` must be a number. Given: 'x'"),

@@ -16,7 +16,7 @@ from support.gguf_cases import CASES, case, logits, written_folder
 from support.gguf_families import family_facts, family_tensors, write_family
 from support.gguf_files import gguf_bytes, plain
 
-OTHERS = {"gptneox", "gemma3n", "gemma4", "llama4", "minicpm3", "phimoe"}
+OTHERS = {"gptneox", "gemma3n", "gemma4", "llama4", "minicpm3", "phimoe", "deepseek32", "glm-dsa"}
 """Architectures that tests/models/test_gguf_hybrids.py tests beside hybrids and encoders."""
 
 

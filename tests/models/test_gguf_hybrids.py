@@ -3,7 +3,7 @@ encoders: the folder's model."""
 
 import numpy as np
 import pytest
-from families import encoders, gemma4, llama4, mamba, minicpm3, models, phi3
+from families import deepseek, encoders, gemma4, llama4, mamba, minicpm3, models, phi3
 from families.weights import weights_of
 from llm_serving.core.enums import PoolingMode
 from llm_serving.errors import ModelError
@@ -24,6 +24,8 @@ LLAMA4 |= {"moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0], "rope_scaling":
 """What llama.cpp assumes of any Llama 4."""
 UNSCALED = minicpm3.MINICPM3["rope_scaling"] | {"original_max_position_embeddings": 256}
 """MiniCPM 3 has divisors of frequencies, but no longer context than before."""
+EQUAL_SCALES = {"rope_scaling": deepseek.V32["rope_scaling"] | {"mscale": 0.707}}
+"""GGUF files have one multiplier for cosines and scores."""
 CASES = {
     "granitehybrid": models.model("granite-hybrid"),
     "granitehybrid, dense": mamba._hybrid({**WITHOUT_ROTARY, "num_local_experts": 0, "tie_word_embeddings": False}),
@@ -43,6 +45,9 @@ CASES = {
     "llama4": llama4._llama4(LLAMA4),
     "minicpm3": minicpm3._minicpm3({"dim_model_base": 256, "scale_emb": 12, "rope_scaling": UNSCALED}),
     "phimoe": phi3._phimoe({"router_jitter_noise": 0.01}),
+    "deepseek2, GLM-4.7-Flash": models.model("glm-4.7-flash"),
+    "deepseek32": deepseek._deepseek(deepseek.V32 | EQUAL_SCALES),
+    "glm-dsa": models.model("glm-5"),
     "gptneox": models.model("gpt-neox"),
     "gptneox, serial": models.model("gpt-neox-serial"),
 }
@@ -155,9 +160,24 @@ def test_gguf_file_of_qwen35_with_a_layer_that_predicts_further_tokens(tmp_path)
     assert np.array_equal(outputs(tmp_path / "b.gguf"), outputs(tmp_path / "a.gguf"))
 
 
+def test_gguf_file_of_glm_5_2_may_lack_the_list_of_indexers(tmp_path):
+    """Files with the long context of GLM-5.2 have indexers in the first three layers, then in every fourth."""
+    config = {**deepseek.GLM_5, "indexer_types": ["full", "full", "full", "shared"], "num_hidden_layers": 4}
+    del config["mlp_layer_types"]
+    weights = weights_of("glm", deepseek._deepseek(config))
+    config["indexer_types"] = None
+    write_gguf(tmp_path / "a.gguf", "glm-dsa", config, weights, {"glm-dsa.context_length": 2**20})
+    assert set(weights) >= set(check_folder(tmp_path / "a.gguf").tensors)
+    write_gguf(tmp_path / "b.gguf", "glm-dsa", config, weights)
+    with pytest.raises(ModelError, match=r"missing: 5: model\.layers\.3\.self_attn\.indexer\.wq_b\.weight"):
+        check_folder(tmp_path / "b.gguf")
+
+
 @pytest.mark.parametrize(
     ("name", "facts", "message"),
     [
+        ("deepseek32", {"expert_gating_func": 1}, "`deepseek32.expert_gating_func` must be 2 .sigmoid."),
+        ("glm-dsa", {"attention.indexer.types": [True, False]}, "`indexer_types` must be a list of 3"),
         ("granitehybrid", {"attention.head_count_kv": 2}, "must be a list with a number for each layer"),
         ("nemotron_h", {"feed_forward_length": [104, 0]}, "must be a list with a number for each layer"),
         ("nemotron_h", {"ssm.inner_size": 0}, "`nemotron_h.ssm.inner_size` must be an integer >= 1"),

@@ -1,4 +1,5 @@
-"""The conventions of llama.cpp's converter for Gemma 3n and 4, Llama 4, MiniCPM 3 and Phi-3.5-MoE.
+"""The conventions of llama.cpp's converter for Gemma 3n and 4, Llama 4, MiniCPM 3 and Phi-3.5-MoE, and for the families
+of `support.gguf_latent`.
 
 `support.gguf_hybrids` writes the files. The tensors are those of `families`; each function follows the class of its
 architecture in `conversion/` of llama.cpp.
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from support.gguf_files import ROLES
+from support.gguf_latent import LATENT_FACTS, LATENT_ROLES, latent
 
 Config = Mapping[str, Any]
 EXPERTS = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -63,6 +65,7 @@ OF_ARCHITECTURE = {
         "self_attn.kv_b_proj": "attn_kv_b",
     },
     "phimoe": {**ROLES, "block_sparse_moe.gate": "ffn_gate_inp"},
+    **LATENT_ROLES,
 }
 """Architecture -> name in the folder -> name in the file."""
 
@@ -112,6 +115,7 @@ CONVERTERS: dict[str, Callable[[str, np.ndarray, Config], Iterator[tuple[str, np
     "llama4": _llama4,
     "minicpm3": _longrope,
     "phimoe": _longrope,
+    **dict.fromkeys(LATENT_ROLES, latent),
 }
 
 
@@ -197,5 +201,6 @@ FACTS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "llama4": _llama4_facts,
     "minicpm3": _minicpm3_facts,
     "phimoe": _phimoe_facts,
+    **LATENT_FACTS,
 }
 """Architecture -> its metadata."""

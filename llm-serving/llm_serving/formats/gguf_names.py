@@ -128,6 +128,18 @@ _LATENT: Final[Mapping[str, str]] = {
     "attn_kv_b": "self_attn.kv_b_proj",
     LATENT_KEYS: "self_attn.kv_b_proj",
 }
+_LATENT_EXPERTS: Final[Mapping[str, str]] = {
+    **_EXPERTS,
+    **_shared("shared_experts"),
+    "exp_probs_b": _CORRECTION,
+    **_LATENT,
+}
+_INDEXER: Final[Mapping[str, str]] = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 _LAYER_INPUTS: Final[Mapping[str, str]] = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -398,12 +410,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "post_attention_norm": "post_attention_layernorm",
         }
     ),
-    "deepseek2": Naming(
-        {
-            **_EXPERTS,
-            **_shared("shared_experts"),
-            "exp_probs_b": _CORRECTION,
-            **_LATENT,
-        }
-    ),
+    "deepseek2": Naming(_LATENT_EXPERTS),
+    "deepseek32": Naming({**_LATENT_EXPERTS, **_INDEXER}),
+    "glm-dsa": Naming({**_LATENT_EXPERTS, **_INDEXER}),
 }

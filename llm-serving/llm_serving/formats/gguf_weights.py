@@ -45,8 +45,8 @@ _ONE_ROW: Final = ("shared_expert_gate", "mlp.moe_statics.e_score_correction_bia
 _WITHOUT_ENDING: Final = (".sinks", "layer_scalar", "correct_output_scale")
 """Ends of Hugging Face's names that have no `.weight`."""
 _NAME: Final = re.compile(
-    r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>(?:shortconv\.|cls\.(?=output|norm))?[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?"
-    r"(?P<scale>\.scale)?(?:\.(?P<kind>weight|bias))?$"
+    r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>(?:shortconv\.|indexer\.|cls\.(?=output|norm))?[a-z0-9_]+)"
+    r"(?:\.(?P<expert>\d{1,4}))?(?P<scale>\.scale)?(?:\.(?P<kind>weight|bias))?$"
 )
 _PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")

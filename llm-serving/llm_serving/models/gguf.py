@@ -14,7 +14,7 @@ from llm_serving.formats.gguf_layouts import HeadCounts
 from llm_serving.formats.gguf_weights import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
 from llm_serving.formats.stored_tensor import StoredTensor
 from llm_serving.models.attention import fraction_of
-from llm_serving.models.gguf_architectures import ARCHITECTURES, FROM_FOLDERS
+from llm_serving.models.gguf_architectures import ARCHITECTURES
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
 from llm_serving.models.pooling import POOLING
 
@@ -61,9 +61,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
-        lacks = FROM_FOLDERS.get(reader.architecture)
-        reason = f", because {lacks} is read from a Hugging Face folder only" if lacks else ""
-        raise reader.fail("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}{reason}")
+        raise reader.fail("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}")
     if not architecture.has_experts and reader.own("expert_count"):
         raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts")
     for name in (*_NEEDED, *(() if reader.own("expert_count") else ("feed_forward_length",))):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
+
+from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_encoders import ENCODERS, LAYER_NORM
 from llm_serving.models.gguf_gemma import GEMMA, WINDOW, set_layer_windows
 from llm_serving.models.gguf_hybrids import EXPERTS, GRANITE, HYBRIDS, granite, qwen_experts
@@ -26,6 +29,12 @@ _LATENT: Final[Mapping[str, str]] = {
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
 }
+_INDEXER: Final[Mapping[str, str]] = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
+_CONTEXT_OF_GLM_5_2: Final = 2**20
 _QKV: Final = ("attn_q.bias", "attn_qkv.bias")
 _ATTENTION_BIAS: Final[Mapping[str, tuple[str, ...]]] = {"attention_bias": _QKV}
 _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bias": ("ffn_gate.bias",)}
@@ -82,6 +91,36 @@ def _baichuan(reader: MetadataReader, config: Config) -> None:
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
+    """Read the routing of DeepSeek-V2 or V3. Only sigmoid routers have a correction bias; older files of GLM-4.7-Flash
+    have no key for the scoring function.
+    """
+    _latent_attention(reader, config)
+    if _scores(reader, 2 if reader.has_in_layer("exp_probs_b.bias") else 1, (1, 2)) == 2:
+        config["architectures"] = ["DeepseekV3ForCausalLM"]
+        _set_sigmoid_routing(config)
+    elif reader.own("expert_group_count") not in (None, 0, 1):
+        config["topk_method"] = "group_limited_greedy"
+
+
+def _deepseek32(reader: MetadataReader, config: Config) -> None:
+    _latent_attention(reader, config)
+    _scores(reader, 2, (2,))
+    _set_sigmoid_routing(config)
+
+
+def _glm_dsa(reader: MetadataReader, config: Config) -> None:
+    """Read which layers have an indexer. Files without this list are of GLM-5 and 5.1, where every layer has one, or of
+    GLM-5.2, which has a longer context.
+    """
+    _deepseek32(reader, config)
+    flags = reader.found.metadata.get(reader.key("attention.indexer.types"))
+    if isinstance(flags, np.ndarray) and len(flags) <= MAX_LAYERS:
+        config["indexer_types"] = ["full" if each else "shared" for each in flags.tolist()]
+    elif (config.get("max_position_embeddings") or 0) >= _CONTEXT_OF_GLM_5_2:
+        config |= {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+
+
+def _latent_attention(reader: MetadataReader, config: Config) -> None:
     """Read the sizes of heads. Files since 2025 store them under keys with `_mla`, older files under the usual keys."""
     rotary = reader.needed("rope.dimension_count")
     newer = reader.own("attention.key_length_mla") is not None
@@ -92,16 +131,15 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
     config["v_head_dim"] = reader.needed(f"attention.value_length{suffix}")
     config["norm_topk_prob"] = _normalises(reader)
     _subtract_prediction_layers(reader, config)
-    if _scores(reader, 1, (1, 2)) == 2:
-        config["architectures"] = ["DeepseekV3ForCausalLM"]
-        config |= {key: config.get(key) or 1 for key in ("n_group", "topk_group")}
-        config.setdefault("routed_scaling_factor", 1.0)
-    elif reader.own("expert_group_count") not in (None, 0, 1):
-        config["topk_method"] = "group_limited_greedy"
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
         # The multiplier is a tenth of mscale_all_dim. With an equal mscale, cosines and sines are not scaled.
         weight = round(10 * (reader.own("rope.scaling.yarn_log_multiplier") or 0), 6)
         config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight} if weight else {"attention_factor": 1.0}
+
+
+def _set_sigmoid_routing(config: Config) -> None:
+    config |= {key: config.get(key) or 1 for key in ("n_group", "topk_group")}
+    config.setdefault("routed_scaling_factor", 1.0)
 
 
 def _normalises(reader: MetadataReader) -> bool:
@@ -341,6 +379,18 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=_deepseek2,
         has_experts=True,
     ),
+    "deepseek32": Architecture(
+        "DeepseekV32ForCausalLM",
+        {**_SHARED, **_LATENT, **_INDEXER},
+        complete=_deepseek32,
+        has_experts=True,
+    ),
+    "glm-dsa": Architecture(
+        "GlmMoeDsaForCausalLM",
+        {**_SHARED, **_LATENT, **_INDEXER},
+        complete=_glm_dsa,
+        has_experts=True,
+    ),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",
         {LAYER_NORM: "layer_norm_eps", "rope.freq_base": "rotary_emb_base"},
@@ -373,9 +423,3 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     **HYBRIDS,
     **ENCODERS,
 }
-
-FROM_FOLDERS: Final[Mapping[str, str]] = {
-    "deepseek32": "the sparse indexer of DeepSeek-V3.2",
-    "glm-dsa": "the sparse indexer of GLM-5",
-}
-"""Architecture of a GGUF file that is refused -> its part that is read only from a Hugging Face folder."""
