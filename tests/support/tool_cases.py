@@ -60,6 +60,18 @@ def minimax(*calls: Written) -> str:
     return f"<minimax:tool_call>\n{''.join(texts)}</minimax:tool_call>"
 
 
+def deepseek_dsml(*calls: Written) -> str:
+    texts = []
+    for name, arguments in calls:
+        kinds = ("true" if isinstance(each, str) else "false" for each in json.loads(arguments).values())
+        values = "".join(
+            f'<｜DSML｜parameter name="{key}" string="{kind}">{text}</｜DSML｜parameter>\n'
+            for kind, (key, text) in zip(kinds, _texts(arguments).items(), strict=True)
+        )
+        texts.append(f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n')
+    return f"<｜DSML｜function_calls>\n{''.join(texts)}</｜DSML｜function_calls>"
+
+
 def deepseek(*calls: Written) -> str:
     texts = (f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls)
     return f"<｜tool▁calls▁begin｜>{''.join(texts)}<｜tool▁calls▁end｜>"
@@ -119,6 +131,10 @@ def lfm2(*calls: Written) -> str:
     return f"<|tool_call_start|>[{', '.join(_pythonic(*calls))}]<|tool_call_end|>"
 
 
+def minicpm(*calls: Written) -> str:
+    return "<|tool_call_start|>\n```python\n" + "\n".join(_pythonic(*calls)) + "\n```\n<|tool_call_end|>\n"
+
+
 def olmo(*calls: Written) -> str:
     return "<function_calls>\n" + "\n".join(_pythonic(*calls)) + "\n</function_calls>"
 
@@ -143,6 +159,7 @@ WRITERS: dict[str, Callable[..., str]] = {
         qwen_xml,
         seed,
         minimax,
+        deepseek_dsml,
         deepseek,
         deepseek_fenced,
         kimi,
@@ -150,6 +167,7 @@ WRITERS: dict[str, Callable[..., str]] = {
         granite,
         hunyuan,
         cohere,
+        minicpm,
         lfm2,
         olmo,
         gemma,

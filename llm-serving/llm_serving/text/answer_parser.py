@@ -68,6 +68,7 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
         "Here is my thought process:", "Here is my thought process:", "Here is my response:"
     ),
     ReasoningFormatName.GEMMA: ReasoningFormat(r"<\|channel>", "<|channel>thought", "<channel|>", special_tokens=True),
+    ReasoningFormatName.MINICPM: ReasoningFormat(r"<\|thought_start\|>", "<|thought_start|>", "<|thought_end|>"),
     ReasoningFormatName.THINK_RESPONSE: ReasoningFormat(
         r"<response>(?:\\n|\n|</response>)", answer=("<response>", "</response>")
     ),

@@ -11,7 +11,7 @@ import numpy as np
 from llm_serving.core.step import Float32Array, Int32Array, ResultKind, SamplingInput, Scores, ScoringInput, TopTokens
 from llm_serving.errors import WorkerError
 from llm_serving.models.memory import LOGITS_BYTES
-from llm_serving.network.positions import PositionEmbedding
+from llm_serving.network.weights import PositionEmbedding
 from llm_serving.worker.logprobs import log_normalizers, logprobs_of
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, all_in_range, is_partition
 from llm_serving.worker.sampling_reference import SampledTokens, SamplingFailure

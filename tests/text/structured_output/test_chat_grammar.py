@@ -69,6 +69,11 @@ def test_grammar_requires_between_one_and_the_limit_of_calls(form: str, most: in
         ("glm", "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>", "</arg_value></tool_call>"),
         ("qwen_xml", "<tool_call>\n<function=say>\n<parameter=text>\n", "\n</parameter>\n</function>\n</tool_call>"),
         ("seed", "<seed:tool_call><function=say><parameter=text>", "</parameter></function></seed:tool_call>"),
+        (
+            "deepseek_dsml",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="say"><｜DSML｜parameter name="text" string="true">',
+            "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+        ),
     ],
 )
 @pytest.mark.parametrize("schema", [{}, {"properties": {"text": {"type": "string"}}}])
@@ -104,6 +109,8 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
         ("qwen_xml", "<function=switch>\n<parameter=on>\ntrue\n</parameter>\n</function>\n</tool_call>\n<function="),
         ("seed", "<seed:tool_call>\n<function="),
         ("minimax", 'Well <minimax:tool_call>\n<invoke name="'),
+        ("deepseek_dsml", 'Well <｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
+        ("minicpm", "I ask.<|tool_call_start|>\n```python\n"),
         ("deepseek", "Well <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
         ("deepseek_fenced", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
         (

@@ -103,6 +103,21 @@ CASES = [
         "\nDone",
         BOTH[1:],
     ),
+    (
+        "deepseek_dsml",
+        '<｜DSML｜invoke name="get"><｜DSML｜parameter name="a" string="true">5</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="c" string="false">five</｜DSML｜parameter></｜DSML｜invoke> Done',
+        " Done",
+        [("get", {"a": "5", "b": 5, "c": "five"})],
+    ),
+    ("minicpm", "<|tool_call_start|>add(a=17, b=25)<|tool_call_end|>Done", "Done", BOTH[1:]),
+    (
+        "minicpm",
+        "<|tool_call_start|>\n```python\nget(a='```\\n<|tool_call_end|>')\nadd(a=17,b=25)\n```",
+        "",
+        [("get", {"a": "```\n<|tool_call_end|>"}), *BOTH[1:]],
+    ),
     ("deepseek", WRITERS["deepseek_fenced"](*TEXTS), "", BOTH),
     ("deepseek_fenced", FENCED.removesuffix("```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"), "", BOTH),
     (
@@ -156,6 +171,7 @@ DEEPSEEK = [
 ]
 FRAGMENTS = {
     "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "<|", "[add(a=1)]", "add(", "a='", "'", ")", "null"],
+    "minicpm": ["<|tool_call_start|>", "<|tool_call_end|>", "```python\n", "```", "add(a=1)", "add(", "a='", "'", ")"],
     "gemma": ["<|tool_call>", "<tool_call|>", "<|", "call:add{", "a:1", "a:", '<|"|>', "}", "null"],
     "olmo": ["<function_calls>", "</function_calls>", "<func", "add(a=1)", "add(", "a='", "'", ")", "null"],
     "granite": ["<|tool_call|>", "<tool_call>", "<|tool", '[{"name": "add", "arguments": {}}]'],
@@ -181,6 +197,17 @@ FRAGMENTS = {
         '<parameter name="a">',
         "</parameter>",
         '">',
+    ],
+    "deepseek_dsml": [
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        '<｜DSML｜invoke name="add">',
+        "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="a" string="true">',
+        '<｜DSML｜parameter name="b" string="false">',
+        '" string="',
+        "</｜DSML｜parameter>",
+        "<｜DSML｜",
     ],
     "seed": ["<seed:tool_call>", "</seed:tool_call>", *PARAMETERS],
     "qwen_xml": [*TAGS, *PARAMETERS],
@@ -238,6 +265,21 @@ def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObj
         ("qwen_xml", "<tool_call>add</tool_call> <function=a b > <function=>"),
         ("seed", "<seed:tool_call></seed:tool_call>"),
         ("minimax", '<minimax:tool_call><invoke name="add"><parameter name="a">1</invoke></minimax:tool_call>'),
+        ("deepseek_dsml", "<｜DSML｜function_calls></｜DSML｜function_calls>"),
+        (
+            "deepseek_dsml",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="add">'
+            '<｜DSML｜parameter name="a">1</｜DSML｜parameter></｜DSML｜invoke>',
+        ),
+        (
+            "deepseek_dsml",
+            '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a" string="no">1</｜DSML｜parameter></｜DSML｜invoke>',
+        ),
+        ("deepseek_dsml", f'<｜DSML｜invoke name="{"x" * 257}"></｜DSML｜invoke>'),
+        ("minicpm", "<|tool_call_start|>\n```python\n```\n<|tool_call_end|>"),
+        ("minicpm", "<|tool_call_start|>\n```python\nimport os\nadd(a=1)\n```\n<|tool_call_end|>"),
+        ("minicpm", "<|tool_call_start|>\n```python\nadd(a=1)\n``<|tool_call_end|>"),
+        ("minicpm", "<|tool_call_start|>\n```python\nadd(a=open('x').read())\n```\n<|tool_call_end|>"),
         ("deepseek", "<｜tool▁calls▁begin｜>add<｜tool▁calls▁end｜>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{a: 1}<｜tool▁call▁end｜>"),
@@ -265,6 +307,12 @@ def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObj
 )
 def test_parser_returns_malformed_calls_as_text(form: str, text: str) -> None:
     assert answer_of(form, text) == (text, [])
+
+
+@pytest.mark.parametrize("form", ["qwen_xml", "minimax", "deepseek_dsml"])
+def test_a_name_of_the_maximum_length_may_arrive_in_pieces(form: str) -> None:
+    text = WRITERS[form](("x" * 256, '{"a": 1}'))
+    assert answer_of(form, text, range(len(text))) == answer_of(form, text) == ("", [("x" * 256, {"a": 1})])
 
 
 def test_arguments_keep_escaped_lone_surrogates() -> None:
@@ -362,6 +410,9 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("'<minimax:tool_call>' <invoke name=", "minimax"),
         ("'<｜tool▁calls▁begin｜>' + '\\n' + '```json'", "deepseek_fenced"),
         ("'<｜tool▁calls▁begin｜>' + '<｜tool▁sep｜>'", "deepseek"),
+        ("set dsml_token = '｜DSML｜' '\\n\\n<' + dsml_token + 'function_calls>\\n'", "deepseek_dsml"),
+        ("set dsml_token = '｜DSML｜' '\\n\\n<' + dsml_token + 'tool_calls>\\n'", None),
+        ("'<|tool_call_start|>\\n```python\\n'", "minicpm"),
         ("<|tool_calls_section_begin|>", "kimi"),
         ("respond only with <|tool_call|> followed by a JSON list", "granite"),
         ("<tool_calls>[{", "hunyuan"),

@@ -79,6 +79,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         special_tokens=True,
         describe_tools=deepseek.describe,
     ),
+    ToolFormatName.DEEPSEEK_DSML: _xml(xml_calls.DSML, "(?s)｜DSML｜.*function_calls"),
     ToolFormatName.MISTRAL: ToolFormat(
         mistral.create, mistral.rules, r"\[TOOL_CALLS\]", special_tokens=True, id_chars=9, id_prefix=""
     ),
@@ -90,6 +91,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.GEMMA: ToolFormat(gemma.create, gemma.rules, r"<\|tool_call>", special_tokens=True),
     ToolFormatName.HUNYUAN: _json(json_lists.HUNYUAN, "<tool_calls>"),
     ToolFormatName.NEMOTRON: _json(json_lists.NEMOTRON, "<TOOLCALL>", special_tokens=True),
+    ToolFormatName.MINICPM: _python(pythonic.MINICPM, r"<\|tool_call_start\|>(?:\\n|\n)```python"),
     ToolFormatName.LFM2: _python(pythonic.LFM2, r"<\|tool_(?:call|list)_start\|>"),
     ToolFormatName.OLMO: _python(pythonic.OLMO, "<function_calls>"),
     ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),

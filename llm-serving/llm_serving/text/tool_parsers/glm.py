@@ -87,7 +87,8 @@ def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -
 
 
 def _call_rule(rule: str, callee: Callee, whitespace: str) -> str:
-    def opening(name: str) -> str:
+    def opening(name: str, is_text: bool) -> str:
+        del is_text
         return f'{literal(f"<arg_key>{name}</arg_key>")} WS? "{_VALUE}"'
 
     arguments = arguments_term(callee, opening, _VALUE_END, whitespace)

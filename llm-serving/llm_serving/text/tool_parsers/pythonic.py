@@ -1,4 +1,4 @@
-"""Tool calls as calls of Python functions with named arguments, as LFM2 and OLMo 3 write them."""
+"""Tool calls as calls of Python functions with named arguments, as LFM2, MiniCPM 3 and OLMo 3 write them."""
 
 from __future__ import annotations
 
@@ -48,15 +48,27 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Delimiters of a format: before, after and between calls. `is_list`: whether calls are a Python list."""
+    """The delimiters of a format.
+
+    Attributes:
+        opening: Text before calls.
+        closing: Text after calls.
+        between: Text between two calls.
+        is_list: Whether calls are written as a Python list.
+        fence: Text before and after the calls, which the model may omit.
+    """
 
     opening: str
     closing: str
     between: str
     is_list: bool
+    fence: tuple[str, str] = ("", "")
 
 
 LFM2: Final = PythonicLayout("<|tool_call_start|>", "<|tool_call_end|>", ", ", is_list=True)
+MINICPM: Final = PythonicLayout(
+    "<|tool_call_start|>", "<|tool_call_end|>", "\n", is_list=False, fence=("\n```python\n", "\n```\n")
+)
 OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_list=False)
 
 
@@ -93,6 +105,12 @@ def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call
         return (source or PythonicSource)(text).calls()
     except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
         raise NotACallError from None
+
+
+def unfenced_calls(fence: tuple[str, str], text: str) -> list[Call]:
+    """Do the same as `calls_in` for a text within a fence, or without it. White space around the fence is ignored."""
+    opening, closing = map(str.strip, fence)
+    return calls_in(text.strip().removeprefix(opening).removesuffix(closing))
 
 
 class PythonicSource:
@@ -218,18 +236,22 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
         for name, arguments in calls
     )
     inside = layout.between.join(texts)
-    return f"{layout.opening}{f'[{inside}]' if layout.is_list else inside}{layout.closing}"
+    before, after = layout.fence
+    return f"{layout.opening}{before}{f'[{inside}]' if layout.is_list else inside}{after}{layout.closing}"
 
 
 def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
-    return DelimitedCalls({layout.opening: partial(PythonicReader, layout.closing, calls_in)})
+    calls = partial(unfenced_calls, layout.fence)
+    return DelimitedCalls({layout.opening: partial(PythonicReader, layout.closing, calls)})
 
 
 def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base`): arguments in schema order, with values as JSON."""
     several = repeated("call", literal(layout.between), most)
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
+    if any(layout.fence):
+        inside = f"{literal(layout.fence[0])} {several} {literal(layout.fence[1])}"
     calls = "".join(_call_rules(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
     frame = framed([layout.opening], f"{inside} {delimiters(layout.closing)}", delimiters)
     return f"{frame}call: {any_of(callees)}\n{calls}"

@@ -1,4 +1,4 @@
-"""Tool calls with a tag for each argument, as Qwen3-Coder, Qwen3.5, Seed-OSS and MiniMax-M2 write them."""
+"""Tool calls with a tag for each argument, in the formats of Qwen3-Coder, Seed-OSS, MiniMax-M2 and DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llm_serving.text.tool_parsers.base import (
     any_of,
     repeated,
 )
-from llm_serving.text.tool_parsers.json_text import MAX_NAME_CHARS, arguments_of, is_name
+from llm_serving.text.tool_parsers.json_text import MAX_NAME_CHARS, arguments_of, is_name, parsed
 from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, typed_value, unquoted_rule
 
 
@@ -35,6 +35,8 @@ class XmlLayout:
         argument: Text before an argument's name, after its name, and after its value.
         margin: Text that the model writes on both sides of a value.
         several: Whether one opening may precede several calls.
+        string_end: Text after an argument's name if the model states that the value is a string; empty: it never does.
+            Then `argument[1]` states that the value is JSON.
     """
 
     opening: str
@@ -43,6 +45,12 @@ class XmlLayout:
     argument: tuple[str, str, str]
     margin: str = ""
     several: bool = False
+    string_end: str = ""
+
+    @property
+    def name_ends(self) -> tuple[str, ...]:
+        """The texts that may follow an argument's name."""
+        return (self.argument[1], self.string_end) if self.string_end else (self.argument[1],)
 
 
 _FUNCTION: Final = ("<function=", ">", "</function>")
@@ -55,6 +63,14 @@ MINIMAX: Final = XmlLayout(
     ('<invoke name="', '">', "</invoke>"),
     ('<parameter name="', '">', "</parameter>"),
     several=True,
+)
+DSML: Final = XmlLayout(
+    "<｜DSML｜function_calls>",
+    "</｜DSML｜function_calls>",
+    ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
+    ('<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>"),
+    several=True,
+    string_end='" string="true">',
 )
 
 _SPACES: Final = re.compile(r"\s*")
@@ -71,7 +87,7 @@ class _Reader:
         """`_at`: index after the text that was read. `_search`: index from which to search for the end of a value."""
         self._calls: list[Call] = []
         self._calls_end = 0
-        self._tool = self._key = ""
+        self._tool = self._key = self._name_end = ""
         self._arguments: dict[str, Any] = {}
         self._is_closed = False
 
@@ -98,10 +114,10 @@ class _Reader:
         return bool(found)
 
     def _name(self, body: str) -> bool:
-        name = self._text_before(body, self._layout.call[1])
-        if name is None:
+        found = self._text_before(body, self._layout.call[1])
+        if found is None:
             return False
-        self._tool, self._arguments, self._step = name, {}, self._inside
+        self._tool, self._arguments, self._step = found[0], {}, self._inside
         return True
 
     def _inside(self, body: str) -> bool:
@@ -114,10 +130,11 @@ class _Reader:
         return bool(found)
 
     def _argument(self, body: str) -> bool:
-        key = self._text_before(body, self._layout.argument[1])
-        if key is None:
+        found = self._text_before(body, *self._layout.name_ends)
+        if found is None:
             return False
-        self._key, self._search, self._step = key, self._at, self._value
+        self._key, self._name_end = found
+        self._search, self._step = self._at, self._value
         return True
 
     def _value(self, body: str) -> bool:
@@ -135,11 +152,22 @@ class _Reader:
                 continue
             margin = self._layout.margin
             text = body[start:end].removeprefix(margin).removesuffix(margin)
-            self._arguments[self._key] = typed_value(text, schema_of(self._schemas, self._tool, self._key))
+            self._arguments[self._key] = self._typed(text)
             self._step = self._inside
             return True
         self._at, self._search = start, max(start, len(body) - len(closing) + 1)
         return False
+
+    def _typed(self, text: str) -> Any:
+        """Return the value of an argument. If the model does not state its type, the schema decides."""
+        if self._name_end == self._layout.string_end:
+            return text
+        if self._layout.string_end:
+            try:
+                return parsed(text)
+            except NotACallError:
+                pass
+        return typed_value(text, schema_of(self._schemas, self._tool, self._key))
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
         """Return which of `delimiters` follows, and skip it if `skip`; "": more text is needed. Or raise
@@ -156,16 +184,20 @@ class _Reader:
             raise NotACallError
         return ""
 
-    def _text_before(self, body: str, delimiter: str) -> str | None:
-        name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(delimiter)].partition(delimiter)
-        if not found:
-            if len(name) > MAX_NAME_CHARS or "<" in name:
-                raise NotACallError
-            return None
-        if not is_name(name) or "<" in name:
+    def _text_before(self, body: str, *delimiters: str) -> tuple[str, str] | None:
+        """Return the name before one of the delimiters, and this delimiter; None: more text is needed."""
+        longest = MAX_NAME_CHARS + max(map(len, delimiters))
+        text = body[self._at : self._at + longest]
+        start, delimiter = min(
+            ((start, each) for each in delimiters if (start := text.find(each)) >= 0), default=(len(text), "")
+        )
+        name = text[:start]
+        if "<" in name or (start == longest if not delimiter else not is_name(name)):
             raise NotACallError
-        self._at += len(name) + len(delimiter)
-        return name
+        if not delimiter:
+            return None
+        self._at += start + len(delimiter)
+        return name, delimiter
 
 
 def _end_of_spaces(text: str, start: int) -> int:
@@ -206,11 +238,15 @@ def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, delimi
 def _call_rules(layout: XmlLayout, index: int, callee: Callee, whitespace: str) -> str:
     before, after, closing = layout.call
     key, key_end, value_end = layout.argument
-    arguments = arguments_term(
-        callee, lambda name: literal(key + name + key_end + layout.margin), layout.margin + value_end, whitespace
-    )
+    string_end = layout.string_end or key_end
+
+    def opening(name: str, is_text: bool) -> str:
+        return literal(key + name + (string_end if is_text else key_end) + layout.margin)
+
+    arguments = arguments_term(callee, opening, layout.margin + value_end, whitespace)
     if arguments is None:
-        arguments = f"({literal(key)} NAME {literal(key_end + layout.margin)} unquoted WS?)*"
+        ends = " | ".join(literal(each + layout.margin) for each in layout.name_ends)
+        arguments = f"({literal(key)} NAME ({ends}) unquoted WS?)*"
     return (
         f"call{index}: {literal(before)} rest{index}\n"
         f"rest{index}: {literal(callee.name + after)} WS? {arguments} {literal(closing)}\n"

@@ -10,6 +10,7 @@ from llm_serving.text.structured_output.grammars import GrammarError, definition
 from llm_serving.text.tool_parsers.base import Callee, NotACallError, escaped
 from llm_serving.text.tool_parsers.json_text import parsed
 
+_JSON: Final = "%json"
 _TEXT_KEYS: Final = frozenset(("pattern", "format", "minLength", "maxLength"))
 _COMPOUND_KEYS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 _PYTHON: Final[Mapping[str, tuple[str, bool | None]]] = {
@@ -71,10 +72,16 @@ def unquoted_rule(closing: str) -> str:
     return f"unquoted[lazy]: /(?s:.*){escaped(closing)}/\n"
 
 
-def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, whitespace: str) -> str | None:
-    """Return the grammar term for a call's arguments in schema order; None: the schema has no properties. Of the
-    constraints, only `enum` and `const` of strings are enforced. `opening`: returns the term before the value of the
-    argument with this name. `closing`: text after each value. `whitespace`: see `json_grammar`.
+def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing: str, whitespace: str) -> str | None:
+    """Return the grammar term for a call's arguments in schema order; None: the schema has no properties.
+
+    Only the constraints `enum` and `const` of strings are enforced.
+
+    Args:
+        opening: Returns the term before the value of the argument with this name. The flag is whether the value is a
+            string, which is not quoted.
+        closing: Text after each value. White space may follow.
+        whitespace: White space between the parts of JSON, see `json_grammar`.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
@@ -82,7 +89,8 @@ def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, 
     definitions = definitions_of(callee.schema)
     values = {name: value_term(each, definitions, callee, whitespace) for name, each in properties.items()}
     return " ".join(
-        f"({opening(name)} {'unquoted' if value is None else f'{value} {literal(closing)}'} WS?)"
+        f"({opening(name, not (value or '').startswith(_JSON))} "
+        f"{'unquoted' if value is None else f'{value} {literal(closing)}'} WS?)"
         f"{'' if name in required else '?'}"
         for name, value in values.items()
     )
@@ -99,4 +107,4 @@ def value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whitesp
             rule = f"calls of this model support no {', '.join(others)} of strings"
             raise GrammarError(f"cannot be enforced: {rule}; leave it out, or set `strict: false`")
         return None
-    return "%json " + json.dumps({**definitions, **about, **json_options(whitespace)})
+    return f"{_JSON} " + json.dumps({**definitions, **about, **json_options(whitespace)})
