@@ -1,21 +1,31 @@
 """Checks of the arguments with which CANN's operators are called, from their documentation for Atlas A2 and A3.
 
-A device refuses such a call with ACLNN_ERR_PARAM_INVALID (161002); the stubs of CANN accept any.
-
-Read in the repositories ops-nn and ops-transformer of CANN (2026), in the document of each operator. The rules admit
-only what this project uses of an operator.
+A device refuses a wrong call with ACLNN_ERR_PARAM_INVALID (161002); the stubs of CANN accept any. The rules admit only
+what this project uses of an operator. Sources, of 2026: the document of each operator in CANN's repositories ops-math,
+ops-nn and ops-transformer; for FlashAttentionScore, whose kernel is ATB's, `unpad_flash_attention_operation.cpp` and
+`flash_attention_tiling.cpp` of ascend-transformer-boost.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 LAST_DIMENSION: Final = 65535
 MAX_EXPERTS_OF_A_TOKEN: Final = 512
 _FLOATS: Final = ("float16", "bfloat16", "float32")
 _HALVES: Final = ("float16", "bfloat16")
+_NUMBERS: Final = (*_FLOATS, "int32", "int64")
+_TYPE_NUMBERS: Final = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "int64": 9, "bool": 12, "bfloat16": 27}
+"""Type -> its number in `aclDataType`."""
+TH: Final = 5
+"""Number of the layout [tokens, hidden] in MindSpore's FlashAttentionScore."""
+_ANY_DISTANCE: Final = 2**31 - 1
+_MASK_SIZE: Final = 128
+_ONE_MASK: Final = 1
+"""ATB's MASK_TYPE_NORM."""
 
 
 class Tensor(NamedTuple):
@@ -24,8 +34,18 @@ class Tensor(NamedTuple):
     is_nz: bool = False
 
 
-Argument = Tensor | Sequence[Tensor] | int
-"""Absent tensors and false are 0."""
+class PlannedRequest(NamedTuple):
+    """A request in ATB's plan of FlashAttentionScore."""
+
+    queries: int
+    keys: int
+    first_query: int
+    """First element of its queries, in elements of all queries."""
+    first_key: int
+
+
+Argument = Tensor | Sequence[Tensor] | Sequence[int] | float
+"""Absent tensors and false are 0. A scalar is a tensor without dimensions."""
 
 
 class ArgumentError(Exception):
@@ -47,7 +67,13 @@ def check(call: str) -> None:
 def _parse(text: str) -> Argument:
     if (whole := re.fullmatch(r"list\((.*)\)", text)) is not None:
         return [_tensor(each) for each in whole[1].split(";") if each]
-    return _tensor(text) if "[" in text else int(text) if re.fullmatch(r"-?\d+", text) else 0
+    if (whole := re.fullmatch(r"ints\((.*)\)", text)) is not None:
+        return [int(each) for each in whole[1].split(",") if each]
+    if (whole := re.fullmatch(r"requests\((.*)\)", text)) is not None:
+        return [PlannedRequest(*map(int, each.split(","))) for each in whole[1].split(";") if each]
+    if text.startswith("scalar:"):
+        return Tensor(text.removeprefix("scalar:"), ())
+    return _tensor(text) if "[" in text else float(text) if re.fullmatch(r"-?\d+(\.\d+)?", text) else 0
 
 
 def _tensor(text: str) -> Tensor:
@@ -143,7 +169,7 @@ def _init_routing_quant(x: Tensor, experts: Tensor, scale: int, offset: int, *re
     _require(scales == Tensor("float32", destinations.shape), "there must be one float32 scale for each row")
 
 
-def _unpermute(x: Tensor, order: Tensor, weights: Tensor, padded: int, shape: int, y: Tensor) -> None:
+def _unpermute(x: Tensor, order: Tensor, weights: Tensor, padded: int, shape: Sequence[int], y: Tensor) -> None:
     _require(x.dtype in _FLOATS and y.dtype == x.dtype, "the sums must have the type of the rows")
     _require(weights.dtype in _FLOATS and len(weights.shape) == 2, "the weights must be floats [rows, k]")
     _require(weights.shape[1] <= MAX_EXPERTS_OF_A_TOKEN, f"k must be at most {MAX_EXPERTS_OF_A_TOKEN}")
@@ -152,13 +178,214 @@ def _unpermute(x: Tensor, order: Tensor, weights: Tensor, padded: int, shape: in
     _require(y.shape == (weights.shape[0], x.shape[1]), "there must be one sum for each row")
 
 
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    sizes = [set(each) - {1} for each in zip(*padded, strict=True)]
+    _require(all(len(each) < 2 for each in sizes), "the shapes must broadcast")
+    return tuple(max(each, default=1) for each in sizes)
+
+
+def _pair(types: Sequence[str], result: str | None, x: Tensor, y: Tensor, out: Tensor) -> None:
+    """Check an operation of two tensors. `result`: the type of its result; None: that of the tensors."""
+    _require(x.dtype == y.dtype and x.dtype in types, f"both tensors must have the same type, of {', '.join(types)}")
+    _require(out.dtype == (result or x.dtype), f"the result must be {result or 'of the same type'}")
+    _require(out.shape == _broadcast(x.shape, y.shape), "the result must have the shape of the broadcast tensors")
+
+
+def _sum(x: Tensor, y: Tensor, factor: Tensor, out: Tensor) -> None:
+    _pair(_NUMBERS, None, x, y, out)
+    _require(factor == Tensor("int64", ()), "the factor of the second tensor must be an int64 scalar")
+
+
+def _product_with_scalar(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    _require(factor == Tensor(x.dtype, ()) and x.dtype in _FLOATS, "the factor must be a scalar of the same type")
+    _require(out == x, "the result must be like the tensor")
+
+
+def _of_each_element(types: Sequence[str], x: Tensor, out: Tensor) -> None:
+    _require(x.dtype in types and out == x, f"both tensors must be alike, of {', '.join(types)}")
+
+
+def _cast(x: Tensor, number: int, out: Tensor) -> None:
+    _require(
+        x.dtype in _TYPE_NUMBERS and _TYPE_NUMBERS.get(out.dtype) == number, "the number must be the result's type"
+    )
+    _require(out.shape == x.shape, "the result must have the same shape")
+
+
+def _select(chosen: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
+    _require(chosen.dtype == "bool", "the condition must be bool")
+    _require(x.dtype == y.dtype == out.dtype and x.dtype in _NUMBERS, "all values must have the same type")
+    _require(out.shape == _broadcast(chosen.shape, x.shape, y.shape), "the result must have the broadcast shape")
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    _require(-len(x.shape) <= dim < len(x.shape), "the dimension must exist")
+    return int(dim) % len(x.shape)
+
+
+def _resized(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    at = _dimension(x, dim)
+    return (*x.shape[:at], int(size), *x.shape[at + 1 :])
+
+
+def _reduced(x: Tensor, dims: Sequence[int], keep: int) -> tuple[int, ...]:
+    (dim,) = dims
+    shape = _resized(x, dim, 1)
+    at = _dimension(x, dim)
+    return shape if keep else (*shape[:at], *shape[at + 1 :])
+
+
+def _reduce_max(x: Tensor, dims: Sequence[int], keep: int, out: Tensor) -> None:
+    _require(x.dtype in _NUMBERS and out == Tensor(x.dtype, _reduced(x, dims, keep)), "the result must be the maximum")
+
+
+def _reduce_sum(x: Tensor, dims: Sequence[int], keep: int, number: int, out: Tensor) -> None:
+    _require(x.dtype in (*_NUMBERS, "bool") and _TYPE_NUMBERS.get(out.dtype) == number, "the number must be its type")
+    _require(out.shape == _reduced(x, dims, keep), "the result must have the reduced shape")
+
+
+def _max_and_index(x: Tensor, dim: int, keep: int, largest: Tensor, index: Tensor) -> None:
+    _require(x.dtype in _FLOATS, "the values must be floats: A2 and A3 take no int32")
+    shape = _reduced(x, [dim], keep)
+    _require(largest == Tensor(x.dtype, shape), "the largest value must have the type of the values")
+    _require(index.dtype in ("int32", "int64") and index.shape == shape, "the index must be int32 or int64")
+
+
+def _cumulated(x: Tensor, dim: int, number: int, out: Tensor) -> None:
+    _dimension(x, dim)
+    _require(x.dtype in _NUMBERS and x.dtype != "int64", "int64 would be added on the AICPU")
+    _require(out == x and _TYPE_NUMBERS[x.dtype] == number, "the result must be like the tensor")
+
+
+def _topk(x: Tensor, k: int, dim: int, largest: int, ordered: int, values: Tensor, indices: Tensor) -> None:
+    _require(x.dtype in _FLOATS, "the values must be floats")
+    _require(not isinstance(k, Tensor) and 0 <= k <= x.shape[_dimension(x, dim)], "k must be a number of values")
+    _require(largest == ordered == 1, "the largest values must come in order")
+    shape = _resized(x, dim, k)
+    _require(
+        values == Tensor(x.dtype, shape) and indices == Tensor("int64", shape), "there must be k values and indices"
+    )
+
+
+def _gather(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
+    at = _dimension(x, dim)
+    _require(index.dtype in ("int32", "int64") and len(index.shape) == len(x.shape), "the index must be an integer")
+    sizes = enumerate(zip(index.shape, x.shape, strict=True))
+    _require(all(own <= size for each, (own, size) in sizes if each != at), "the index must have no more rows")
+    _require(out == Tensor(x.dtype, index.shape), "the result must have the shape of the index")
+
+
+def _slice(x: Tensor, dim: int, start: int, end: int, step: int, out: Tensor) -> None:
+    size = x.shape[_dimension(x, dim)]
+    _require(0 <= start < end <= size and step == 1, "start and end must be in order and within the tensor")
+    _require(
+        out == Tensor(x.dtype, _resized(x, dim, end - start)), "the result must have the columns from start to end"
+    )
+
+
+def _split(x: Tensor, sizes: Sequence[int], dim: int, parts: Sequence[Tensor]) -> None:
+    _require(sum(sizes) == x.shape[_dimension(x, dim)], "the sizes must add up to the dimension")
+    _require(parts == [Tensor(x.dtype, _resized(x, dim, each)) for each in sizes], "each part must have its size")
+
+
+def _concat(parts: Sequence[Tensor], dim: int, out: Tensor) -> None:
+    total = sum(each.shape[_dimension(each, dim)] for each in parts)
+    whole = {Tensor(each.dtype, _resized(each, dim, total)) for each in parts}
+    _require(whole == {out}, "the parts must have one type and differ in the joined dimension only")
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, out: Tensor, rstd: Tensor) -> None:
+    _require(x.dtype in _FLOATS and gamma == Tensor(x.dtype, x.shape[-1:]), "gamma must have a value for each column")
+    _require(out == x and rstd == Tensor("float32", (*x.shape[:-1], 1)), "the result must be like the rows")
+
+
+def _zero(x: Tensor) -> None:
+    _require(x.dtype in _TYPE_NUMBERS, "the tensor must have a known type")
+
+
+def _attention(q: int, k: int, v: int, *rest: Argument) -> None:
+    """Check a node of MindSpore's FlashAttentionScore. Other nodes compute queries, keys, values and lengths: 0."""
+    shift, drop, padding, mask, prefix, q_lens, k_lens, heads, keep, scale, before, after, precision, layout, mode = (
+        rest
+    )
+    _require(not any((q, k, v, q_lens, k_lens)), "queries, keys, values and lengths must be computed")
+    _require(not any((shift, drop, padding, prefix)), "only a mask may be given")
+    _require(mask.shape == (_MASK_SIZE, _MASK_SIZE), "the mask must be 128 x 128")
+    _require(mask.dtype in _HALVES, "the mask must be float16 or bfloat16")
+    _require(heads > 0 and scale > 0, "heads and scale must be positive")
+    _require(keep == 1, "nothing may be dropped")
+    _require(before == after == _ANY_DISTANCE, "no distance may be excluded")
+    _require(precision == 0 and layout == TH and mode == 0, "rows must be [tokens, hidden], in the default modes")
+
+
+def _attention_plan(
+    key: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    mask_type: int,
+    columns: int,
+    is_triangle: int,
+    rows: int,
+    requests: Sequence[PlannedRequest],
+) -> None:
+    """Check a plan of ATB's UNPAD_FLASH_ATTENTION_ENCODER_ND.
+
+    `key`: 0 for float16, 1 for bfloat16. `rows`: tokens of the step.
+    """
+    _require(key in (0, 1), "queries must be float16 or bfloat16")
+    _require(heads % kv_heads == 0, "query heads must be a multiple of key heads")
+    _require(
+        head_size == value_size and head_size % 16 == 0 and head_size <= 256, "a head must have at most 256 columns"
+    )
+    _require((mask_type, columns, is_triangle) == (_ONE_MASK, _MASK_SIZE, 1), "the mask must be a triangle of 128")
+    _require(sum(each.keys for each in requests) == rows, "lengths must add up to the tokens, so not be cumulative")
+    before = 0
+    for each in requests:
+        _require(each.queries == each.keys, "a prompt must be whole, as the mask begins at its first token")
+        _require(each.first_query == before * heads * head_size, "each request must begin behind the last one")
+        _require(each.first_key == before * kv_heads * head_size, "each request must begin behind the last one")
+        before += each.queries
+
+
 RULES: Final[Mapping[str, Callable[..., None]]] = {
+    **dict.fromkeys(("aclnnAdd", "aclnnSub"), _sum),
+    **dict.fromkeys(("aclnnMul", "aclnnMaximum", "aclnnMinimum"), partial(_pair, _NUMBERS, None)),
+    **dict.fromkeys(
+        ("aclnnEqTensor", "aclnnGeTensor", "aclnnGtTensor", "aclnnLeTensor", "aclnnLtTensor"),
+        partial(_pair, _NUMBERS, "bool"),
+    ),
+    "FlashAttentionScore": _attention,
+    "aclnnAmax": _reduce_max,
+    "aclnnCast": _cast,
+    "aclnnCat": _concat,
+    "aclnnCumsum": _cumulated,
+    "aclnnDiv": partial(_pair, _FLOATS, None),
     "aclnnDynamicQuant": _dynamic_quant,
+    "aclnnExp": partial(_of_each_element, _FLOATS),
+    "aclnnFloor": partial(_of_each_element, _NUMBERS),
+    "aclnnFloorDivide": partial(_pair, ("int32", "int64"), None),
+    "aclnnGather": _gather,
     "aclnnGroupedMatmulV4": _grouped_matmul,
+    "aclnnInplaceZero": _zero,
+    "aclnnMaxDim": _max_and_index,
     "aclnnMoeGatingTopKSoftmax": _gating,
     "aclnnMoeInitRoutingQuantV2": _init_routing_quant,
     "aclnnMoeInitRoutingV2": _init_routing,
     "aclnnMoeTokenUnpermute": _unpermute,
+    "aclnnMuls": _product_with_scalar,
     "aclnnQuantMatmulV4": _quant_matmul,
+    "aclnnReduceSum": _reduce_sum,
+    "aclnnRmsNorm": _rms_norm,
+    "aclnnSWhere": _select,
+    "aclnnSlice": _slice,
+    "aclnnSplitWithSize": _split,
+    "aclnnTopk": _topk,
+    "atbFlashAttention": _attention_plan,
 }
-"""Operator -> the check of its arguments, in CANN's order."""
+"""Operator -> the check of its arguments, in CANN's order. `FlashAttentionScore` is MindSpore's node, and
+`atbFlashAttention` the plan of its kernel.
+"""

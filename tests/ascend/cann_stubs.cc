@@ -35,7 +35,9 @@ constexpr size_t kGigabyte = size_t{1} << 30;
 // What CANN itself occupies on a device before any process allocates.
 constexpr size_t kReserved = 3 * kGigabyte;
 
-std::atomic<uint64_t> next_handle{1000};
+// Above the numbers that operators take as arguments, which the trace would
+// otherwise describe as tensors.
+std::atomic<uint64_t> next_handle{uint64_t{1} << 44};
 std::mutex mutex;
 std::map<void *, size_t> allocations; // guarded by mutex
 std::atomic<size_t> used{0};
@@ -185,6 +187,39 @@ void trace_mask(const void *source, size_t size) {
             std::to_string(request[kRows]) + ":" + std::to_string(first);
   }
   trace(line);
+}
+
+// Writes the arguments of FlashAttentionScore, if the copied words are ATB's
+// plan of it: of each request its queries, keys, and the first element of both.
+// The layout is that of ATB's flash_attention_tiling_dependency.cpp.
+void trace_flash(const void *source, size_t size) {
+  constexpr size_t kHead = 37, kRequest = 27;
+  constexpr size_t kBatch = 0, kColumns = 1, kHeads = 2, kWidth = 3,
+                   kKvHeads = 4, kTriangle = 8, kHeadSize = 14,
+                   kRequestSize = 15, kKey = 16, kRows = 18, kMaskType = 20,
+                   kValueWidth = 23;
+  constexpr size_t kQueries = 0, kKeys = 1, kFirstQuery = 4, kFirstKey = 6;
+  if (trace_file() == nullptr || size < (kHead + kRequest) * sizeof(uint32_t))
+    return;
+  const auto *words = static_cast<const uint32_t *>(source);
+  const size_t requests = words[kBatch];
+  if (words[kHeadSize] != kHead || words[kRequestSize] != kRequest ||
+      size / sizeof(uint32_t) < kHead + requests * kRequest)
+    return;
+  std::string line = "atbFlashAttention";
+  for (const size_t each : {kKey, kHeads, kKvHeads, kWidth, kValueWidth,
+                            kMaskType, kColumns, kTriangle, kRows})
+    line += " " + std::to_string(words[each]);
+  line += " requests(";
+  for (size_t index = 0; index < requests; ++index) {
+    const uint32_t *request = words + kHead + index * kRequest;
+    const uint64_t values[] = {
+        request[kQueries], request[kKeys],
+        (uint64_t{request[kFirstQuery]} << 32) | request[kFirstQuery + 1],
+        (uint64_t{request[kFirstKey]} << 32) | request[kFirstKey + 1]};
+    line += (index > 0 ? ";" : "") + joined(values, 4);
+  }
+  trace(line + ")");
 }
 
 std::string type_name(int type) {
@@ -364,6 +399,7 @@ int aclrtMemcpyAsync(void *target, size_t, const void *source, size_t size,
     trace(kind == kDeviceToHost ? "copy to the host" : "copy to the device");
   if (size > 0 && target != nullptr && source != nullptr) {
     trace_mask(source, size);
+    trace_flash(source, size);
     memcpy(target, source, size);
   }
   return kOk;

@@ -87,6 +87,7 @@ def run(job: Job) -> dict[str, Any]:
     """Load the model of a job, warm it up and run its steps."""
     import mindspore as ms
     import psutil
+    from llm_serving.backends import ascend_cells
     from llm_serving.backends.ascend import AscendBackend
     from llm_serving.backends.cpu import CpuBackend
     from llm_serving.config.schema import ServingConfig
@@ -101,6 +102,8 @@ def run(job: Job) -> dict[str, Any]:
     largest_logits = AscendBackend.largest_logits
     if job.without == "decode graph":
         AscendBackend.largest_logits = lambda backend: None
+    if job.without == "whole mask":
+        ascend_cells._MASK_SIZE = 64
     if job.without == "threads":
         ms.runtime.dispatch_threads_num = lambda number: None
     device = DeviceConfig(device_target="Ascend", exactness=job.exactness, max_device_memory=job.max_device_memory)

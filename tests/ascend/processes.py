@@ -108,6 +108,10 @@ PROCESSES: Final[Mapping[str, Process]] = {
         ],
         {"processors": 64, "gigabytes": 32},
     ),
+    "small mask": Process(
+        [_job("demo", "demo", exactness="fast", block_size=128, without="whole mask")],
+        {"processors": 16, "gigabytes": 32},
+    ),
     "without threads": Process([_job("demo", "demo", without="threads")], {"processors": 8}),
     "without swiglu": Process([_job("demo", "demo", without="swiglu")]),
 }

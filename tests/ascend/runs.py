@@ -37,6 +37,8 @@ _PLAN: Final = re.compile(
     r"formerGroupNumMove: (?P<group>\d+).*?tiling block size calc: (?P<keys_at_once>\d+).*?tilingKey: (?P<key>\d+)",
     re.DOTALL,
 )
+_ATTENTION: Final = re.compile(r"ValueNode<Primitive> PrimFunc_FlashAttentionScore, (.*?)\}\]")
+_INPUT: Final = re.compile(r"\[\d+\]: (.*?)(?=, \[\d+\]: |$)")
 _INTERNAL: Final = re.compile(r"Supported by InternalKernel: (\w+)")
 _NODE: Final = re.compile(r"PrintGraphExecuteOrder\] Index\[(\d+)\].*?ValueNode<Primitive> (?:PrimFunc_)?(\w+)")
 
@@ -151,8 +153,23 @@ class Job:
 
     @property
     def calls(self) -> list[str]:
-        """Calls of CANN's operators with their arguments: `aclnnName ARGUMENT ...` or `aclop Name`."""
-        return [line for line in self.trace.splitlines() if line.startswith("acl")]
+        """Calls of operators: `aclnnName ARGUMENT ...`, `atbName ARGUMENT ...` or `aclop Name`, and nodes
+        `FlashAttentionScore ARGUMENT ...`.
+        """
+        nodes = [f"FlashAttentionScore {_arguments(each)}" for each in _ATTENTION.findall(self.output)]
+        return nodes + [line for line in self.trace.splitlines() if line.startswith(("acl", "atb"))]
+
+
+def _arguments(inputs: str) -> str:
+    """Return the inputs of a printed node as arguments of a call. Inputs that other nodes compute are 0."""
+    found = []
+    for each in _INPUT.findall(inputs):
+        tensor = re.search(r"Tensor\(shape=\[([\d, ]*)\], dtype=(\w+)", each)
+        if tensor is not None:
+            found.append(f"{tensor[2].lower()}[{tensor[1].replace(' ', '')}]")
+        else:
+            found.append(each.split()[-1] if re.match("ValueNode<(Int64|FP32)Imm>", each) else "0")
+    return " ".join(found)
 
 
 @dataclass(frozen=True)
