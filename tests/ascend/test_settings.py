@@ -1,6 +1,8 @@
 """Settings of MindSpore and CANN that other servers make on Ascend: each is made here too, or left out with a reason.
 
-Read in vllm-mindspore a7b56a42 (2026-04) and MindFormers 167a50de (2026-07).
+Read in vllm-mindspore a7b56a42 (2026-04-20) and MindFormers 167a50de (2026-07-24), the newest commits of their default
+branches on 2026-11-29. Every assignment to the environment and every call that configures MindSpore in a process that
+serves is listed, but not those for training, profiling or tests.
 """
 
 from typing import NamedTuple
@@ -10,8 +12,10 @@ from llm_serving.core.process import COLLECTIVES, DETERMINISTIC, DISABLED_KERNEL
 from support.tables import PROJECT
 
 VLLM, VLLM_UTILS = "vllm_mindspore/scripts.py", "vllm_mindspore/utils.py"
+VLLM_FORMERS = "vllm_mindspore/model_executor/models/mf_models/mindformers.py"
+VLLM_RUNNER = "vllm_mindspore/v1/worker/gpu_model_runner.py"
 FORMERS = "mindformers/core/context/build_context.py"
-DEVICE = "worker/device.py"
+DEVICE, RANKS = "worker/device.py", "worker/rank_group.py"
 
 
 class Setting(NamedTuple):
@@ -41,6 +45,7 @@ SETTINGS = (
     Setting("jit_config", '"jit_level": "O0", "infer_boost": "on"', FORMERS, 470, DEVICE),
     Setting("mode", "GRAPH_MODE", FORMERS, 81, DEVICE),
     Setting("set_memory", "max_size", FORMERS, 196, DEVICE),
+    Setting("set_memory", "increase_size, optimize_level", FORMERS, 192, "only if the operator sets it"),
     Setting("set_device", "device_id", FORMERS, 161, DEVICE),
     Setting("set_deterministic", "True", FORMERS, 578, "MindSpore sets HCCL_DETERMINISTIC by it and refuses a "
             "second call; `exact` sets the variables by name"),
@@ -48,11 +53,21 @@ SETTINGS = (
             "on the CPU in kernels.json"),
     Setting("set_inputs", "dynamic shapes", "vllm_mindspore/model_executor/models/model_base.py", 706,
             "worker/compiled_graph.py"),
-    Setting("phase", "increment", "vllm_mindspore/model_executor/models/mf_models/mindformers.py", 381,
-            "worker/compiled_graph.py"),
-    Setting("set_kernel_launch_group", "4 threads, 16 groups", "vllm_mindspore/model_executor/models/mf_models/"
-            "mindformers.py", 428, "experimental; a number of dispatch threads is set instead"),
-    Setting("set_kernel_launch_group", "2 threads, 8 groups", FORMERS, 424, "as above"),
+    Setting("phase", "increment", VLLM_FORMERS, 384, "worker/compiled_graph.py"),
+    Setting("phase", "prefill, chunked, decode", VLLM_FORMERS, 382, "names the further graphs of one Cell; here each "
+            "graph is a Cell of its own"),
+    Setting("ENFORCE_EAGER", "True", VLLM_FORMERS, 408, "for operations without a graph; here all are compiled"),
+    Setting("set_kernel_launch_group", "4 threads, 16 groups", VLLM_FORMERS, 428, "experimental; a number of dispatch "
+            "threads is set instead"),
+    Setting("set_kernel_launch_capture", "True", VLLM_RUNNER, 1342, "no graphs are captured"),
+    Setting("empty_cache", "after the cache is allocated", VLLM_RUNNER, 604, "nothing is allocated and freed before"),
+    Setting("empty_cache", "after LoRA weights are set", "vllm_mindspore/lora/layers.py", 98, "adapters are copied "
+            "into slots that stay allocated"),
+    Setting("MS_DISABLE_INTERNAL_KERNELS_LIST", "FlashAttentionScore", "vllm_mindspore/model_executor/models/"
+            "qwen2_5_vl.py", 1418, "for images, which are not served"),
+    Setting("VLLM_BATCH_INVARIANT", "1", "mindformers/parallel_core/inference/utils.py", 378, "selects MindFormers' "
+            "invariant products; `implementation: mindformers` promises no equal bytes on Ascend"),
+    Setting("set_kernel_launch_group", "2 threads, 8 groups", FORMERS, 424, "only if the operator sets it; as above"),
     Setting("CUSTOM_MATMUL_SHUFFLE", "on", VLLM, 55, "MindSpore's default, which `fast` keeps"),
     Setting("CUSTOM_MATMUL_SHUFFLE", "on", FORMERS, 646, "MindSpore's default, which `fast` keeps"),
     Setting("LCCL_DETERMINISTIC", "0", FORMERS, 647, "LCCL's default, and LCCL is off"),
@@ -63,6 +78,7 @@ SETTINGS = (
     Setting("LCCL_DETERMINISTIC", "0", VLLM, 59, "LCCL's default, and LCCL is off"),
     Setting("MS_ENABLE_INTERNAL_BOOST", "on", VLLM, 62, "infer boost in jit_config loads the same library"),
     Setting("MS_ALLOC_CONF", "enable_vmm: true", VLLM, 77, "MindSpore's default; MindFormers sets the opposite"),
+    Setting("MS_ALLOC_CONF", "derag_memory_step_freq: -1", VLLM, 77, "misspelt there, without effect"),
     Setting("MS_ALLOC_CONF", "enable_vmm:False", FORMERS, 667, "vllm-mindspore sets the opposite"),
     Setting("MS_DEV_RUNTIME_CONF", "graph_capture_max_number:19", VLLM, 76, "no graphs are captured"),
     Setting("MS_NODE_TIMEOUT", "180", VLLM, 73, "for several machines; ranks of a replica share one"),
@@ -71,6 +87,12 @@ SETTINGS = (
     Setting("CPU_AFFINITY", "True", FORMERS, 668, "binds a process to cores; the operator's taskset or systemd does"),
     Setting("CPU_AFFINIITY", "True", VLLM, 61, "misspelt there, without effect"),
     Setting("set_cpu_affinity", "True", FORMERS, 780, "as CPU_AFFINITY"),
+    Setting("set_cpu_affinity", "cores from a file", FORMERS, 750, "as CPU_AFFINITY"),
+    Setting("MS_ROLE", "MS_WORKER", "mindformers/model_runner.py", 244, RANKS),
+    Setting("MS_WORKER_NUM", "number of ranks", "mindformers/model_runner.py", 243, RANKS),
+    Setting("MS_NODE_ID", "rank", "mindformers/model_runner.py", 245, RANKS),
+    Setting("set_auto_parallel_context", "of parallel", "mindformers/core/context/parallel.py", 104, "each rank "
+            "computes a graph of its own part of the weights"),
     Setting("RUN_MODE", "predict", VLLM, 54, "read by MindFormers only"),
     Setting("RUN_MODE", "predict", FORMERS, 678, "read by MindFormers only"),
     Setting("MS_JIT_MODULES", "vllm_mindspore,research", VLLM, 67, "for models outside their own package"),
@@ -85,6 +107,8 @@ SETTINGS = (
     Setting("mempool_block_size", "MS_MEMPOOL_BLOCK_SIZE", VLLM_UTILS, 353, "only if the operator sets it"),
     Setting("set_recursion_limit", "max_call_depth", FORMERS, 233, "the graphs are flat"),
     Setting("MS_DEV_SAVE_GRAPHS", "0", FORMERS, 215, "device_config.save_graphs sets the context"),
+    Setting("MS_DEV_SAVE_GRAPHS_PATH", "a folder", FORMERS, 218, "device_config.save_graphs_path sets the context"),
+    Setting("parallel_speed_up_json_path", "of ascend_config", FORMERS, 320, "for training only"),
 )  # fmt: skip
 
 
@@ -104,7 +128,7 @@ def test_settings_of_the_exact_mode(setting):
     assert DETERMINISTIC[setting.name] == setting.value
 
 
-@pytest.mark.parametrize("file", [DEVICE, "worker/compiled_graph.py"])
+@pytest.mark.parametrize("file", [DEVICE, RANKS, "worker/compiled_graph.py"])
 def test_settings_of_the_context_are_made_in_the_code(file):
     text = (PROJECT / "llm-serving" / "llm_serving" / file).read_text()
     assert of(file)
@@ -118,6 +142,6 @@ def test_every_environment_setting_is_listed():
 
 
 def test_each_setting_is_made_or_has_a_reason():
-    places = {"environment", "exact", DEVICE, "worker/compiled_graph.py"}
+    places = {"environment", "exact", DEVICE, RANKS, "worker/compiled_graph.py"}
     assert all(setting.here in places or len(setting.here.split()) > 1 for setting in SETTINGS)
     assert all(setting.line > 0 for setting in SETTINGS)

@@ -42,6 +42,8 @@ NEW_TOKENS = 10
 KERNELS: Final = ("program", "primitives", "plain")
 MINDFORMERS: Final = (ImplementationName.MINDFORMERS, ImplementationName.MINDFORMERS_LEGACY)
 """Networks of MindFormers, if it is installed."""
+SAME, REFUSED = "same bytes", "refused"
+"""What a cell contains, or with what it begins, unless answers differ."""
 CODED_CACHE: Final = "kv8"
 """A program with an int8 KV cache."""
 
@@ -249,22 +251,28 @@ def cell(name: str, kernels: str, dtype: str) -> str:
         try:
             served = Served(name, Path(folder), kernels, dtype)
         except ModelError as refusal:
-            return f"refused: {refusal}"
-        return "; ".join(differing(served)) or "same bytes"
+            return f"{REFUSED}: {refusal}"
+        return "; ".join(differing(served)) or SAME
 
 
-def main() -> None:
+def main() -> int:
+    """Print the table. Return 1 if an answer differs, and in a process without the library 0, because its caller prints
+    the cell.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, *MINDFORMERS, CODED_CACHE))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
     sys.stdout.write(f"| model | {' | '.join(arguments.kernels)} |\n| --- |{' --- |' * len(arguments.kernels)}\n")
+    different = False
     for name in arguments.names or models.names():
         cells = [cell(name, kernels, arguments.dtype) for kernels in arguments.kernels]
+        different |= any(each != SAME and not each.startswith(REFUSED) for each in cells)
         sys.stdout.write(f"| {name} | {' | '.join(cells)} |\n")
         sys.stdout.flush()
+    return int(different and not is_without_library())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
