@@ -12,7 +12,7 @@ from pathlib import Path
 import llm_serving
 import msgspec
 import pytest
-from llm_serving.cli import launcher
+from llm_serving.cli import serve
 from llm_serving.cli.arguments import FLAGS, REFUSED
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
@@ -193,7 +193,7 @@ KEY = "sesame-open-the-door"
 @pytest.mark.parametrize("by_flag", [True, False])
 def test_api_key_is_kept_and_passed_on_as_its_hash(by_flag, model, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(launcher, "start", lambda config, arguments, run_dir: started.append((config, arguments)) or 0)
+    monkeypatch.setattr(serve, "start", lambda config, arguments, run_dir: started.append((config, arguments)) or 0)
     monkeypatch.setenv("LLM_SERVING_API_KEY", "another-key-another" if by_flag else KEY)
     flag = ["--api-key", KEY] if by_flag else []
     assert main(["start", "--run-dir", str(tmp_path), "--model", model, "--port", "9001", *flag]) == 0
@@ -291,9 +291,9 @@ def test_each_failure_has_its_exit_code(error, code, served, model, monkeypatch,
 @pytest.mark.parametrize(("its_code", "code"), [(3, 3), (2, 2), (-9, 1)])
 def test_start_exits_with_the_code_of_its_server(its_code, code, model, monkeypatch, capsys, tmp_path):
     def start(*arguments):
-        raise launcher.StartError("the server did not become ready", its_code)
+        raise serve.StartError("the server did not become ready", its_code)
 
-    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(serve, "start", start)
     assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == code
 
 
@@ -301,7 +301,7 @@ def test_ctrl_c_during_start_prints_no_traceback(model, monkeypatch, capsys, tmp
     def start(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(serve, "start", start)
     assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -17,8 +17,8 @@ import msgspec
 import psutil
 import pytest
 import trustme
-from llm_serving.cli import launcher
-from llm_serving.cli.launcher import ServerRecord, StartError, curl_line, start, stop
+from llm_serving.cli import serve
+from llm_serving.cli.serve import ServerRecord, StartError, curl_line, start, stop
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -128,7 +128,7 @@ class TestStop:
 
     def test_stop_waits_for_the_log_of_an_ended_server(self, tmp_path, monkeypatch):
         awaited = []
-        monkeypatch.setattr(launcher, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))
+        monkeypatch.setattr(serve, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))
         with a_process() as keeper, a_process() as server:
             record = msgspec.structs.replace(record_of(server.pid), log_keeper=keeper.pid)
             write(tmp_path, record)
@@ -222,7 +222,7 @@ class TestStart:
         run_instead("exit 3")
         folder = tmp_path / str(port)
         folder.mkdir()
-        with launcher._starting(folder, port):
+        with serve._starting(folder, port):
             with pytest.raises(ConfigError, match=f"a server is being started on port {port}"):
                 start(a_config(port), [], tmp_path)
             assert not (folder / "server.json").exists()
@@ -230,7 +230,7 @@ class TestStart:
             start(a_config(port), [], tmp_path)
 
     def test_start_distinguishes_its_server_from_another_on_the_port(self, tmp_path, run_instead, monkeypatch):
-        monkeypatch.setattr(launcher, "_health", lambda record: (True, "ready"))
+        monkeypatch.setattr(serve, "_health", lambda record: (True, "ready"))
         (port,) = free_ports(1)
         run_instead("echo 'the port is in use'; exit 3")
         with pytest.raises(StartError, match="the port is in use"):

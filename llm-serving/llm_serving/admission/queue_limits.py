@@ -181,7 +181,6 @@ class AdmissionQueue:
             self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
-        """Count a request in its new class. Do nothing if the request has finished."""
         for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
                 after = entries[request_id] = before._replace(class_name=request_class.name)

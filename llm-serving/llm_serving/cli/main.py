@@ -15,7 +15,7 @@ from typing import Final
 
 from llm_serving.cli import chat, config, convert, models, operate, quantize, replay, serve
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
-from llm_serving.cli.launcher import StartError
+from llm_serving.cli.serve import StartError
 from llm_serving.core.process import import_optional
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 

@@ -168,8 +168,8 @@ def _encoded_document(*, with_keys: bool) -> bytes:
 
 @dataclass(eq=False)
 class Application:
-    """Passes each request to its route, and responds with 404 or 405 if there is none. Unlike Starlette's application
-    it does not wrap `send`, which would cost time for each chunk of a stream.
+    """Passes each request to its route, or responds with 404 or 405. Unlike Starlette's application it does not wrap
+    `send`, which would cost time for each chunk of a stream.
     """
 
     routes: InitVar[Sequence[Route]]
@@ -199,10 +199,12 @@ class Application:
 
 
 def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
-    """Start an engine, serve HTTP on the configured address, and stop the engine. Return 0 after an orderly end. The
-    port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets running
-    requests finish within `shutdown_timeout_s`, the second one aborts them. Raise ConfigError if the configuration, the
-    environment or the limit of open files does not allow serving. Raise an error of the engine again.
+    """Serve HTTP on the configured address, with an engine that this call starts and stops. Return 0 after an orderly
+    end.
+
+    The port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
+    running requests finish within `shutdown_timeout_s`, the second one aborts them. Raise ConfigError if the
+    configuration or the environment does not allow serving, or the error of an engine that has failed.
     """
     serving = engine.config.serving
     check_variables(serving)

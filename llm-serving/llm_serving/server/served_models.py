@@ -193,7 +193,7 @@ class ServedModels:
         return self.find(name) if name else self.default, receive_again
 
     def _by_url(self, scope: Scope) -> tuple[ServedModel, Scope]:
-        """Return the model that the query or the id in the path selects, and the scope without that parameter."""
+        """Return the model that the query or an id in the path selects, and the scope without that parameter."""
         path: str = scope["path"]
         if scope["query_string"]:
             items = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TenantQuota:
-    """Limits the bytes of each tenant to the number of free bytes, so that no tenant can fill the store. These are
-    dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
-    IEEE/ACM Transactions on Networking 6 (2), 1998.
+    """Limits the bytes of each tenant to the number of free bytes, so that no tenant can fill the store: dynamic
+    thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998).
     """
 
     num_bytes: int
@@ -31,10 +30,9 @@ class TenantQuota:
 
 
 class StoredSizes:
-    """Sizes and tenants of the entries of a store, oldest first. It selects the entries to evict for a new one. The
-    oldest entries of the tenant that would use the most bytes are evicted. This is longest queue drop: Suter, Lakshman,
-    Stiliadis and Choudhury, "Buffer management schemes for supporting TCP in gigabit routers with per-flow queueing",
-    IEEE Journal on Selected Areas in Communications 17 (6), 1999.
+    """Sizes and tenants of a store's entries, oldest first. For a new entry it selects the oldest ones of the tenant
+    that would use the most bytes: longest queue drop (Suter, Lakshman, Stiliadis and Choudhury, "Buffer management
+    schemes for supporting TCP in gigabit routers with per-flow queueing", 1999).
     """
 
     def __init__(self, shares: TenantQuota) -> None:

@@ -74,7 +74,7 @@ def test_file_object_has_size_and_expiry(tmp_path):
             form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
             about = (await site.client.post("/v1/files", files={"file": ("in", b"x" * 10)}, data=form)).json()
             content = await site.client.get(f"/v1/files/{about['id']}/content")
-            await site.batches.stored(BatchStore.expire, about["created_at"] + 3601, 10**9)
+            await site.batches.stored(BatchStore.expire, about["created_at"] + 3601)
             gone = await site.client.get(f"/v1/files/{about['id']}")
             return about, content, gone
 

@@ -42,9 +42,8 @@ Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 @dataclass(eq=False)
 class Generation:
-    """Merges the streams of all sequences of a request into one stream of outputs, in order of arrival.
-
-    Call `aclose` also after an error: it aborts unfinished sequences.
+    """Merges the streams of a request's sequences into one stream of outputs, in order of arrival. Call `aclose` also
+    after an error: it aborts unfinished sequences.
     """
 
     streams: Sequence[RequestStream]

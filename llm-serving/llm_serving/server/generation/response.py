@@ -39,7 +39,6 @@ class ResponseBuilder(ABC):
         raise_unless_complete(output)
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes that a stream sends for an output of a choice, perhaps none."""
         if output.finish_reason is not None:
             self.check(output)
         return self.encode_delta(index, output)

@@ -83,9 +83,8 @@ class Claim:
 
 
 class AcceptedRequests:
-    """The accepted requests that clients may repeat. Only the event loop may use it. `quota`: with 0 bytes no record is
-    kept. `wall_clock`: gives the age of records that come from a log. `clock`: the monotonic clock by which records
-    expire after `max_age_s`.
+    """The accepted requests that clients may repeat. Only the event loop may use it. With a `quota` of 0 bytes, no
+    record is kept. `wall_clock` gives the age of records from a log; by `clock` they expire after `max_age_s`.
     """
 
     def __init__(

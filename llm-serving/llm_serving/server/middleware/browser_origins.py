@@ -1,8 +1,8 @@
 """Checks of requests from browsers: only the server's own pages and those of configured origins may send requests.
 
-A browser sends requests of any web page to any address it can reach, including a server on the loopback address.
-If no API keys are needed, three headers reveal such requests: `Origin`; `Host`, if an attacker's domain resolves to
-this machine (DNS rebinding); and `Sec-Fetch-Site`, for images and scripts, which are requested without an `Origin`.
+A browser sends requests of any web page to any address it can reach, such as the loopback address. If no API keys are
+needed, three headers reveal such requests: `Origin`; `Host`, if an attacker's domain resolves to this machine (DNS
+rebinding); and `Sec-Fetch-Site`, for images and scripts, which are requested without an `Origin`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HttpCaller(Caller):
-    """The caller, with fields that only the HTTP server needs."""
-
     context: RequestContext | None = field(default=None, compare=False)
     """None: there is no HTTP request."""
     quota: Quota | None = field(default=None, compare=False)

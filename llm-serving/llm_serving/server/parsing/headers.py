@@ -72,7 +72,6 @@ def read_header(request: Request, name: str) -> str | None:
 
 
 def ignored_headers(request: Request, given: Collection[str]) -> list[str]:
-    """Return the checked headers in `given` that the route has not read."""
     read = getattr(request.state, "read_headers", ())
     return [name for name in given if name not in read]
 
