@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import psutil
-from llm_serving.cli import launcher
+from llm_serving.cli import serve
 from llm_serving.cli.arguments import ended_in_order
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.core.request_class import RequestClass, class_of
@@ -56,11 +56,11 @@ def temporary_server(
     for name, value in (("--config", path), ("--model", model)):
         arguments += [] if value is None else [name, str(value)]
     with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder, ended_in_order():
-        launcher.start_silently(config, arguments, Path(folder))
+        serve.start_silently(config, arguments, Path(folder))
         try:
             yield config
         finally:
-            launcher.stop(Path(folder), None)
+            serve.stop(Path(folder), None)
 
 
 class CpuInterference:
@@ -313,9 +313,9 @@ class _Attempt(asyncio.Protocol):
                     self.retry_after_s = float(line.split(b":")[1])
             return
         rest = b""
-        for time, data in self._received:
+        for time_s, data in self._received:
             text = rest + data
-            self.token_times_s += [time] * text.count(TOKEN_EVENT)
+            self.token_times_s += [time_s] * text.count(TOKEN_EVENT)
             rest = text[-len(TOKEN_EVENT) + 1 :]
         self.finish = next((name for mark, name in FINISH_REASONS.items() if mark in answer), "error")
         if self.finish == "error":

@@ -42,6 +42,7 @@ from llm_serving.server.generation.tools import (
 from llm_serving.server.parsing.offload import INLINE_BYTES, FairThreads, off_loop
 from llm_serving.server.protocols.openai.schemas import CallerFields, ChatCompletionRequest, ChatMessage, JsonObject
 from llm_serving.text.chat_template import NUM_PROCESSES
+from llm_serving.text.tool_parsers import TOOL_FORMATS, format_in
 
 MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")

@@ -62,7 +62,7 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        return self._streams[0].request_id
+        return self.streams[0].request_id
 
     @property
     def num_streams(self) -> int:

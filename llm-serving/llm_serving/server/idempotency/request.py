@@ -23,12 +23,16 @@ import msgspec
 from starlette.requests import Request
 
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.request_stream import Sharing
-from llm_serving.errors import GoneError, RequestError
-from llm_serving.server.generation.choices import Choices
-from llm_serving.server.idempotency.store import AcceptedRequest
-from llm_serving.server.parsing.caller import HttpCaller
-from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
+from llm_serving.errors import GoneError, IdempotencyError, RequestError
+from llm_serving.server.generation.sampling import Choices
+from llm_serving.server.idempotency.store import AcceptedRequest, AcceptedRequests, Claim
+from llm_serving.server.parsing.caller import HttpCaller, within_deadline
+from llm_serving.server.parsing.headers import ResponseIdentity, identify, read_header
+from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_ITEMS, off_loop
+from llm_serving.server.protocols.openai.schemas import GenerationRequest
+from llm_serving.server.request_context import api_key_of, request_context_of
 
 MAX_NUMBERED_CHOICES: Final = 16
 """Maximum number of choices of a stream with event ids. Each id has a number for each choice."""
