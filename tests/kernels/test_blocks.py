@@ -160,6 +160,19 @@ def test_block_product_bits_equal_numpy_for_any_shape(
     assert np.array_equal(bits, expected(x, tensor).view(np.uint32))
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_block_product_of_the_largest_numbers_is_exact(isa_of_codes: str, name: str) -> None:
+    """Sums of such products come closest to the limits of the 16 bits in which some instructions add."""
+    k, largest = 512, 2 ** FORMS[name].bits - 1
+    tensor = random_tensor(np.random.default_rng(4), 64, k, FORMS[name])
+    tensor.qvalues[:] = np.array([0, 1, largest // 2, largest], np.uint8)[np.arange(64)[:, None] % 4]
+    signs = [np.ones(k), -np.ones(k), np.where(np.arange(k) % 2, 1, -1), np.where(np.arange(k) % 4 < 2, 1, -1)]
+    for count in (1, 4, 20):
+        x = typed(np.array([signs[row % 4] for row in range(count)], np.float32), "float32")
+        bits = linear(x, block_weight([tensor], "float32"), "float32").bits
+        assert np.array_equal(bits, expected(x, tensor).view(np.uint32)), count
+
+
 @pytest.mark.parametrize("m", [1, 5, 9, 70])
 def test_block_product_of_segments_equals_those_of_each(isa_of_codes: str, m: int) -> None:
     rng = np.random.default_rng(2)

@@ -91,6 +91,15 @@ inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t
 
 // ---- Integers ------------------------------------------------------------------------------------------------------
 
+// What is subtracted from qvalues of `kBits` bits, so that they are signed: AVX2 multiplies 8 bits faster then.
+#if LLM_AVX2_ONLY && defined(LLM_BYTE_PAIRS)
+template <size_t kBits>
+constexpr int32_t kLineOffset = kBits == 8 ? 128 : 0;
+#else
+template <size_t kBits>
+constexpr int32_t kLineOffset = 0;
+#endif
+
 // Shifts bits at position `from` of each byte to position `to`, and keeps those of `mask`.
 LLM_INLINE NativeInt moved_bits(NativeInt bytes, int from, int to, int32_t mask) {
   const NativeUint bits = (NativeUint)bytes;
@@ -112,6 +121,56 @@ LLM_INLINE CodeFactor line_of(const uint8_t* planes, size_t line) {
   return result;
 }
 
+// The same, minus kLineOffset.
+template <size_t kBits>
+LLM_INLINE CodeFactor factors_of(const uint8_t* planes, size_t line) {
+  CodeFactor result = line_of<kBits>(planes, line);
+  if constexpr (kLineOffset<kBits> == 128) LLM_FOR_PARTS result.part[i] ^= static_cast<int32_t>(0x80808080);
+  return result;
+}
+
+// What products of lines need to know of the number of bits: without vpmaddubsw, nothing.
+constexpr size_t product_bits(size_t bits) {
+#if defined(LLM_BYTE_PAIRS)
+  return bits <= 5 ? 5 : bits;
+#else
+  return 8;
+#endif
+}
+
+// Adds the products of line `line` of four with four qvalues of a row. vpmaddubsw adds two products in 16 bits, which
+// are at most 2 * 127 * (2^bits - 1). As many of its results as 16 bits can hold are added in `halves`. Signed qvalues
+// of 8 bits: their magnitudes are multiplied by the row's qvalues with their signs, so two products are at most
+// 2 * 127 * 128.
+template <size_t kBits>
+LLM_INLINE void add_line(size_t line, const CodeFactor& weights, const CodeFactor& four, CodeFactor& halves,
+                         Floats& sum) {
+#if defined(LLM_BYTE_PAIRS)
+  if constexpr (kBits < 8 || kLineOffset<kBits> == 128) {
+    constexpr size_t kLines = kBits <= 5 ? 4 : kBits == 6 ? 2 : 1;
+    LLM_FOR_PARTS {
+      NativeHalves product;
+      if constexpr (kBits < 8) {
+        product = multiply_bytes(weights.part[i], four.part[i]);
+      } else {
+#if LLM_AVX2_ONLY
+        const __m256i bytes = (__m256i)weights.part[i];
+        const __m256i qvalues = _mm256_sign_epi8((__m256i)four.part[i], bytes);
+        product = multiply_bytes((NativeInt)_mm256_abs_epi8(bytes), (NativeInt)qvalues);
+#endif
+      }
+      if (line % kLines > 0) product += (NativeHalves)halves.part[i];
+      halves.part[i] = (NativeInt)product;
+      if (line % kLines == kLines - 1) {
+        sum.part[i] = (NativeFloat)((NativeInt)sum.part[i] + add_halves(product));
+      }
+    }
+    return;
+  }
+#endif
+  sum = add_fours<kBits == 8>(weights, four, sum);
+}
+
 // ---- Groups --------------------------------------------------------------------------------------------------------
 
 // The scales and minima of a group of sixteen columns.
@@ -122,6 +181,13 @@ struct GroupNumbers {
 LLM_INLINE Floats load_bytes(const uint8_t* source) {
 #if defined(__AVX512F__)
   return {{_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))))}};
+#elif defined(__AVX2__)
+  Floats result;
+  LLM_FOR_PARTS {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source + i * kNative));
+    result.part[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+  }
+  return result;
 #else
   Floats result;
   LLM_FOR_PARTS {
@@ -173,7 +239,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
   const BlockLayout layout(form);
   const size_t rows = x.layout.rows;
   const bool is_half = form.group == kHalfBlock;
-  const int32_t zero = kMinima ? 0 : -static_cast<int32_t>(form.zero);
+  const int32_t zero = kMinima ? 0 : kLineOffset<kBits> - static_cast<int32_t>(form.zero);
   const int32_t* row_sums = x.sums_of(form.group) + row;
   const float* row_scales = x.scale + row;
   const int8_t* a[kRows];
@@ -199,15 +265,15 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
             if constexpr (kChains > 1) sums[1][r] = broadcast_sum(0);
           }
         }
+        CodeFactor halves[kRows];
 #pragma GCC unroll 4
         for (size_t i = 0; i < kHalfLines; i++) {
           const size_t line = half * kHalfLines + i;
-          const CodeFactor values = line_of<kBits>(planes, line);
+          const CodeFactor values = factors_of<kBits>(planes, line);
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {
             const CodeFactor four = broadcast_qvalues(a[r] + line * kFourInputs);
-            Floats& to = sums[i % kChains][r];
-            to = add_fours<kBits == 8>(values, four, to);
+            add_line<kBits>(i, values, four, halves[r], sums[i % kChains][r]);
           }
         }
         if (half == 1 || is_half) {
@@ -278,7 +344,7 @@ void widen_planes(const uint8_t* planes, size_t blocks, uint8_t* target) {
   for (size_t block = 0; block < blocks; block++, planes += kBits * kLineBytes) {
 #pragma GCC unroll 8
     for (size_t line = 0; line < kBlockLines; line++, target += kLineBytes) {
-      const CodeFactor values = line_of<kBits>(planes, line);
+      const CodeFactor values = factors_of<kBits>(planes, line);
       __builtin_memcpy(target, &values, sizeof(values));
     }
   }
@@ -329,7 +395,7 @@ struct WidePanels {
 };
 
 // Multiplies a few rows by the `kPanels` panels that begin at `panel`, and adds the products to the totals.
-template <bool kMinima, size_t kRows, size_t kPanels>
+template <bool kMinima, size_t kBits, size_t kRows, size_t kPanels>
 void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
                size_t panel_stride, size_t prefetched) {
   const size_t rows = x.layout.rows, stride = x.layout.width;
@@ -338,7 +404,7 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
   const int32_t* row_sums = x.sums_of(panels.form.group) + panels.first_block * (is_half ? 2 : 1) * rows + row;
   const float* row_scales = x.scale + panels.first_block * rows + row;
   const int8_t* a = x.at(row, panels.first_block * kBlockInputs);
-  const int32_t zero = kMinima ? 0 : -static_cast<int32_t>(panels.form.zero);
+  const int32_t zero = kMinima ? 0 : kLineOffset<kBits> - static_cast<int32_t>(panels.form.zero);
   const uint8_t* qvalues[kPanels];
   const GroupNumbers* numbers[kPanels];
   Floats total[kRows][kPanels];
@@ -362,18 +428,22 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
 #pragma GCC unroll 8
       for (size_t p = 0; p < kPanels; p++) sums[r][p] = begin;
     }
-    for (const uint8_t* until = qvalues[0] + group_bytes; qvalues[0] < until; a += kFourInputs) {
-      CodeFactor values[kPanels];
+    for (const uint8_t* until = qvalues[0] + group_bytes; qvalues[0] < until;) {
+      CodeFactor halves[kRows][kPanels];
+#pragma GCC unroll 4
+      for (size_t line = 0; line < kHalfLines; line++, a += kFourInputs) {
+        CodeFactor values[kPanels];
 #pragma GCC unroll 8
-      for (size_t p = 0; p < kPanels; p++) {
-        values[p] = load_qvalues(qvalues[p]);
-        qvalues[p] += kLineBytes;
-      }
+        for (size_t p = 0; p < kPanels; p++) {
+          values[p] = load_qvalues(qvalues[p]);
+          qvalues[p] += kLineBytes;
+        }
 #pragma GCC unroll 8
-      for (size_t r = 0; r < kRows; r++) {
-        const CodeFactor four = broadcast_qvalues(a + r * stride);
+        for (size_t r = 0; r < kRows; r++) {
+          const CodeFactor four = broadcast_qvalues(a + r * stride);
 #pragma GCC unroll 8
-        for (size_t p = 0; p < kPanels; p++) sums[r][p] = add_fours<true>(values[p], four, sums[r][p]);
+          for (size_t p = 0; p < kPanels; p++) add_line<kBits>(line, values[p], four, halves[r][p], sums[r][p]);
+        }
       }
     }
 #pragma GCC unroll 8
@@ -395,29 +465,29 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
   }
 }
 
-template <bool kMinima, size_t kPanels>
+template <bool kMinima, size_t kBits, size_t kPanels>
 void wide_tile_of(size_t height, const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row,
                   float* totals, size_t panel_stride, size_t prefetched) {
   switch (height) {
     case 1:
-      return wide_tile<kMinima, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kMinima, kBits, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 2:
-      return wide_tile<kMinima, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kMinima, kBits, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 3:
-      return wide_tile<kMinima, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kMinima, kBits, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 4:
-      return wide_tile<kMinima, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kMinima, kBits, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 5:
-      return wide_tile<kMinima, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kMinima, kBits, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 6:
-      return wide_tile<kMinima, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kMinima, kBits, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     default:
       return;
   }
 }
 
 // Multiplies rows by widened panels, in tiles of nearly equal height.
-template <bool kMinima>
+template <bool kMinima, size_t kBits>
 void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
                     float* totals) {
   const size_t tiles = (rows + kTileRows - 1) / kTileRows, panel_stride = rows * kPanelWidth;
@@ -428,11 +498,11 @@ void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlock
     size_t panel = 0;
     for (; panel + kWidePanels <= count; panel += kWidePanels) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kMinima, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
+      wide_tile_of<kMinima, kBits, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     if (panel < count) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kMinima, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
+      wide_tile_of<kMinima, kBits, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     r += height;
   }
@@ -475,9 +545,13 @@ inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* con
       }
     }
     if (form.has_minima) {
-      multiply_tiles<true>(panels, count, x, row, rows, totals);
+      multiply_tiles<true, product_bits(5)>(panels, count, x, row, rows, totals);
+    } else if (form.bits == 8) {
+      multiply_tiles<false, 8>(panels, count, x, row, rows, totals);
+    } else if (form.bits == 6) {
+      multiply_tiles<false, product_bits(6)>(panels, count, x, row, rows, totals);
     } else {
-      multiply_tiles<false>(panels, count, x, row, rows, totals);
+      multiply_tiles<false, product_bits(5)>(panels, count, x, row, rows, totals);
     }
   }
 }

@@ -35,7 +35,10 @@ struct CodeFactor {
 
 LLM_INLINE CodeFactor load_qvalues(const void* qvalues) {
   CodeFactor result;
-  __builtin_memcpy(&result, qvalues, sizeof(result));
+  // One load for each part: gcc copies all parts at once through memory, in pieces that the CPU cannot forward.
+  LLM_FOR_PARTS {
+    __builtin_memcpy(&result.part[i], static_cast<const uint8_t*>(qvalues) + i * sizeof(NativeInt), sizeof(NativeInt));
+  }
   return result;
 }
 
@@ -85,20 +88,27 @@ LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
 #endif
 }
 
+#if defined(__AVX2__)
+#define LLM_BYTE_PAIRS 1
+// The products of unsigned and signed bytes, each two of them added in 16 bits.
+LLM_INLINE NativeHalves multiply_bytes(NativeInt unsigned_bytes, NativeInt bytes) {
+#if defined(__AVX512BW__)
+  return (NativeHalves)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)bytes);
+#else
+  return (NativeHalves)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)bytes);
+#endif
+}
+
+// The two 16-bit numbers of each lane, added.
+LLM_INLINE NativeInt add_halves(NativeHalves halves) { return multiply_pairs(halves, NativeHalves{} + 1); }
+#endif
+
 // The products of unsigned and signed qvalues, four in each lane, added. `kIsByte`: the unsigned ones need more than
 // the 7 bits with which vpmaddubsw cannot overflow.
 template <bool kIsByte>
 LLM_INLINE NativeInt multiply_fours(NativeInt unsigned_qvalues, NativeInt qvalues) {
-#if defined(__AVX512BW__)
-  if constexpr (!kIsByte) {
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues, (__m512i)qvalues);
-    return (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-  }
-#elif defined(__AVX2__)
-  if constexpr (!kIsByte) {
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_qvalues, (__m256i)qvalues);
-    return (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  }
+#if defined(LLM_BYTE_PAIRS)
+  if constexpr (!kIsByte) return add_halves(multiply_bytes(unsigned_qvalues, qvalues));
 #endif
   const NativeHalves a = (NativeHalves)unsigned_qvalues, b = (NativeHalves)qvalues;
   return multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs(a >> 8 & 0xff, b >> 8);
