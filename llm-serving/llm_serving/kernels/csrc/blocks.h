@@ -178,25 +178,6 @@ struct GroupNumbers {
   Floats scale, minimum;
 };
 
-LLM_INLINE Floats load_bytes(const uint8_t* source) {
-#if defined(__AVX512F__)
-  return {{_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))))}};
-#elif defined(__AVX2__)
-  Floats result;
-  LLM_FOR_PARTS {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source + i * kNative));
-    result.part[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
-  }
-  return result;
-#else
-  Floats result;
-  LLM_FOR_PARTS {
-    for (size_t j = 0; j < kNative; j++) result.part[i][j] = static_cast<float>(source[i * kNative + j]);
-  }
-  return result;
-#endif
-}
-
 // Reads the numbers of groups of a chunk, exactly.
 template <bool kMinima>
 struct GroupReader {
@@ -217,7 +198,7 @@ struct GroupReader {
     const auto* halves = reinterpret_cast<const Float16*>(record);
     if (!has_units) return {load(halves), kMinima ? load(halves + kPanelWidth) : zeros()};
     const Floats scale = load(reinterpret_cast<const int8_t*>(record)) * scale_unit;
-    return {scale, kMinima ? load_bytes(record + kPanelWidth) * minimum_unit : zeros()};
+    return {scale, kMinima ? load(record + kPanelWidth) * minimum_unit : zeros()};
   }
 };
 

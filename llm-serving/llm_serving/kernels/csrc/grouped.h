@@ -109,7 +109,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
             __builtin_prefetch(qvalues[p] + first * kInputBytes + ahead, 0, 2);
           }
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (size_t factor = 0; factor < Op::kFactors; factor++) {
           typename Op::Factor values[kPanels];
 #pragma GCC unroll 8

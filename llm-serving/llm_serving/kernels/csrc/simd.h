@@ -221,18 +221,35 @@ LLM_INLINE NativeFloat native_load(const int8_t* source) {
 #endif
 }
 
+LLM_INLINE NativeFloat native_load(const uint8_t* source) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+  typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
+  NativeByte bytes;
+  __builtin_memcpy(&bytes, source, sizeof(bytes));
+  return __builtin_convertvector(__builtin_convertvector(bytes, NativeInt), NativeFloat);
+#endif
+}
+
 LLM_INLINE void native_store(float* target, NativeFloat value) { __builtin_memcpy(target, &value, sizeof(value)); }
+
+// The bits of numbers rounded to bfloat16.
+LLM_INLINE NativeUint bfloat16_bits(NativeFloat value) {
+  const NativeUint bits = (NativeUint)value;
+  const NativeUint rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const NativeUint quiet = bits >> 16 | 0x40;
+  return (bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
+}
 
 LLM_INLINE void native_store(BFloat16* target, NativeFloat value) {
 #if defined(__AVX512BF16__)
   const __m256bh rounded = _mm512_cvtneps_pbh(value);  // subnormals become zero
   __builtin_memcpy(target, &rounded, sizeof(rounded));
 #else
-  const NativeUint bits = (NativeUint)value;
-  const NativeUint rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const NativeUint quiet = bits >> 16 | 0x40;
-  const NativeUint chosen = (bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
-  const NativeShort narrow = __builtin_convertvector(chosen, NativeShort);
+  const NativeShort narrow = __builtin_convertvector(bfloat16_bits(value), NativeShort);
   __builtin_memcpy(target, &narrow, sizeof(narrow));
 #endif
 }

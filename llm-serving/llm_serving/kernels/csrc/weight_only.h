@@ -101,7 +101,44 @@ struct Bytes {
 };
 #endif
 
-#if defined(__AVX512BF16__) && !defined(LLM_AMX)
+// The zero points of a panel's columns; null: those of all columns are in the middle.
+LLM_INLINE Floats zeros_of(size_t bits, const uint8_t* zero) {
+  return zero == nullptr ? broadcast(static_cast<float>(1 << (bits - 1))) : load(zero);
+}
+
+#if LLM_AVX2_ONLY
+#define LLM_WIDENS_IN_REGISTERS
+// Qvalues as float32, of one input at a time: a lane of 32 bits has two words, of the even inputs and the odd ones.
+template <size_t kQBits>
+struct WeightOnlyProduct {
+  using Activation = float;
+  using Factor = Floats;
+  using Sum = Floats;
+  using Zero = Floats;
+  static constexpr size_t kBits = kQBits;
+  static constexpr size_t kFactors = 32 / kBits;
+  static constexpr size_t kInputs = kFactors;
+  static constexpr bool kIsExact = false;
+
+  static LLM_INLINE Zero zero_of(const uint8_t* zero) { return zeros_of(kBits, zero); }
+  static LLM_INLINE Sum begin(const int32_t*) { return zeros(); }
+  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, const Zero& zero) {
+    const int shift = static_cast<int>(factor % 2 * 16 + factor / 2 * kBits);
+    const CodeFactor lanes = load_qvalues(qvalues);
+    Factor result;
+    LLM_FOR_PARTS {
+      const NativeInt numbers = (NativeInt)((NativeUint)lanes.part[i] >> shift) & ((1 << kBits) - 1);
+      result.part[i] = __builtin_convertvector(numbers, NativeFloat);
+    }
+    return result - zero;
+  }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) { return broadcast(a[factor]); }
+  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) { return Operand<BFloat16>::accumulate(a, b, sum); }
+  static LLM_INLINE Floats finish(Sum sum, Floats scale, Floats before, const uint8_t*, const int32_t*) {
+    return multiply_add(sum, scale, before);
+  }
+};
+#elif defined(__AVX512BF16__) && !defined(LLM_AMX)
 #define LLM_WIDENS_IN_REGISTERS
 template <class QValues>
 struct WeightOnlyProduct : QValues {
@@ -125,10 +162,13 @@ struct WeightOnlyProduct : QValues {
   }
 };
 
-template <class QValues>
+#endif
+
+#if defined(LLM_WIDENS_IN_REGISTERS)
+template <class Op>
 void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, size_t row, size_t rows,
                            const UnitPanels<WideCode>& panels, float* sums) {
-  auto product = grouped_product<WeightOnlyProduct<QValues>>(args, panels, rows, sums);
+  auto product = grouped_product<Op>(args, panels, rows, sums);
   product.a = x.at(row, 0);
   product.a_stride = x.layout.width;
   product.inputs = x.inputs;
@@ -143,7 +183,11 @@ constexpr size_t kMaxRowsOfBytes = 2 * kTileRows;
 template <class Element>
 bool widens_in_registers(const LinearArgs& args) {
 #if defined(LLM_WIDENS_IN_REGISTERS)
+#if LLM_AVX2_ONLY
+  const bool is_quick = args.m <= (args.qvalues->bits == 8 ? kTileRows : kTileRows - 1);
+#else
   const bool is_quick = args.qvalues->bits == 4 || args.m <= kMaxRowsOfBytes;
+#endif
   return std::is_same<Element, BFloat16>::value && is_quick && args.k > 0 && args.k % kInputsOfWords == 0;
 #else
   return false && args.m > 0;
@@ -152,46 +196,37 @@ bool widens_in_registers(const LinearArgs& args) {
 
 // ---- Elements out of qvalues, in memory --------------------------------------------------------------------------
 
-// Zero points of a panel's columns in the order of 32 adjacent elements: those of columns, or those of pairs.
-template <class Element>
-struct WordZeros {
-  Floats low, high;
-
-  WordZeros(size_t bits, const uint8_t* zero) {
-    constexpr size_t kInputs = std::is_same<Element, BFloat16>::value ? 2 : 1;
-    const float usual = bits == 8 ? kByteZero : 8.0f;
-    float values[kBlockWords];
-    for (size_t i = 0; i < kBlockWords; i++) values[i] = zero == nullptr ? usual : zero[i / kInputs % kPanelWidth];
-    low = load(values);
-    high = load(values + kLanes);
-  }
-};
-
-// The first sixteen qvalues of as many words, as numbers.
-LLM_INLINE Floats qvalues_as_floats(const uint16_t* words, int mask) {
-  Floats result;
-  LLM_FOR_PARTS {
-    NativeInt numbers;
-    for (size_t j = 0; j < kNative; j++) numbers[j] = words[i * kNative + j] & mask;
-    result.part[i] = __builtin_convertvector(numbers, NativeFloat);
-  }
-  return result;
-}
-
 template <class Element>
 void widen_blocks(const uint8_t* qvalues, size_t bits, size_t blocks, size_t ahead, const uint8_t* zero,
                   Element* target) {
-  const WordZeros<Element> zeros(bits, zero);
+  const Floats zeros = zeros_of(bits, zero);
   const int mask = (1 << bits) - 1;
   for (size_t block = 0; block < blocks; block++, qvalues += kBlockBytes) {
     __builtin_prefetch(qvalues + ahead);
-    uint16_t words[kBlockWords];
-    __builtin_memcpy(words, qvalues, sizeof(words));
-    for (size_t part = 0; part < 16 / bits; part++, target += kBlockWords) {
-      // Every element type holds these numbers exactly.
-      store(target, qvalues_as_floats(words, mask) - zeros.low);
-      store(target + kLanes, qvalues_as_floats(words + kLanes, mask) - zeros.high);
-      for (uint16_t& word : words) word = static_cast<uint16_t>(word >> bits);
+    for (size_t shift = 0; shift < 16; shift += bits, target += kBlockWords) {
+      if constexpr (std::is_same<Element, BFloat16>::value) {  // a lane has an even input and an odd one
+        const CodeFactor lanes = load_qvalues(qvalues);
+        LLM_FOR_PARTS {
+          const NativeUint lane = (NativeUint)lanes.part[i];
+          const NativeInt even = (NativeInt)(lane >> shift) & mask, odd = (NativeInt)(lane >> (16 + shift)) & mask;
+          const NativeFloat first = __builtin_convertvector(even, NativeFloat) - zeros.part[i];
+          const NativeFloat second = __builtin_convertvector(odd, NativeFloat) - zeros.part[i];
+          // bfloat16 holds these numbers exactly: the low bits are zeros.
+          const NativeUint pairs = (NativeUint)first >> 16 | (NativeUint)second;
+          __builtin_memcpy(static_cast<void*>(target + 2 * i * kNative), &pairs, sizeof(pairs));
+        }
+      } else {
+        for (size_t input = 0; input < 2; input++) {
+          Floats numbers;
+          LLM_FOR_PARTS {
+            NativeShort words;
+            __builtin_memcpy(&words, qvalues + (input * kLanes + i * kNative) * sizeof(uint16_t), sizeof(words));
+            const NativeInt fields = __builtin_convertvector(words, NativeInt) >> static_cast<int>(shift) & mask;
+            numbers.part[i] = __builtin_convertvector(fields, NativeFloat) - zeros.part[i];
+          }
+          store(target + input * kLanes, numbers);
+        }
+      }
     }
   }
 }
@@ -283,9 +318,16 @@ void sum_products(const LinearArgs& args, const WideRows<Element>& x, size_t row
 #if defined(LLM_WIDENS_IN_REGISTERS)
   if constexpr (std::is_same<Element, BFloat16>::value) {
     if (widens_in_registers<Element>(args)) {
-      if (args.qvalues->bits == 8) return multiply_in_registers<Bytes>(args, x, row, rows, panels, sums);
-      if (args.qvalues->zero == nullptr) return multiply_in_registers<Halves<false>>(args, x, row, rows, panels, sums);
-      return multiply_in_registers<Halves<true>>(args, x, row, rows, panels, sums);
+#if LLM_AVX2_ONLY
+      if (args.qvalues->bits == 8) return multiply_in_registers<WeightOnlyProduct<8>>(args, x, row, rows, panels, sums);
+      return multiply_in_registers<WeightOnlyProduct<4>>(args, x, row, rows, panels, sums);
+#else
+      if (args.qvalues->bits == 8)
+        return multiply_in_registers<WeightOnlyProduct<Bytes>>(args, x, row, rows, panels, sums);
+      if (args.qvalues->zero == nullptr)
+        return multiply_in_registers<WeightOnlyProduct<Halves<false>>>(args, x, row, rows, panels, sums);
+      return multiply_in_registers<WeightOnlyProduct<Halves<true>>>(args, x, row, rows, panels, sums);
+#endif
     }
   }
 #endif

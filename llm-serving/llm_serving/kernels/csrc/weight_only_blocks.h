@@ -31,6 +31,24 @@ LLM_INLINE Floats dequantized(const CodeFactor& line, int input, Floats zero, co
   return kMinima ? result - numbers.minimum : result;
 }
 
+// Writes sixteen pairs of elements.
+LLM_INLINE void store_pairs(BFloat16* target, const Floats& first, const Floats& second) {
+#if defined(__AVX512BF16__)
+  BFloat16 even[kPanelWidth], odd[kPanelWidth];
+  store(even, first);
+  store(odd, second);
+  for (size_t column = 0; column < kPanelWidth; column++) {
+    target[2 * column] = even[column];
+    target[2 * column + 1] = odd[column];
+  }
+#else
+  LLM_FOR_PARTS {
+    const NativeUint pairs = bfloat16_bits(first.part[i]) | bfloat16_bits(second.part[i]) << 16;
+    __builtin_memcpy(static_cast<void*>(target + 2 * i * kNative), &pairs, sizeof(pairs));
+  }
+#endif
+}
+
 // Writes the four inputs of a line in the order of packed elements.
 template <bool kMinima, class Element>
 LLM_INLINE void dequantize_line(const CodeFactor& line, Floats zero, const GroupNumbers& numbers, Element* target) {
@@ -42,13 +60,7 @@ LLM_INLINE void dequantize_line(const CodeFactor& line, Floats zero, const Group
       store(to, first);
       store(to + kPanelWidth, second);
     } else {
-      Element even[kPanelWidth], odd[kPanelWidth];
-      store(even, first);
-      store(odd, second);
-      for (size_t column = 0; column < kPanelWidth; column++) {
-        to[2 * column] = even[column];
-        to[2 * column + 1] = odd[column];
-      }
+      store_pairs(to, first, second);
     }
   }
 }
