@@ -14,7 +14,7 @@ from typing import Final
 import httpx
 from support.server_process import ONE_THREAD, ROOT, free_ports
 
-MAX_FILES: Final = 70
+MAX_FILES: Final = 68
 MAX_FUNCTIONS: Final = 400
 """Of the master. They may only be lowered: what a request does not use, it should not enter."""
 

@@ -229,15 +229,15 @@ def test_updates_take_their_share_of_the_time_while_drafts_do_not_pay() -> None:
     now, spent = 0.0, 0.0
     controller = SpeculationController(4, NgramProposer(3, clock=lambda: now), clock=lambda: now)
     costly(controller, 30, 0.002)
-    compare = controller._ngram._compare
+    update = controller._ngram.update
 
-    def slowly():
+    def slowly(*arguments):
         nonlocal now, spent
         now += 50e-6
         spent += 50e-6
-        compare()
+        return update(*arguments)
 
-    controller._ngram._compare = slowly
+    controller._ngram.update = slowly
     requests = repeating_requests(controller, 30)
     before = spent
     for index in range(800):
@@ -253,14 +253,14 @@ def test_controller_notices_sooner_that_drafts_pay_again_after_a_shorter_pause()
     controller = SpeculationController(4, NgramProposer(3), clock=lambda: now)
     controller.gain.record_step(1, 0.001, 0.0)
     request = predictable(controller, rounds=3)
-    compare = controller._ngram._compare
+    update = controller._ngram.update
 
-    def slowly():
+    def slowly(*arguments):
         nonlocal now
         now += 1.0
-        compare()
+        return update(*arguments)
 
-    controller._ngram._compare = slowly
+    controller._ngram.update = slowly
     for num_wrong in (4, 64):
         answer(controller, request, AGAIN * 3)
         assert controller.pays

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
@@ -290,6 +290,12 @@ class Request(ScheduledRequest):
             self.matcher = self.constraint.create_matcher()
         if self.sampling.prompt_logprobs is not None:
             self.num_prompt_logprobs_wanted = len(self.prompt_token_ids) - 1
+
+    @classmethod
+    def derived(cls, request: ClientRequest, **changes: Any) -> Request:
+        """Return a new request with the client's fields of `request`, no parent, and `changes`."""
+        values = {each.name: getattr(request, each.name) for each in fields(ClientRequest)}
+        return cls(**{**values, "fork_of": None, **changes})
 
     @property
     def root_request(self) -> Request:

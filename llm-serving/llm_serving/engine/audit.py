@@ -103,19 +103,13 @@ class Auditor:
             return
         answer = self.waiting.popleft()
         request = answer.request
-        copy = Request(
+        copy = Request.derived(
+            request,
             request_id=f"audit-{request.request_id}",
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            stop_token_ids=request.stop_token_ids,
             priority=MAX_PRIORITY,
             tenant=TENANT,
             cache_salt=request.request_id,
-            adapter=request.adapter,
-            beam_search=request.beam_search,
-            constraint=request.constraint,
             wants_vector=answer.pieces[-1].vector is not None,
-            arrival_time=request.arrival_time,
         )
         self._running = answer, Answer(copy)
         attach_sink(copy, self._context)

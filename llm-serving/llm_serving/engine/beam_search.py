@@ -216,21 +216,20 @@ class BeamSearchSink:
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
         """Create the request of a beam. `parent`: request that has computed the beam's tokens except the latest."""
         root = self.request
-        beam = Request(
+        beam = Request.derived(
+            root,
             request_id=f"{root.request_id}/{self._num_forks}",
-            prompt_token_ids=root.prompt_token_ids,
             sampling=replace(
                 root.sampling, logprobs=max(2 * self._params.width, root.sampling.logprobs or 0), prompt_logprobs=None
             ),
+            stop_token_ids=frozenset(),
+            beam_search=None,
+            wants_vector=False,
             priority=root.priority,
-            tenant=root.tenant,
-            cache_salt=root.cache_salt,
-            adapter=root.adapter,
             fork_of=None if parent is None else parent.request_id,
             needs_known_output=True,
             is_beam=True,
             sink=self,
-            arrival_time=root.arrival_time,
             deadline=root.deadline,
             output_token_ids=output_token_ids,
         )

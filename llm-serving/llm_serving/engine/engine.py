@@ -141,11 +141,12 @@ class Engine(EngineRequests):
             if self.fleet is not None:
                 self.fleet.apply_remote_service()
             self._auditor.run_copy()
-        replied = bool(self._in_flight) and self._waits_for_replies()
-        if replied:
+        progressed = False
+        if self._in_flight and self._waits_for_replies():
             # Published after the next step is submitted: until then the master's time delays the WorkAgent.
             self._collect()
             self._drain_inbox()
+            progressed = True
         drafter = self._drafter
         if drafter is not None and (drafter.waiting or drafter.pays):
             self._propose_drafts(drafter)
@@ -153,11 +154,11 @@ class Engine(EngineRequests):
         schedule = self._schedule(now)
         if schedule is not None:
             self._submit(schedule, now)
-        collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
-        if collects:
-            self._collect()
-        # The reply may let the scheduler schedule what it could not before.
-        return schedule is not None or collects or replied
+            progressed = True
+        if self._in_flight and (schedule is None or len(self._in_flight) == self._max_steps_in_flight):
+            self._collect()  # the reply may let the scheduler schedule what it could not before
+            progressed = True
+        return progressed
 
     def _propose_drafts(self, drafter: SpeculationController) -> None:
         synchronous = not self._in_flight and self._waits_for_replies()
@@ -240,7 +241,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether steps should wait for replies: steps formed ahead contain no drafts and leave out some
+        """Return whether steps should wait for replies. A step formed ahead has no drafts, and leaves out some
         requests.
         """
         if self._max_steps_in_flight == 1:

@@ -181,8 +181,8 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter into the WorkAgent; an empty `folder` unloads it. Raise WorkerDiedError after the engine's
-        end.
+        """Load an adapter into the WorkAgent; an empty `folder` unloads it. Raise WorkerDiedError if the engine has
+        ended.
         """
 
         def change() -> None:

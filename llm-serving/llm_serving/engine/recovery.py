@@ -131,9 +131,7 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests. A copy fails exactly if its request
-        does.
-        """
+        """Return whether the WorkAgent can compute copies of these requests, which fail if the requests do."""
         scheduler, executor = self._scheduler, self._executor
         pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states
         if states is not None:
@@ -178,13 +176,5 @@ def _trial_limits(limits: SchedulerLimits) -> SchedulerLimits:
 def _copy(request: Request) -> Request:
     max_tokens = min(len(request.output_token_ids) + 2, request.sampling.max_tokens)
     min_tokens = min(request.sampling.min_tokens, max_tokens)
-    return Request(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=list(request.output_token_ids),
-        sampling=replace(request.sampling, max_tokens=max_tokens, min_tokens=min_tokens),
-        stop_token_ids=request.stop_token_ids,
-        constraint=request.constraint,
-        wants_vector=request.wants_vector,
-        adapter=request.adapter,
-    )
+    sampling = replace(request.sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+    return Request.derived(request, sampling=sampling, output_token_ids=list(request.output_token_ids))

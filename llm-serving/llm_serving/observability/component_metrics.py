@@ -285,9 +285,7 @@ class DiskMetrics:
         self._num_bytes = -1
 
     def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
-        """Count a lookup of prompt blocks that are not in the KV cache. `num_bytes`: of all files; -1: unusable
-        folder.
-        """
+        """Count a lookup of prompt blocks that are not in the KV cache. `num_bytes`: of all files; -1: unusable."""
         with self._lock:
             self._num_looked_up += num_looked_up
             self._num_read += num_read

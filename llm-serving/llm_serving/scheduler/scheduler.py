@@ -144,7 +144,7 @@ class Scheduler:
         stores = [] if blocks.disk is None else plan_stores(rows, blocks, blocks.disk, exports)
         started = self._advance(plan, rows, running)
         num_violations = self._end_step(plan, running, has_prompts)
-        preempted, preemptions = self._preemptor.pop_preempted()
+        preempted, preemptions = self._preemptor.pop_preempted() if self._preemptor.preempted else ([], [])
         return Schedule(
             step=plan.number,
             rows=rows,

@@ -86,9 +86,7 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request, and hold it if its tenant is at its limit. None: no limit applies, or it was admitted
-        before.
-        """
+        """Add a request, and hold it if its tenant is at its limit. None: there is no limit, or it ran before."""
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
             return None

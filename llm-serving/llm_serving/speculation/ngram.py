@@ -281,7 +281,11 @@ class NgramProposer:
         Return whether any lookup was expected to gain more than it cost. `could_pay`: returns whether drafts would
         raise the throughput if all were accepted.
         """
-        self._compare()
+        for request, drafts in list(self.matched.items()):
+            if not drafts.compare(request.output_token_ids):
+                del self.matched[request]
+                self.unmatched[request] = drafts
+                self.requests.move_to_end(request, last=False)
         promising = self._promising(num_rows, step_s)
         if promising and not could_pay():
             promising = []
@@ -292,13 +296,6 @@ class NgramProposer:
         if self._is_timed and chosen:
             self.lookup_time.add((self._now() - began) / len(chosen))
         return bool(promising)
-
-    def _compare(self) -> None:
-        for request, drafts in list(self.matched.items()):
-            if not drafts.compare(request.output_token_ids):
-                del self.matched[request]
-                self.unmatched[request] = drafts
-                self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
         """Return the unmatched requests whose lookup gains more tokens than it costs. Remove all others from

@@ -88,19 +88,11 @@ def failure_output(request: Request, reason: FinishReason, error: str) -> Reques
 
 
 def continuation_of(request: Request, transfer: Transfer) -> Request:
-    return Request(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=request.sampling,
-        stop_token_ids=request.stop_token_ids,
+    return Request.derived(
+        request,
         priority=request.priority,
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-        adapter=request.adapter,
         needs_known_output=request.needs_known_output,
         transfer=transfer,
-        constraint=request.constraint,
-        arrival_time=request.arrival_time,
         deadline=request.deadline,
         http_timings=request.http_timings,
         output_token_ids=list(request.output_token_ids),

@@ -134,7 +134,7 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. Return False if that failed without other WorkAgents: the cluster may be a new one."""
+        """Start a WorkAgent. Return False if that fails and no other runs, because this cluster may be lost."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
             "max_restarts": 0,  # the supervisor restarts WorkAgents, with new tokens
