@@ -23,7 +23,7 @@ def add_to(commands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
-        lines = list(cached_table())
+        lines = list(_cached_table())
         if len(lines) == 1:
             say("the local caches hold no model")
     else:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def cached_table() -> Iterator[str]:
+def _cached_table() -> Iterator[str]:
     rows = [("NAME", "HUB", "REVISION", "STATE")]
     rows += [(each.name, each.hub, each.revision[:12], _state_of(each.folder)) for each in cached_models()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

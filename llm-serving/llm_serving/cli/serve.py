@@ -21,7 +21,6 @@ import psutil
 
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands, add_command, add_config_arguments, load_servable, say
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.process import command_of
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.log import configure_logging, get_logger
@@ -185,18 +184,27 @@ def _starting(folder: Path, port: int) -> Iterator[None]:
 
 
 def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str]) -> Path:
-    host, port = config.serving.server_ip, config.serving.server_port
-    log = folder / "server.log"
-    keeper = _keep_log(log, config.serving)
+    serving, log, nothing = config.serving, folder / "server.log", subprocess.DEVNULL
+    command = command_of("llm_serving.log_keeper", str(log), str(serving.log_file_bytes), str(serving.log_files))
+    keeper = subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
+    )
     assert keeper.stdin is not None
     with keeper.stdin as output:
         command = command_of("llm_serving", "serve", *serve_arguments)
         process = subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command, stdin=nothing, stdout=output, stderr=output, start_new_session=True
         )
-    timeout = config.serving.shutdown_timeout_s + STOP_MARGIN_S
-    created = psutil.Process(process.pid).create_time()
-    record = ServerRecord(process.pid, created, host, port, str(log), timeout, keeper.pid, config.serving.scheme)
+    record = ServerRecord(
+        pid=process.pid,
+        create_time=psutil.Process(process.pid).create_time(),
+        host=serving.server_ip,
+        port=serving.server_port,
+        log=str(log),
+        stop_timeout_s=serving.shutdown_timeout_s + STOP_MARGIN_S,
+        log_keeper=keeper.pid,
+        scheme=serving.scheme,
+    )
     for notice in config.notices:
         say(f"notice: {notice}")
     try:
@@ -252,13 +260,6 @@ def curl_line(config: ServingConfig) -> str:
     unverified = "k" if config.serving.ssl_certfile is not None else ""  # the address is rarely the certificate's name
     key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
     return f"curl -s{unverified} {url}{key} -H 'Content-Type: application/json' -d '{body}'"
-
-
-def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
-    command = command_of("llm_serving.log_keeper", str(path), str(serving.log_file_bytes), str(serving.log_files))
-    return subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
 
 
 def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:

@@ -95,7 +95,7 @@ def build_site(
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
-    open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
+    open_paths = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
     responses = ResponseStore(tenant_quota_of(engine, "response_store_bytes"))
     accepted = open_accepted(engine) if accepted is None else accepted
     buffers = ResponseBuffers(engine.config.serving.max_buffered_response_bytes)
@@ -105,17 +105,12 @@ def build_site(
         return Response(document, media_type="application/json")
 
     def routes_of(engine: AsyncEngine) -> Application:
+        policy = engine.config.scheduler.policy
         routes = Application(
             [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
             responses,
             ReceiptHook(engine.config),
-            LiveFeed(
-                engine.lookup,
-                engine.metrics,
-                engine.config.scheduler.policy,
-                engine.config.serving.max_live_viewers,
-                engine.clock,
-            ),
+            LiveFeed(engine.lookup, engine.metrics, policy, engine.config.serving.max_live_viewers, engine.clock),
             accepted,
             ModelState(engine.config),
             Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
@@ -144,14 +139,9 @@ def build_site(
     application: ASGIApp = routes
     authentication: ApiKeyAuthentication | None = None
     if keys:
+        open_pages = frozenset(each.path for each in page)
         application = authentication = ApiKeyAuthentication(
-            application,
-            keys,
-            open_paths,
-            [each.path for each in page],
-            clock=engine.clock,
-            quotas=quotas,
-            refused=refused,
+            application, keys, open_paths, open_pages, clock=engine.clock, quotas=quotas, refused=refused
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)

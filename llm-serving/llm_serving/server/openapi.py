@@ -163,7 +163,7 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Return the names `start`, and those of all schemas to which they refer, directly or indirectly."""
+    """Return `start` and the names of all schemas to which these refer, directly or indirectly."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:

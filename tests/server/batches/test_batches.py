@@ -107,7 +107,7 @@ def test_stopped_batch_can_be_cancelled(tmp_path):
 
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
-            site.batches._ask = fail
+            site.batches.ask = fail
             batch_id = await site.begin(jsonl(line("a")))
             still = await site.ended(batch_id)
             cancelling = (await site.client.post(f"/v1/batches/{batch_id}/cancel")).json()
@@ -124,7 +124,7 @@ def test_batch_waiting_for_the_store_is_cancelled_at_once(tmp_path, monkeypatch)
 
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
-            site.batches._ask = fail
+            site.batches.ask = fail
             batch_id = await site.begin(jsonl(line("a")))
             while site.batches.trouble is None:
                 await asyncio.sleep(0)
@@ -180,7 +180,7 @@ def test_stopped_batch_frees_its_slot_for_the_next(tmp_path, monkeypatch):
 
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
-            site.batches._ask = fail_once
+            site.batches.ask = fail_once
             still, next_one = [await site.begin(jsonl(line(name))) for name in "ab"]
             assert await all_ended(site, [next_one]) == ["completed"]
             assert (await site.show(still))["status"] == "in_progress"
@@ -216,13 +216,13 @@ def test_batch_continues_when_a_full_disk_has_room(tmp_path, monkeypatch):
 
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
-            room, ask = asyncio.Event(), site.batches._ask
+            room, ask = asyncio.Event(), site.batches.ask
 
             async def ask_later(*arguments):
                 await room.wait()
                 return await ask(*arguments)
 
-            site.batches._ask = ask_later
+            site.batches.ask = ask_later
             batch_id = await site.begin(jsonl(*(line(str(n)) for n in range(40))))  # whose answers need new pages
             while (await site.show(batch_id))["status"] != "in_progress":
                 await asyncio.sleep(0)

@@ -116,7 +116,7 @@ def test_batch_reads_line_bodies_on_demand(tmp_path):
 
     async def talking():
         async with Site(FakeEngine(limits={"batch_concurrency": 2}), tmp_path) as site:
-            site.batches._ask, stored, read = ask, site.batches.stored, []
+            site.batches.ask, stored, read = ask, site.batches.stored, []
 
             async def noted(work, *arguments):
                 if work is BatchStore.body:
@@ -147,7 +147,7 @@ def test_batch_keeps_the_digits_of_numbers(tmp_path):
 
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
-            site.batches._ask = ask
+            site.batches.ask = ask
             text = (
                 b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "top_p": 0.50, "priority":null}}'
             )
@@ -192,7 +192,7 @@ def test_batch_line_is_retried_while_the_queue_is_full(tmp_path, monkeypatch):
 
     async def talking():
         async with Site(engine, tmp_path) as site:
-            site.batches._ask = _without_waiting(site.batches._ask)
+            site.batches.ask = _without_waiting(site.batches.ask)
             return await site.ended(await site.begin(jsonl(line("a"))))
 
     assert run(talking)["request_counts"]["completed"] == 1
@@ -228,7 +228,7 @@ def test_batch_line_with_a_longer_or_no_timeout_is_retried(tmp_path, monkeypatch
 
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
-            site.batches._ask = ask
+            site.batches.ask = ask
             return await site.ended(await site.begin(jsonl(line("a", timeout_s=timeout_s))))
 
     assert run(talking)["request_counts"]["completed"] == 1
@@ -248,7 +248,7 @@ def test_batch_line_waits_for_room_in_the_store_beyond_its_timeout(tmp_path, mon
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
             site.batches._has_room = look
-            site.batches._ask = ask
+            site.batches.ask = ask
             return await site.ended(await site.begin(jsonl(line("a", timeout_s=1e-9))))
 
     assert run(talking)["request_counts"]["completed"] == 1
@@ -310,7 +310,7 @@ def test_batch_lines_wait_for_room_in_the_store(tmp_path, monkeypatch, caplog):
     async def talking():
         engine = FakeEngine(limits={"batch_store_bytes": 100_000, "batch_concurrency": 2})
         async with Site(engine, tmp_path) as site:
-            site.batches._ask = ask
+            site.batches.ask = ask
             other = await site.upload(b"x" * 50_000)
             batch_id = await site.begin(jsonl(*(line(str(n)) for n in range(9))))
             while "no room: files and batches have at most 100000 bytes" not in caplog.text:

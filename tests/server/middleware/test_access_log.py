@@ -230,7 +230,7 @@ def test_application_exception_is_logged_as_500(monkeypatch):
     async def fail(scope, receive, send):
         raise RuntimeError
 
-    monkeypatch.setattr(site.app, "_app", fail)
+    monkeypatch.setattr(site.app, "app", fail)
     assert site.send("GET", "/health").status_code == 500
     assert site.counts == {("GET", "/health", "500"): 1}
 

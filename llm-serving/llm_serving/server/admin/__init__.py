@@ -1,1 +1,1 @@
-"""Routes for operators: health, metrics, live view, explanations, control, replicas, reload and tuning advice."""
+"""Routes for operators: state, live view, requests, replicas, models, reload and tuning advice."""

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from llm_serving.core.timings import Clock
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.control import RequestLookup
 from llm_serving.errors import CapacityError
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import RequestRecord, Step
@@ -186,19 +187,15 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
     return found
 
 
-class Watched(Protocol):
-    async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
-
-
+@dataclass(eq=False)
 class Viewer:
     """A watching client, which sees the requests of `tenant`; None: those of all tenants."""
 
-    def __init__(self, tenant: str | None) -> None:
-        self.tenant = tenant
-        self.num_dropped = 0
-        self._newest: bytes | None = None
-        self._changed = asyncio.Event()
-        self._ended = False
+    tenant: str | None
+    num_dropped: int = 0
+    _newest: bytes | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
 
     def show(self, snapshot: bytes) -> None:
         self.num_dropped += self._newest is not None
@@ -224,7 +221,7 @@ class Viewer:
 class LiveFeed:
     """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it."""
 
-    watched: Watched
+    lookup: RequestLookup
     metrics: Metrics
     policy: str
     max_viewers: int
@@ -270,7 +267,7 @@ class LiveFeed:
         since = self.clock()
         while True:
             try:
-                snapshots = await self.watched.snapshots(since, TIMEOUT_S)
+                snapshots = await self.lookup.snapshots(since, TIMEOUT_S)
                 since = min((each.state.now for each in snapshots.values() if each is not None), default=since)
                 spent_s = await self._show(snapshots)
             except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -84,14 +84,7 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
-    purpose = http_request.query_params.get("purpose")
-    limit, after = page_of(http_request)
-    batches, tenant = _batches(http_request), tenant_seen(http_request)
-    try:
-        files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
-    except RequestError as error:
-        raise error.renamed_by({"file_id": "after"}) from None
-    return await _list_of(FileList, files, limit)
+    return await _page(http_request, FileList, BatchStore.files, http_request.query_params.get("purpose"))
 
 
 async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
@@ -142,13 +135,7 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
-    limit, after = page_of(http_request)
-    batches, tenant = _batches(http_request), tenant_seen(http_request)
-    try:
-        found = await batches.stored(BatchStore.batches, tenant, limit + 1, after)
-    except RequestError as error:
-        raise error.renamed_by({"batch_id": "after"}) from None
-    return await _list_of(BatchList, found, limit)
+    return await _page(http_request, BatchList, BatchStore.batches)
 
 
 async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
@@ -198,7 +185,14 @@ def _lifetime_s(form: FormData) -> int | None:
     return int(Whole(KEPT_LEAST_S, KEPT_S).checked(_SECONDS, int(str(given)) if is_number else given))
 
 
-async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
+async def _page(
+    http_request: Request, kind: type[FileList | BatchList], select: Callable[..., list[Any]], *filters: str | None
+) -> Response:
+    limit, after = page_of(http_request)
+    try:
+        found = await _batches(http_request).stored(select, tenant_seen(http_request), *filters, limit + 1, after)
+    except RequestError as error:
+        raise error.renamed_by({"file_id": "after", "batch_id": "after"}) from None
     shown = found[:limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
     return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))

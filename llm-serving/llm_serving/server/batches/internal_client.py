@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.types import ASGIApp, Message
@@ -60,30 +60,30 @@ class InternalClient:
         return request.answered()
 
 
+@dataclass(eq=False)
 class _InternalRequest:
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self._start: Message = {}
-        self._answer = bytearray()
+    body: bytes | None
+    start: Message = field(default_factory=dict)
+    answer: bytearray = field(default_factory=bytearray)
 
     async def receive(self) -> Message:
-        if self._body is None:
+        if self.body is None:
             await asyncio.Event().wait()
-        body, self._body = self._body, None
+        body, self.body = self.body, None
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._start = message
+            self.start = message
         else:
-            self._answer += message.get("body", b"")
+            self.answer += message.get("body", b"")
 
     def answered(self) -> Answered:
-        headers = {name.lower(): value for name, value in self._start["headers"]}
+        headers = {name.lower(): value for name, value in self.start["headers"]}
         wait, ignored = headers.get(b"retry-after"), headers.get(IGNORED_HEADER.encode())
         return Answered(
-            self._start["status"],
-            bytes(self._answer),
+            self.start["status"],
+            bytes(self.answer),
             None if wait is None else float(wait),
             None if ignored is None else ignored.decode(),
         )

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -58,38 +58,31 @@ class Answered:
     ignored: str | None = None
 
 
-class Ask(Protocol):
-    def __call__(self, url: str, body: bytes, tenant: str) -> Awaitable[Answered]: ...
+Ask = Callable[[str, bytes, str], Awaitable[Answered]]
+"""Sends a POST to the server's own routes: (path, body, tenant) -> the response."""
 
 
+@dataclass(eq=False)
 class Batches:
-    """Files, batches and the lines in progress. Only the event loop may use it; the store has its own thread.
-    `concurrency` limits the requests at a time in all batches, and the unfinished lines of each batch, which include
-    those that wait for a retry. `priority_class`: class of lines that name none. `shares`: quota for files that are
-    being uploaded. `bounds_answers`: lines wait until the store has room for their answers.
-    """
+    """Files, batches and the lines in progress. Only the event loop may use it; the store has its own thread."""
 
-    def __init__(
-        self,
-        store: Callable[[], BatchStore],
-        ask: Ask,
-        *,
-        concurrency: int,
-        priority_class: str,
-        shares: TenantQuota,
-        bounds_answers: bool = True,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    open_store: InitVar[Callable[[], BatchStore]]
+    ask: Ask
+    concurrency: int
+    """Maximum number of requests at a time, and of unfinished lines of a batch, which may wait for a retry."""
+    priority_class: str
+    """Class of lines that name none."""
+    shares: TenantQuota
+    """Quota for files that are being uploaded."""
+    bounds_answers: bool = True
+    """Whether lines wait until the store has room for their answers."""
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self, open_store: Callable[[], BatchStore]) -> None:
         self._thread = ThreadPoolExecutor(1, "batches")
-        self._store = self._thread.submit(store).result()
-        self._ask = ask
-        self._concurrency = concurrency
-        self._room = asyncio.Semaphore(concurrency)
-        self._priority_class = priority_class
-        self.shares = shares
-        self._bounds_answers = bounds_answers
+        self._store = self._thread.submit(open_store).result()
+        self._room = asyncio.Semaphore(self.concurrency)
         self._tenants_over_quota: set[str] = set()
-        self.now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._num_running: Counter[str] = Counter()
@@ -235,9 +228,9 @@ class Batches:
     async def _answer_lines(self, batch_id: str, tenant: str) -> None:
         last, under_way = -1, set[asyncio.Task[None]]()
         # lines of this batch in progress, including those waiting for a retry
-        open_lines = asyncio.Semaphore(self._concurrency)
+        open_lines = asyncio.Semaphore(self.concurrency)
         try:
-            while lines := await self.stored(BatchStore.pending, batch_id, last, self._concurrency):
+            while lines := await self.stored(BatchStore.pending, batch_id, last, self.concurrency):
                 for line in lines:
                     await open_lines.acquire()
                     task = asyncio.create_task(self._answer(batch_id, line, tenant))
@@ -280,10 +273,10 @@ class Batches:
                 return None, math.inf
             given = await self.stored(BatchStore.body, batch_id, line.number)
             body, timeout_s = await off_loop(len(given) > INLINE_BYTES, lambda: self._prepared(given))
-            return await self._ask(line.url, body, tenant), timeout_s
+            return await self.ask(line.url, body, tenant), timeout_s
 
     async def _has_room(self, tenant: str) -> bool:
-        if not self._bounds_answers or await self.stored(BatchStore.has_room, tenant):
+        if not self.bounds_answers or await self.stored(BatchStore.has_room, tenant):
             self._tenants_over_quota.discard(tenant)
             return True
         if tenant not in self._tenants_over_quota:
@@ -300,7 +293,7 @@ class Batches:
         content = _decode_fields(body)
         timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
-            content["priority_class"] = msgspec.Raw(msgspec.json.encode(self._priority_class))
+            content["priority_class"] = msgspec.Raw(msgspec.json.encode(self.priority_class))
         return msgspec.json.encode(content), timeout_s
 
     async def _expire_old(self) -> None:

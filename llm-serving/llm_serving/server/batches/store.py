@@ -74,7 +74,9 @@ class BatchStore:
             if path.exists() and not path.is_file():  # chmod must not change a device, and opening a pipe would block
                 raise ConfigError(f"serving_config.batch_path: {path} must be a regular file")
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(path)
+            if (lock := lock_file(lock_of(path))) is None:
+                raise ConfigError(f"serving_config.batch_path: {path} is used by another process")
+            self._lock = lock
             self._db = sqlite3.connect(path, isolation_level=None)
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -301,13 +303,6 @@ class BatchStore:
 def lock_of(path: Path) -> Path:
     whole = path.resolve()
     return whole.with_name(f"{whole.name}.lock")
-
-
-def _locked(path: Path) -> int:
-    lock = lock_file(lock_of(path))
-    if lock is None:
-        raise ConfigError(f"serving_config.batch_path: {path} is used by another process")
-    return lock
 
 
 def new_id(prefix: str) -> str:

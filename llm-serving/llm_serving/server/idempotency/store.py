@@ -205,7 +205,7 @@ class ModelState:
     def digest(
         self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
     ) -> bytes:
-        """Return a digest that is equal only for models, adapters (0: none) and settings with the same responses."""
+        """Return a digest that is equal only if model, settings and `adapter` (0: none) give the same responses."""
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))
         return hashlib.blake2b(state, digest_size=16).digest()
 

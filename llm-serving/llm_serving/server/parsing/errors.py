@@ -32,12 +32,17 @@ _CODES: tuple[tuple[type[errors.LLMServingError], str, str | None], ...] = (
 )
 """(exception class, type and code of OpenAI's error body). The first match is used."""
 
+_TGI_KINDS: Final = (
+    (errors.RequestError, "validation"),
+    (errors.CapacityError | errors.UnavailableError, "overloaded"),
+    (errors.RequestCancelledError | errors.TimedOutError, "incomplete_generation"),
+)
 FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
 """`Retry-After` in milliseconds, which the client libraries of OpenAI and Anthropic read."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted ms from a request's arrival to its first token; if refused, with a retry after `Retry-After`."""
+"""Predicted ms until the first token of a request; of a refused one, if it is sent again after `Retry-After`."""
 
 
 def openai_error(error: errors.LLMServingError) -> ErrorResponse:
@@ -52,14 +57,7 @@ def openai_error_response(error: errors.LLMServingError) -> Response:
 
 
 def tgi_error_content(error: errors.LLMServingError) -> dict[str, str]:
-    if isinstance(error, errors.RequestError):
-        kind = "validation"
-    elif isinstance(error, errors.CapacityError | errors.UnavailableError):
-        kind = "overloaded"
-    elif isinstance(error, errors.RequestCancelledError | errors.TimedOutError):
-        kind = "incomplete_generation"
-    else:
-        kind = "generation"
+    kind = next((kind for classes, kind in _TGI_KINDS if isinstance(error, classes)), "generation")
     return {"error": str(error), "error_type": kind}
 
 

@@ -28,7 +28,7 @@ class TGIParameters(CallerFields):
     decoder_input_details: bool | None = None
     """Return the tokens of the prompt with their log-probabilities; not streamed."""
     best_of: int | None = None
-    """The response is the sequence with the highest mean logprob of this number."""
+    """The response is the one with the highest mean logprob of this number of sequences."""
     top_n_tokens: int | None = None
     adapter_id: str | None = None
     grammar: JsonObject | None = None

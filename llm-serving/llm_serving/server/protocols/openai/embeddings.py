@@ -86,8 +86,10 @@ async def compute_vectors(
     if engine.pooling is None:
         rule = "must produce embeddings: serve an embedding model, or set `model_config.pooling: last`"
         raise RequestError("model", rule)
-    limits = truncations or [body.truncate_prompt_tokens] * len(texts)
-    request = _TextsRequest(engine, http_request, body, texts, field_name, limits, add_special_tokens, prefix)
+    request = _TextsRequest(engine, http_request, body)
+    request.id_prefix, request.texts, request.field_name = prefix, texts, field_name
+    request.limits = truncations or [body.truncate_prompt_tokens] * len(texts)
+    request.add_special_tokens = add_special_tokens
     started = await start_generation(request)
     generation, num_tokens = started.generation, sum(map(len, started.prompts))
     headers = started.identity.headers | generation.headers
@@ -98,33 +100,20 @@ async def compute_vectors(
 class _TextsRequest(ProtocolRequest):
     wants_vectors = True
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        http_request: Request,
-        body: VectorRequest,
-        texts: Sequence[Prompt | TextPair],
-        field_name: FieldName,
-        limits: Sequence[int | None],
-        add_special_tokens: bool,
-        prefix: str,
-    ) -> None:
-        super().__init__(engine, http_request, body)
-        self.id_prefix = prefix
-        self._texts = texts
-        self._field_name = field_name
-        self._limits = limits
-        self._add_special_tokens = add_special_tokens
+    texts: Sequence[Prompt | TextPair]
+    field_name: FieldName
+    limits: Sequence[int | None]
+    add_special_tokens: bool
 
     async def prepare(self) -> PrecheckInput:
-        field = self._field_name(len(self._texts) - 1).partition("[")[0]
-        truncates = any(limit is not None for limit in self._limits)
-        texts = [each.text if isinstance(each, TextPair) else each for each in self._texts]
+        field = self.field_name(len(self.texts) - 1).partition("[")[0]
+        truncates = any(limit is not None for limit in self.limits)
+        texts = [each.text if isinstance(each, TextPair) else each for each in self.texts]
         return PrecheckInput(texts, 0, {"prompt": field, "n": field}, truncates=truncates)
 
     async def encode(self) -> EncodedRequest:
-        engine, texts, name = self.engine, self._texts, self._field_name
-        prompts = await _encode(engine, texts, name, self._limits, self._add_special_tokens)
+        engine, texts, name = self.engine, self.texts, self.field_name
+        prompts = await _encode(engine, texts, name, self.limits, self.add_special_tokens)
         num_tokens, spec = sum(map(len, prompts)), engine.model_spec
         num_ids = spec.network.num_input_ids if isinstance(texts[0], TextPair) else spec.vocab_size
         await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, name, num_ids))

@@ -21,16 +21,6 @@ from llm_serving.admission.validation import check_token_ids
 from llm_serving.config.tables import ApiKey
 from llm_serving.core import sampling_params
 from llm_serving.core.request_class import class_of
-from llm_serving.core.sampling_params import (
-    DEFAULTS,
-    RULES,
-    Flag,
-    Real,
-    SomeTokenIds,
-    Texts,
-    TokenIds,
-    Whole,
-)
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
@@ -42,18 +32,7 @@ from llm_serving.server.generation.tools import offered_tools
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.caller import ceiling_of
 from llm_serving.server.parsing.offload import INLINE_ITEMS, json_response, large_json_response, off_loop
-from llm_serving.server.protocols.openai.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-    VersionResponse,
-)
+from llm_serving.server.protocols.openai import schemas
 from llm_serving.server.request_context import api_key_of, source_of
 from llm_serving.server.served_models import models_shown
 
@@ -107,20 +86,20 @@ def meanings() -> Mapping[str, str]:
 
 
 _KINDS: Final[Mapping[type, str]] = {
-    Whole: "integer",
-    Real: "number",
-    Flag: "boolean",
-    Texts: "strings",
-    TokenIds: "token_ids",
-    SomeTokenIds: "token_ids",
+    sampling_params.Whole: "integer",
+    sampling_params.Real: "number",
+    sampling_params.Flag: "boolean",
+    sampling_params.Texts: "strings",
+    sampling_params.TokenIds: "token_ids",
+    sampling_params.SomeTokenIds: "token_ids",
 }
 
 
 def _parameter(name: str, of_model: Mapping[str, Any]) -> Parameter:
     rule = REQUEST_RULES[name]
-    default = chat_default = None if name == "seed" else of_model.get(name, DEFAULTS[name])
+    default = chat_default = None if name == "seed" else of_model.get(name, sampling_params.DEFAULTS[name])
     if name == "max_tokens":
-        default, chat_default = DEFAULTS[name], of_model.get(name)
+        default, chat_default = sampling_params.DEFAULTS[name], of_model.get(name)
     return Parameter(
         name=name,
         kind=_KINDS.get(type(rule), "other"),
@@ -130,8 +109,8 @@ def _parameter(name: str, of_model: Mapping[str, Any]) -> Parameter:
         meaning=meanings()[name],
         minimum=getattr(rule, "low", None),
         maximum=getattr(rule, "high", None),
-        completions=name in CompletionRequest.__struct_fields__,
-        chat=name in ChatCompletionRequest.__struct_fields__,
+        completions=name in schemas.CompletionRequest.__struct_fields__,
+        chat=name in schemas.ChatCompletionRequest.__struct_fields__,
     )
 
 
@@ -162,7 +141,7 @@ async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
     for each in engines:
         cards.append(_card(each, with_kind=models is not None))
         cards += [_adapter_card(each, adapter) for adapter in each.adapters.by_name.values()]
-    return json_response(ModelList(data=cards))
+    return json_response(schemas.ModelList(data=cards))
 
 
 async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
@@ -178,7 +157,7 @@ async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
-    parameters = [_parameter(name, engine.sampling_defaults) for name in RULES]
+    parameters = [_parameter(name, engine.sampling_defaults) for name in sampling_params.RULES]
     table = ParameterTable(
         model=engine.config.model.model_name,
         max_model_len=engine.max_model_len,
@@ -189,12 +168,12 @@ async def list_parameters(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
-    request = await read_fields(engine, http_request, TokenizeRequest)
+    request = await read_fields(engine, http_request, schemas.TokenizeRequest)
     check_model(engine, request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt", "or `messages` must be given, and not both")
     if request.messages is not None:
-        chat = ChatCompletionRequest(
+        chat = schemas.ChatCompletionRequest(
             messages=request.messages,
             add_special_tokens=request.add_special_tokens,
             **{name: getattr(request, name) for name in _CHAT_FIELDS},
@@ -206,7 +185,7 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
             if getattr(request, name) is not None:
                 raise RequestError(name, "requires `messages`")
         tokens = await encode_text(engine, request.prompt, "prompt", request.add_special_tokens is not False)
-    response = TokenizeResponse(len(tokens), engine.max_model_len, tokens)
+    response = schemas.TokenizeResponse(len(tokens), engine.max_model_len, tokens)
     if request.return_token_strs:
         text_of = engine.tokenizer.token_text
         response.token_strs = await off_loop(len(tokens) > INLINE_ITEMS, lambda: [text_of(each) for each in tokens])
@@ -214,19 +193,19 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
-    request = await read_fields(engine, http_request, DetokenizeRequest)
+    request = await read_fields(engine, http_request, schemas.DetokenizeRequest)
     check_model(engine, request.model)
 
-    def decode() -> DetokenizeResponse:
+    def decode() -> schemas.DetokenizeResponse:
         check_token_ids("tokens", request.tokens, engine.model_spec.vocab_size)
-        return DetokenizeResponse(engine.tokenizer.decode(request.tokens, skip_special_tokens=False))
+        return schemas.DetokenizeResponse(engine.tokenizer.decode(request.tokens, skip_special_tokens=False))
 
     return await large_json_response(await off_loop(len(request.tokens) > INLINE_ITEMS, decode))
 
 
 async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response:
     tokenizer = engine.tokenizer
-    info = TokenizerInfo(
+    info = schemas.TokenizerInfo(
         tokenizer_class=tokenizer.named_class,
         chat_template=tokenizer.chat_template() or None,
         vocab_size=tokenizer.vocab_size,
@@ -237,12 +216,12 @@ async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response
 
 
 async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
-    return json_response(VersionResponse(__version__))
+    return json_response(schemas.VersionResponse(__version__))
 
 
-def _card(engine: AsyncEngine, *, with_kind: bool = False) -> ModelCard:
+def _card(engine: AsyncEngine, *, with_kind: bool = False) -> schemas.ModelCard:
     name, pooling = engine.config.model.model_name, engine.pooling
-    card = ModelCard(
+    card = schemas.ModelCard(
         id=name,
         display_name=name,
         created_at=datetime.fromtimestamp(_STARTED, UTC).isoformat().replace("+00:00", "Z"),
@@ -257,7 +236,7 @@ def _card(engine: AsyncEngine, *, with_kind: bool = False) -> ModelCard:
     return card
 
 
-def _adapter_card(engine: AsyncEngine, adapter: Adapter) -> ModelCard:
+def _adapter_card(engine: AsyncEngine, adapter: Adapter) -> schemas.ModelCard:
     card = _card(engine)
     when = datetime.fromtimestamp(adapter.created, UTC).isoformat().replace("+00:00", "Z")
     return msgspec.structs.replace(
@@ -266,8 +245,8 @@ def _adapter_card(engine: AsyncEngine, adapter: Adapter) -> ModelCard:
 
 
 ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/models", list_models, "List the served models", answer=ModelList),
-    Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=ModelCard),
+    Endpoint("GET", "/v1/models", list_models, "List the served models", answer=schemas.ModelList),
+    Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=schemas.ModelCard),
     Endpoint(
         "GET",
         "/v1/parameters",
@@ -275,17 +254,28 @@ ENDPOINTS: Final = (
         "List the sampling parameters that a request may set",
         answer=ParameterTable,
     ),
-    Endpoint("POST", "/tokenize", tokenize, "Convert text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        tokenize,
+        "Convert text to token ids",
+        body=schemas.TokenizeRequest,
+        answer=schemas.TokenizeResponse,
+    ),
     Endpoint(
         "POST",
         "/detokenize",
         detokenize,
         "Convert token ids to text",
-        body=DetokenizeRequest,
-        answer=DetokenizeResponse,
+        body=schemas.DetokenizeRequest,
+        answer=schemas.DetokenizeResponse,
     ),
     Endpoint(
-        "GET", "/tokenizer_info", show_tokenizer, "Describe the tokenizer and its chat template", answer=TokenizerInfo
+        "GET",
+        "/tokenizer_info",
+        show_tokenizer,
+        "Describe the tokenizer and its chat template",
+        answer=schemas.TokenizerInfo,
     ),
-    Endpoint("GET", "/version", show_version, "Show the version of the server", answer=VersionResponse),
+    Endpoint("GET", "/version", show_version, "Show the version of the server", answer=schemas.VersionResponse),
 )

@@ -6,22 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from llm_serving.server.protocols.openai.schemas import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    ContentPart,
-    DetokenizeRequest,
-    Function,
-    FunctionOfMessage,
-    LoadAdapterRequest,
-    PriorityRequest,
-    StreamOptions,
-    TokenizeRequest,
-    Tool,
-    ToolCallOfMessage,
-    UnloadAdapterRequest,
-)
+from llm_serving.server.protocols.openai import schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +85,7 @@ _OPENAI: Final[Rows] = {
     "keep_alive": IgnoredField("the model stays loaded"),
 }  # fmt: skip
 UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    CompletionRequest: BodyFields(
+    schemas.CompletionRequest: BodyFields(
         {
             **_OPENAI,
             **dict.fromkeys(("tools", "functions"), _TOOLS),
@@ -108,9 +93,9 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             "parallel_tool_calls": IgnoredField("only matters to tools"),
             "suffix": RefusedField(),
         },
-        nested={"stream_options": StreamOptions},
+        nested={"stream_options": schemas.StreamOptions},
     ),
-    ChatCompletionRequest: BodyFields(
+    schemas.ChatCompletionRequest: BodyFields(
         {
             **_OPENAI,
             "functions": named("tools"),
@@ -118,23 +103,23 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             "chat_template": RefusedField(),
             "web_search_options": RefusedField("is not supported: this server searches nothing", empty_asks=True),
         },
-        nested={"messages": ChatMessage, "tools": Tool, "stream_options": StreamOptions},
+        nested={"messages": schemas.ChatMessage, "tools": schemas.Tool, "stream_options": schemas.StreamOptions},
     ),
-    StreamOptions: BodyFields({"include_obfuscation": IgnoredField("chunks are never padded")}),
-    Tool: BodyFields(nested={"function": Function}),
-    Function: BodyFields(),
-    ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": FunctionOfMessage}),
-    FunctionOfMessage: BodyFields(),
-    ChatMessage: BodyFields(
+    schemas.StreamOptions: BodyFields({"include_obfuscation": IgnoredField("chunks are never padded")}),
+    schemas.Tool: BodyFields(nested={"function": schemas.Function}),
+    schemas.Function: BodyFields(),
+    schemas.ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": schemas.FunctionOfMessage}),
+    schemas.FunctionOfMessage: BodyFields(),
+    schemas.ChatMessage: BodyFields(
         {
             "function_call": named("tool_calls"),
             "audio": RefusedField(),
             "refusal": RefusedField(),
             "annotations": RefusedField(),
         },
-        nested={"tool_calls": ToolCallOfMessage, "content": ContentPart},
+        nested={"tool_calls": schemas.ToolCallOfMessage, "content": schemas.ContentPart},
     ),
-    ContentPart: BodyFields(
+    schemas.ContentPart: BodyFields(
         {
             "cache_control": SPEED_HINT,
             **dict.fromkeys(
@@ -143,9 +128,11 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             ),
         }
     ),
-    TokenizeRequest: BodyFields({"chat_template": RefusedField()}, nested={"messages": ChatMessage, "tools": Tool}),
-    DetokenizeRequest: BodyFields(),
-    PriorityRequest: BodyFields(),
-    LoadAdapterRequest: BodyFields(),
-    UnloadAdapterRequest: BodyFields(),
+    schemas.TokenizeRequest: BodyFields(
+        {"chat_template": RefusedField()}, nested={"messages": schemas.ChatMessage, "tools": schemas.Tool}
+    ),
+    schemas.DetokenizeRequest: BodyFields(),
+    schemas.PriorityRequest: BodyFields(),
+    schemas.LoadAdapterRequest: BodyFields(),
+    schemas.UnloadAdapterRequest: BodyFields(),
 }  # fmt: skip

@@ -30,7 +30,7 @@ class VectorRequest(CallerFields, kw_only=True):
 class EmbeddingsRequest(VectorRequest, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: str | None = None
-    """Default: float. base64 holds float32, little-endian."""
+    """`float` (the default), or `base64`: float32, little-endian."""
     dimensions: int | None = None
     normalize: bool | None = None
     """Default: as the model's folder specifies, else true."""
