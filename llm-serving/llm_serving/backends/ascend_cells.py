@@ -207,9 +207,8 @@ class AscendPromptAttention(nn.Cell):
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
-    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal. It hides the keys
-    above the diagonal: by 1 in bfloat16, which the device multiplies by a large negative number, and by a large
-    negative number in float16.
+    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal, to hide later keys.
+    The device multiplies it by a large negative number in bfloat16, and adds it in float16.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
     return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)

@@ -121,7 +121,7 @@ class Backend(Protocol):
 
     def largest_logits(self) -> nn.Cell | None:
         """(logits float32 [S, V]) -> int32 [S], the index of the largest (of equal ones, the lowest), and float32 [S,
-        2], this index and the logit. None: there is no separate graph for steps with one token per request.
+        2], this index and the logit. None: steps with one token per request have no graph of their own.
         """
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
@@ -167,8 +167,8 @@ class Backend(Protocol):
         """Return the weights [num_experts * N, K] of all experts as one Parameter for each expert, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` or, with `num_experts`, `expert_weights`, but pack stored rows without copying
-        them first. Return None if this backend cannot. Raise NotFiniteError if an element is infinite or NaN.
+        """Do the same as `linear_weight` or `expert_weights` for rows that are not copied first; None: not
+        supported.
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
@@ -214,9 +214,7 @@ class Backend(Protocol):
         """Return a program operation's zeroed states, float32 [num_slots, *shape]. Raise ModelError if unsupported."""
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        """Copy whole blocks in the order of `pairs` [n, 2] (source block, target block), which the caller has checked.
-        Source and target are caches or host memory (`parameters.host_blocks`), and may be the same.
-        """
+        """Copy blocks in the order of `pairs` [n, 2] (source, target). Source and target may be the same memory."""
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
         """Call `callback` once, in another thread, when the next step is nearly done. Return False if this backend

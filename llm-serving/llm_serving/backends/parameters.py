@@ -36,9 +36,7 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages, because translating the
-    addresses of 4 KB pages would take longer than reading them.
-    """
+    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages."""
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
     return elements

@@ -152,7 +152,6 @@ class _Sums(nn.Cell):
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.lower_base)
 
     def of_blocks(self, upper: ms.Tensor, lower: ms.Tensor) -> ms.Tensor:
-        """Return the cumulative sums of blocks of weights, from the sums of their parts [S, blocks]."""
         lower = self.mul(lower, self.lower_unit)
         return self.joined(self.of_integers(upper), self.of_integers(lower), self.lower_base)
 
@@ -320,7 +319,6 @@ class TokenDrawing(nn.Cell):
         return self.concat((weights, self.mul(self.sub(row, row), self.missing)))
 
     def parts_of(self, weights: ms.Tensor) -> Any:
-        """Return the sums of the parts of weights in each block, [S, blocks] each."""
         upper, lower = self.sums.parts(self.reshape(weights, (-1, self.num_blocks, _BLOCK)))
         return self.sum(upper, (-1,)), self.sum(lower, (-1,))
 

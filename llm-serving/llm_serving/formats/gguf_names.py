@@ -154,8 +154,8 @@ _TABLES_OF_LAYERS: Final[Mapping[str, str]] = {
 
 
 def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
-    """Return the names of a Mamba-2 mixer. Some of its vectors are matrices in the file, with one column or with one
-    row per group.
+    """Return the names of a Mamba-2 mixer. The file has some of its vectors as matrices of one column or row
+    per group.
     """
     return {
         "ssm_in": f"{at}in_proj",

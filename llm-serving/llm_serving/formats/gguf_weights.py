@@ -111,8 +111,8 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return the name and the weights of each part of a GGUF tensor that stacks several weights. `known`: names of the
-    parts, separated by `|`: query, key and value, or parts with the same number of rows.
+    """Return name and weights of each part of a GGUF tensor that stacks weights. `known`: names of the parts, joined by
+    `|`.
     """
     names = known.split("|")
     if len(names) == 1:

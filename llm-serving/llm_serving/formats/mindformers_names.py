@@ -82,9 +82,7 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return the projections of a fused tensor [rows, columns] or bias [rows], or any other tensor itself, by Hugging
-    Face name.
-    """
+    """Return the projections of a fused tensor or bias, or any other tensor itself, by Hugging Face name."""
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])
         names = [f"{at}.self_attn.{each}_proj.{match['kind']}" for each in "qkv"]

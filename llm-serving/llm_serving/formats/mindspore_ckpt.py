@@ -50,8 +50,8 @@ class _CheckpointPiece(NamedTuple):
 
 
 def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name, without training state. Raise ModelError if the file is not a checkpoint,
-    is truncated or encrypted, or has a weight of an unsupported type.
+    """Return the tensors of one file by name, without training state. Raise ModelError if it is damaged or
+    encrypted.
     """
     with open_regular(file) as stream:
         if not os.fstat(stream.fileno()).st_size:

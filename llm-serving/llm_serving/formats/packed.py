@@ -48,9 +48,7 @@ class PackedTensor:
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> Quantized | Array:
-        """Return quantized values and scales, or float32 values if no kernel can use the quantized ones. Raise
-        ModelError if the stored tensors are damaged.
-        """
+        """Return quantized values and scales, or float32 values if no kernel can use the quantized ones."""
         try:
             found = self.unpack({ending: part.read() for ending, part in self.stored.items()})
         except ModelError as error:
@@ -65,8 +63,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return the float values of a tensor of this shape. For stacked experts, quantized values are [experts * out, in],
-    and the result is [experts, in, out].
+    """Return float values of this shape. Of stacked experts, values are [experts * out, in], the result [experts, in,
+    out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -99,17 +97,15 @@ class Scheme(Protocol):
     def form(self) -> QValuesForm | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Convert the tensors of files to the names and shapes of an unquantized model. Raise ModelError if a part of a
-        weight is missing, or if its type or shape does not match the other parts.
-        """
+        """Convert the tensors of files to those of an unquantized model. Raise ModelError if parts do not match."""
         ...
 
 
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine tensors whose names differ only in their ending, one of `endings`, by `pack` into `<name>.weight`. Other
-    tensors stay unchanged. Raise ModelError if one has an unsupported type.
+    """Combine by `pack` the tensors whose names differ only in one of `endings`. Raise ModelError for unsupported
+    types.
     """
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)

@@ -87,9 +87,7 @@ class StoredChange:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter in memory. `modules`: name of a tensor without `.weight` -> its change. `fingerprint`: of the
-    folder.
-    """
+    """An adapter in memory. `modules`: name of a tensor without `.weight` -> its change."""
 
     folder: Path
     config: AdapterConfig
@@ -98,9 +96,7 @@ class PeftAdapter:
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Read an adapter from its folder, each file once, so the fingerprint matches the returned matrices. Raise
-    ModelError, which names file, field, rule and value, if it is damaged or needs an unsupported feature.
-    """
+    """Read an adapter and its fingerprint. Raise ModelError if it is damaged or needs an unsupported feature."""
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.exists():

@@ -21,9 +21,7 @@ SYMMETRIC_ZERO: Final = 8
 _SAFE_SCALE: Final = 2.0**100
 """Maximum scale with which no dequantized value can be infinite. Only values with larger scales are checked."""
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
-"""Divisors for symmetric 4-bit values: the largest element of a group, divided by each of them, gives a scale
-to try.
-"""
+"""Divisors of the largest element of a group of symmetric 4-bit values, each of which gives a scale to try."""
 _LANES: Final = 16
 """Number of partial sums of a group's squared error. Column j is added to sum j % 16, as the kernels do."""
 _AT_ONCE: Final = 2**22
@@ -101,7 +99,6 @@ class QuantizedTensor:
         return QValuesForm(self.bits, size, self.g_idx is None, has_zeros)
 
     def with_groups_of(self, size: int) -> QuantizedTensor:
-        """Return the same values in smaller groups of `size` columns, a divisor of the group size."""
         times, groups = self.group_size // size, -(-self.qvalues.shape[1] // size)
         zeros = None if self.zeros is None else np.repeat(self.zeros, times, axis=1)[:, :groups]
         return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
@@ -126,7 +123,6 @@ class QuantizedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory: two 4-bit values in a byte, plus scales and zero points."""
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.qvalues.size * self.bits // 8 + self.scales.nbytes + zeros
 
@@ -172,9 +168,7 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor:
-    """Return a tensor of unsigned quantized values [out, in]. `zeros` None: the middle of the range. `columns`:
-    `g_idx`.
-    """
+    """Return a tensor of unsigned quantized values [out, in]. `zeros` None: the middle of the range."""
     if zeros is not None and (zeros == 2 ** (bits - 1)).all():
         zeros = None
     if bits == 4:
@@ -232,7 +226,6 @@ def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> Quant
 
 
 def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the scales [rows, groups] of values [rows, groups, columns], and the quantized values, 0 to 15."""
     smallest, largest = values.min(axis=2, initial=0), values.max(axis=2, initial=0)
     largest = np.where(largest >= -smallest, largest, smallest)
     scale, found, error = _symmetric(values, largest / np.float32(STEPS[0]))
@@ -272,7 +265,6 @@ def _finite(weight: Array) -> NDArray[np.float32]:
 
 
 def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Replace subnormal scales by 1, with which the elements of their groups round to 0."""
     usable: NDArray[np.float32] = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(1), scale).astype(
         np.float32
     )

@@ -24,8 +24,8 @@ _NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. `packed`: also allow types that only quantized weights use. Raise
-    ModelError if the file is no safetensors file, truncated, or has overlapping tensors or an unsupported type.
+    """Return the tensors of one file by name. `packed`: also allow the types of quantized weights. Raise ModelError if
+    the file is truncated, no safetensors file, or has overlapping tensors or an unsupported type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size

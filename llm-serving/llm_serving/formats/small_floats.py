@@ -114,9 +114,7 @@ class Fp8:
         return assemble_weights(left, ("weight", *SCALES), self.packed)
 
     def packed(self, name: str, parts: Parts) -> ReadableTensor:
-        """Combine the parts of one weight. Return an unquantized weight unchanged. Raise ModelError if they do not
-        match.
-        """
+        """Combine the parts of one weight. Return an unquantized weight unchanged."""
         weight = parts.get("weight")
         if weight is not None and weight.dtype in NUMPY_DTYPES and len(parts) == 1:
             return weight
@@ -159,9 +157,7 @@ def _fp8_values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _fp8_numbers() -> NDArray[np.float32]:
-    """Return the values of all 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. If all of them are set:
-    NaN.
-    """
+    """Return the values of all 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits; all of them set: NaN."""
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7
     normal = np.ldexp(1 + fraction / 8, exponent - 7)

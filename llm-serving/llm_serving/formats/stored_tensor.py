@@ -65,9 +65,7 @@ class StoredTensor:
         return StoredTensor(self.file, self.dtype, shape, ((at + start * item, math.prod(shape) * item),))
 
     def read(self) -> Array:
-        """Return the elements as a read-only memory map, whose pages are read on access. Several pieces or a misaligned
-        one are copied, because kernels read aligned elements.
-        """
+        """Return the elements as a read-only memory map; as a copy if they are in several pieces or misaligned."""
         dtype = np.dtype(_ALL_DTYPES[self.dtype])
         if not math.prod(self.shape):
             return np.empty(self.shape, dtype)

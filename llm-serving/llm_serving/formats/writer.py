@@ -44,9 +44,7 @@ class TensorSource(NamedTuple):
 def write_safetensors(
     folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write one safetensors file, or several with an index, of at most `max_shard_bytes` unless a single tensor is
-    larger. Call `advance` with the number of bytes written.
-    """
+    """Write safetensors files of at most `max_shard_bytes`, unless a single tensor is larger, and an index."""
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE_NAME]
     if len(shards) > 1:

@@ -36,9 +36,7 @@ _MAX_SMALL_BYTES: Final = 2**27
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of one revision (branch, tag or commit) of a model on a hub. `commit` equals `revision` if the hub
-    reports no commit. `sizes`: file name -> bytes. `website`: URL of the model's page.
-    """
+    """The files of one revision (branch, tag or commit) of a model on a hub. `sizes`: file name -> bytes."""
 
     name: str
     revision: str
@@ -158,8 +156,6 @@ class DownloadProgress(tqdm):
 
 
 class _LineStream:
-    """A text stream that writes each update of a progress bar on its own line."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -183,7 +179,7 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
     """Return the safetensors files to download, in order; empty: the weights are in other formats. If the hub has
-    several sets of weight files, `index` selects one. Raise ModelError if it is invalid.
+    several sets of files, `index` selects one.
     """
     if INDEX_NAME in names:
         return indexed_names(index)

@@ -197,7 +197,6 @@ def _has_hash(file: BufferedRandom, etag: str) -> bool:
 
 
 def _link(pointer: Path, blob: Path) -> None:
-    """Link a complete file into the snapshot under its name, or move it there if links are not supported."""
     temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

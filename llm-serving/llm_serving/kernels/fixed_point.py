@@ -33,8 +33,8 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def linear(x: Floats, weight: Floats) -> Singles:
-    """Multiply x [M, K] by the transposed weight [N, K]. Return [M, N] in float32, before rounding to bfloat16. Values
-    are exact bfloat16. Rows of x with infinity or NaN become NaN; weights are finite.
+    """Multiply x [M, K] by the transposed weight [N, K], both exact bfloat16. Return [M, N] before rounding to
+    bfloat16.
     """
     multiples, powers = _weight_multiples(_without_subnormals(weight))
     blocks = [slice(first, first + BLOCK_INPUTS) for first in range(0, x.shape[1], BLOCK_INPUTS)]

@@ -24,9 +24,7 @@ MAX_WEIGHT = np.float32(65535)
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Quantize rows [T, num_heads*D]. Return quantized values [T, num_heads, D] in -127..127, and scales [T,
-    num_heads]. A head with infinity or NaN gets zeros and a scale of NaN.
-    """
+    """Quantize rows [T, num_heads*D] to [T, num_heads, D] with scales [T, num_heads]: NaN if a head is not finite."""
     qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
 

@@ -182,9 +182,7 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done. The
-    kernels wait until the callback returns. A later call replaces the callback.
-    """
+    """Call `callback` once, in a kernel thread, when the next program is nearly done. The kernels wait for it."""
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())
 

@@ -25,9 +25,7 @@ class Ranks:
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Join and wait for the other ranks. `fd`: memory of `memory_bytes(count)` that all ranks have inherited.
-        `timeout_s`: until all must have joined, and until all must have loaded.
-        """
+        """Join and wait for the other ranks. `fd`: memory of `memory_bytes(count)` that all ranks have inherited."""
         self.rank, self.count = rank, count
         self._library = library.load()
         self._handle = self._library.llm_join_ranks(fd, rank, count, timeout_s)

@@ -190,9 +190,7 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on the values of the registers `reads`, and stores its results in registers: `writes`, register ->
-    index of the result. The code names each register, because MindSpore compiles loops slowly.
-    """
+    """Runs `cell` on registers. `writes`: register -> index of the result. No loop, which MindSpore compiles slowly."""
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
         super().__init__()

@@ -144,9 +144,7 @@ def lower_mtp(
     quantization: Quantization | None,
     parameters: Parameters,
 ) -> LoweredMtp:
-    """Build the programs of a model's MTP layer `network`, and read its weights. Other arguments are those of `lower`.
-    `reader` has only the tensors of the layer, or ignores the others; `parameters` are those of the model.
-    """
+    """Build the programs of a model's MTP layer `network`, and read its weights from `reader`. See `lower`."""
     dtype, operator = backend.dtype, _operator(backend)
     own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)
     of_embedding = build_embedding_program(model, dtype)

@@ -146,8 +146,7 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 class MindFormersNetwork(nn.Cell):
     """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`. Raise
-    KernelError if MindFormers or the operator library is not installed, ModelError if MindFormers has no class for the
-    model.
+    KernelError without MindFormers or the operator library, ModelError if MindFormers has no class for the model.
     """
 
     def __init__(
@@ -259,8 +258,7 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 class MindFormersLlamaNetwork(nn.Cell):
     """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2, whose parallel decoding
-    accepts packed rows with query lengths, a mask and positions. `network`: from
-    `models.mindformers.split_stacked_weights`.
+    accepts packed rows. `network`: from `models.mindformers.split_stacked_weights`.
     """
 
     def __init__(

@@ -130,8 +130,6 @@ class LinearCell(nn.Cell):
 
 
 class RmsNormCell(nn.Cell):
-    """Computes the root mean square norm of each row, or of each `group` columns of a row."""
-
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float, group: int) -> None:
         super().__init__()
         self.norm = backend.rms_norm(eps)
@@ -151,8 +149,6 @@ class RmsNormCell(nn.Cell):
 
 
 class AddRmsNormCell(nn.Cell):
-    """Adds x and the residual. Returns the norm of the sum, and the sum."""
-
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float) -> None:
         super().__init__()
         self.is_wide = gain.dtype != backend.activation_dtype

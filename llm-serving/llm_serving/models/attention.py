@@ -67,9 +67,8 @@ def rotary_embedding(
     fraction: float = 1.0,
     fraction_key: str = "partial_rotary_factor",
 ) -> Rotary:
-    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`. `kind`: kind
-    of layer, if `rope_parameters` has an entry for each kind. `theta` and `fraction` (of a head that rotates) are
-    defaults. `fraction_key` is named in errors.
+    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may
+    have an entry for each `kind` of layer. `theta` and `fraction` (of a head that rotates) are defaults.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):

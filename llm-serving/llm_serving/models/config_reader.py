@@ -10,7 +10,6 @@ from llm_serving.errors import ModelError, shorten
 MAX_TOKEN_IDS: Final = 256
 MAX_LAYERS: Final = 1024
 TEXT_CONFIG: Final = "text_config"
-"""Key of the configuration of the text model, in folders of multimodal models."""
 
 _LARGEST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "num_nextn_predict_layers", "head_dim"), MAX_LAYERS),

@@ -29,7 +29,6 @@ GRANITE: Final[Mapping[str, str]] = {
 
 
 def _mamba(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of Mamba-2 layers. Store them under the keys of Granite and Falcon-H1 in a config.json."""
     names = {"conv_kernel": "d_conv", "state_size": "d_state", "group_count": "n_groups", "time_step_rank": "n_heads"}
     config |= {f"mamba_{ours}": reader.positive(f"ssm.{name}") for name, ours in names.items()}
     config["mamba_d_ssm"] = reader.positive("ssm.inner_size")
@@ -114,7 +113,6 @@ def _nemotron_experts(reader: MetadataReader, config: Config) -> None:
 
 
 def _delta(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of delta-rule layers. Subtract the multi-token prediction layers from the number of layers."""
     predicting = reader.own("nextn_predict_layers") or 0
     if isinstance(predicting, int) and predicting:
         config["num_hidden_layers"] -= predicting

@@ -82,7 +82,6 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization |
 
 
 def mtp_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int, quantization: Quantization | None) -> int:
-    """Return the bytes of a model's MTP layer, with the hidden states that the model keeps for it; 0: it has none."""
     layer = spec.mtp()
     if layer is None:
         return 0
@@ -93,7 +92,6 @@ def mtp_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int, quantization: 
 def draft_model_bytes(
     spec: ModelSpec, dtype_bytes: int, block_size: int, quantization: Quantization | None = None
 ) -> int:
-    """Return the bytes of a draft model: its weights, its KV cache and the memory of its largest step."""
     tokens = MAX_DRAFT_REQUESTS * blocks_per_draft_request(block_size) * block_size
     step = working_bytes(spec, dtype_bytes, MAX_PROPOSED_TOKENS, MAX_DRAFT_REQUESTS)
     return weight_bytes(spec, dtype_bytes, quantization) + tokens * spec.kv_bytes_per_token(dtype_bytes) + step

@@ -22,7 +22,6 @@ TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MAX_TOKENIZER_BYTES: Final = 2**28
 _MAX_PLACE_CHARS: Final = 60
-"""Maximum length of a module's `path`. File systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
 POOLING: Final = "pooling_mode"
 _MODES: Final[Mapping[str, PoolingMode]] = {

@@ -38,7 +38,6 @@ def qwen3_5(c: ConfigReader) -> Network:
 
 
 def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Network:
-    """Build the network. `names`: input projections of a delta-rule layer. `stacked`: whether experts are stacked."""
     net, heads = empty_network(c, plus_one), attention_heads(c)
     rotary, bias = rotary_embedding(c, heads, fraction=0.25), c.boolean("attention_bias")
     count, every = c.integer("num_hidden_layers"), c.integer("full_attention_interval", 4)

@@ -99,9 +99,8 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`. Raise ModelError if there is none, or if a decoder is configured
-    for bidirectional attention. Variants with another head count as the decoder: `Qwen3Model` (no LM head) and
-    `Qwen3ForSequenceClassification` (a classifier) are `Qwen3ForCausalLM`.
+    """Return the first known name in `architectures`, with a classifier or no head counted as the decoder. Raise
+    ModelError if there is none, or if a decoder is configured for bidirectional attention.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
@@ -129,7 +128,6 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def _nearest(name: Any) -> str:
-    """Return a hint with the most similar known name, compared without common suffixes."""
     own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
     near = difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7) if isinstance(name, str) else []
     return f" Nearest: {own[near[0]]}." if near else ""

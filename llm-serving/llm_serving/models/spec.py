@@ -48,9 +48,8 @@ _UNLIMITED: Final = 2**20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Describes a model before its weights are read. `architecture` is a name in `models.registry.FAMILIES`, `config`
-    the validated `config.json`, `max_position_embeddings` the longest context in tokens for which the model was
-    trained. `eos_token_ids` has every id that ends a text.
+    """Describes a model before its weights are read. `config`: the validated `config.json`. `max_position_embeddings`:
+    longest context in tokens for which the model was trained. `eos_token_ids`: every id that ends a text.
     """
 
     architecture: str
@@ -119,7 +118,6 @@ class ModelSpec:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters of the model. Tied tensors count once, unused ones not at all."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     @cached_property

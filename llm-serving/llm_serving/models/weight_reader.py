@@ -107,8 +107,8 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers. Raise ModelError if a weight file is missing or its header malformed. Call `on_read` after
-        each tensor with the bytes read so far and the bytes of all tensors.
+        """Read the headers, or raise ModelError. `on_read`: called after each tensor with the bytes read and
+        all bytes.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -153,8 +153,8 @@ class WeightReader:
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return one tensor as stored, in a read-only memory map; a quantized tensor as float32. bfloat16 has uint16
-        bits. Raise ModelError if there is no such tensor, or if its shape differs.
+        """Return one tensor in its stored type, in a read-only memory map. A quantized tensor is dequantized to
+        float32.
         """
         return self._find(name, shape).read()
 

@@ -127,11 +127,8 @@ def assemble(
     num_adapter_slots: int = 0,
     layer_tensors: Sequence[tuple[int, int]] = (),
 ) -> Program:
-    """Encode a plan with the given numbers of KV caches, states and adapter slots.
-
-    Args:
-        first: Weights that get the first numbers; empty: those of the last operation.
-        layer_tensors: (group, KV cache) of each layer; empty: one group, whose layers have their own caches.
+    """Encode a plan. `first`: weights that get the first numbers, by default those of the last operation.
+    `layer_tensors`: (group, KV cache) of each layer; empty: one group, whose layers have their own caches.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
@@ -210,7 +207,6 @@ class ProgramMemory:
         return owner
 
     def _bytes(self, value: Value) -> int:
-        """Return the bytes of one row of a value: a multiple of 4, so that 16 rows fill whole cache lines."""
         columns = -(-value.width // _TILED_COLUMNS) * _TILED_COLUMNS if value in self._tiled else value.width
         size = columns * (self._dtype_bytes if value.dtype == "model" else 4)
         return -(-size // 4) * 4

@@ -58,11 +58,8 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class RowStack:
-    """A weight whose rows are rows of stored matrices, so that it can be packed without a copy.
-
-    Attributes:
-        parts: Matrices of one type and number of columns, each C-contiguous.
-        order: Row i of the weight is row order[i] of the stacked parts; -1 is a row of zeros. None: all rows in order.
+    """A weight whose rows are rows of stored C-contiguous matrices (`parts`), so that it can be packed without a copy.
+    Row i is row order[i] of the stacked parts; -1 is a row of zeros. Without `order`, all rows keep their order.
     """
 
     parts: Sequence[Array]
