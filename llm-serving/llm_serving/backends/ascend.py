@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -13,7 +13,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends import ascend_cells as cells
 from llm_serving.backends import ascend_experts
-from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
+from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     float32_parameter,
     parameter_over,
@@ -26,20 +26,16 @@ from llm_serving.backends.token_drawing import AscendCumulativeSum, AscendLarges
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape, StateShape
-from llm_serving.network.operations import rounded_to
+from llm_serving.network.caches import CacheShape
 from llm_serving.network.quantization import unsupported_by_ascend
-from llm_serving.network.weights import RowStack
 
 
-class AscendBackend:
+class AscendBackend(Backend):
     """Ascend primitives, with weights and caches in row-major order."""
 
     name = "ascend"
-    attention_rows = 0
     dtypes = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 
     def __init__(self, dtype: str) -> None:
@@ -111,12 +107,6 @@ class AscendBackend:
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return cells.AscendPromptAttention(shape.num_heads, shape.scale, cells.prompt_mask(self.activation_dtype))
 
-    def program(self) -> nn.Cell | None:
-        return None
-
-    def rounded(self, number: float) -> float:
-        return float(rounded_to(np.float32(number), self.dtype))
-
     def swiglu(self) -> nn.Cell:
         return cells.AscendSwiglu()
 
@@ -129,24 +119,10 @@ class AscendBackend:
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
-    def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self.linear_weight(array, name)
-
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return one Parameter [experts, K, N], because GroupedMatmulV4 takes no transposed weights."""
         of_experts = array.reshape(num_experts, -1, array.shape[1])
         return [self._copy(of_experts.transpose(0, 2, 1), name)]
-
-    def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        return None
-
-    def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        raise ModelError(f"backend {self.name} cannot run programs, which weights in GGUF blocks require")
-
-    def packed_quantized_weight(
-        self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
-    ) -> ms.Parameter:
-        raise ModelError(f"backend {self.name} cannot run programs, which this quantized weight requires")
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
         _check_quantized("QuantBatchMatmul", weight, name)
@@ -180,14 +156,6 @@ class AscendBackend:
         )
         return keys, values
 
-    def int8_kv_cache(
-        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
-    ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
-
-    def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
-
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         for batch in _independent(pairs, source is target):
             blocks = self._read_blocks(source, batch[:, 0])
@@ -195,9 +163,6 @@ class AscendBackend:
                 ops.ScatterUpdate()(target, _index(batch[:, 1]), blocks)
             else:
                 target[batch[:, 1]] = blocks.asnumpy().view(target.dtype)
-
-    def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        return False
 
     def _read_blocks(self, source: BlockMemory, block_ids: Int32Array) -> ms.Tensor:
         if isinstance(source, ms.Parameter):

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape, StateShape
+from llm_serving.network.operations import rounded_to
 from llm_serving.network.weights import RowStack
 
 Array = NDArray[Any]
@@ -45,11 +47,13 @@ class AttentionShape:
 
 class Backend(Protocol):
     """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments.
-    Docstrings of methods that return a Cell state what it computes, as (arguments) -> result.
+
+    A backend inherits the methods of operations that it lacks. Docstrings of methods that return a Cell state what it
+    computes, as (arguments) -> result.
     """
 
     name: str
-    attention_rows: int
+    attention_rows: int = 0
     """If not 0, attention computes each token as its own request, in steps of a multiple of this many rows."""
 
     dtype: str
@@ -77,12 +81,15 @@ class Backend(Protocol):
 
     def quantized_embedding(self) -> nn.Cell:
         """(token_ids int32[T], qvalues, scales), the last two from `quantized_weight` -> dequantized rows [T, K]."""
+        raise self._no_quantized_products()
 
     def quantized_linear(self) -> nn.Cell:
         """(x [T, K], qvalues, scales) -> [T, N]. The rows of x are quantized to 8 bits."""
+        raise self._no_quantized_products()
 
     def quantized_logits(self) -> nn.Cell:
         """`quantized_linear` with a float32 result, for the LM head."""
+        raise self._no_quantized_products()
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
         """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` is added only to choose experts."""
@@ -92,6 +99,7 @@ class Backend(Protocol):
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
         """`experts` with Parameters from `quantized_expert_weights` and the products of `quantized_linear`."""
+        raise self._no_quantized_products()
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
         """Consecutive column ranges of x [T, sum of widths]."""
@@ -123,18 +131,22 @@ class Backend(Protocol):
         """(logits float32 [S, V]) -> int32 [S], the index of the largest (of equal ones, the lowest), and float32 [S,
         2], this index and the logit. None: steps with one token per request have no graph of their own.
         """
+        return None
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
         """A Cell with the interface of `TokenDrawing`; None: the backend draws no tokens."""
+        return None
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
         """([N, M]) -> columns `start` to `end` - 1. Only backends with `largest_logits` have it."""
+        raise AssertionError("only graphs of single tokens take columns")
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         """Attention of prompts without a cached prefix: (q, k, v, query_lens, context_lens) -> [T, num_heads*D]; None:
         not supported. A row attends to the rows of its prompt up to its own position. B is fixed when the graph is
         compiled; trailing lengths may be 0.
         """
+        return None
 
     def program(self) -> nn.Cell | None:
         """The operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: not
@@ -145,8 +157,10 @@ class Backend(Protocol):
         there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`, `block_weight`,
         `table`, `vector` or `numbers`.
         """
+        return None
 
-    def rounded(self, number: float) -> float: ...
+    def rounded(self, number: float) -> float:
+        return float(rounded_to(np.float32(number), self.dtype))
 
     def swiglu(self) -> nn.Cell:
         """(gate_up [T, 2*I], gate first) -> silu(gate) * up, [T, I]."""
@@ -156,12 +170,14 @@ class Backend(Protocol):
 
     def all_reduce(self) -> nn.Cell:
         """(x [T, N]) -> its sum over all ranks. Raise ModelError without tensor parallelism."""
+        raise ModelError(f"the operations of {self.name} do not support tensor parallelism")
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Do the same as `linear_weight`, for a weight that both `embedding` and `logits` use."""
+        return self.linear_weight(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return the weights [num_experts * N, K] of all experts as one Parameter for each expert, or one for all."""
@@ -170,11 +186,13 @@ class Backend(Protocol):
         """Do the same as `linear_weight` or `expert_weights` for rows that are not copied first; None: not
         supported.
         """
+        return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         """Return a program's weight that stays in GGUF blocks. Raise ModelError if this backend has no such product.
         `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows.
         """
+        raise ModelError(f"backend {self.name} cannot run programs, which weights in GGUF blocks require")
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
@@ -182,16 +200,19 @@ class Backend(Protocol):
         """Return a program's quantized weight. Raise ModelError if this backend has no such product. Without
         `weight_only`, the product quantizes activations to 8 bits, and 8-bit weights must have one scale per row.
         """
+        raise ModelError(f"backend {self.name} cannot run programs, which this quantized weight requires")
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
         """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError
         unless the weight has 8 bits and one scale per row, and this backend has such a product.
         """
+        raise self._no_quantized_products()
 
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
         """Do the same as `quantized_weight` for experts. Return values [experts, K, N], scales [experts, N]."""
+        raise self._no_quantized_products()
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         """Return a copy of vectors one after another, such as norm weights, in the model dtype."""
@@ -209,9 +230,11 @@ class Backend(Protocol):
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
         """Return caches of 8-bit values for programs, with each head's scale after its values, or raise ModelError."""
+        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
         """Return a program operation's zeroed states, float32 [num_slots, *shape]. Raise ModelError if unsupported."""
+        raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copy blocks in the order of `pairs` [n, 2] (source, target). Source and target may be the same memory."""
@@ -220,6 +243,10 @@ class Backend(Protocol):
         """Call `callback` once, in another thread, when the next step is nearly done. Return False if this backend
         never does. The step waits until the callback returns. A later call of this method replaces the callback.
         """
+        return False
+
+    def _no_quantized_products(self) -> ModelError:
+        return ModelError(f"the operations of {self.name} do not support quantized weights; use kernels: program")
 
 
 def model_dtype(name: str) -> Any:

@@ -6,7 +6,7 @@ depend on the shape of the batch, so an answer may differ in its last bits from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
+from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
     float32_parameter,
@@ -23,22 +23,16 @@ from llm_serving.backends.parameters import (
     zeroed_array,
 )
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ModelError
-from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels.reference import from_bfloat16
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape, StateShape
-from llm_serving.network.operations import rounded_to
+from llm_serving.network.caches import CacheShape
 from llm_serving.network.quantization import unsupported_by_cells
-from llm_serving.network.weights import RowStack
 
 
-class PlainBackend:
+class PlainBackend(Backend):
     """A backend of MindSpore's own operators on a CPU. Tests compare the graphs of other backends with it."""
 
     name = "plain"
-    attention_rows = 0
 
     def __init__(self, dtype: str) -> None:
         model_dtype(dtype)
@@ -63,23 +57,11 @@ class PlainBackend:
     def logits(self) -> nn.Cell:
         return PlainLinear()
 
-    def quantized_embedding(self) -> nn.Cell:
-        raise self._no_quantized_products()
-
-    def quantized_linear(self) -> nn.Cell:
-        raise self._no_quantized_products()
-
-    def quantized_logits(self) -> nn.Cell:
-        raise self._no_quantized_products()
-
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
         return PlainRouter(attributes, num_experts, correction)
 
     def experts(self, num_experts: int) -> nn.Cell:
         return PlainExperts(self.linear(), self.swiglu())
-
-    def quantized_experts(self, num_experts: int) -> nn.Cell:
-        raise self._no_quantized_products()
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
         return PlainSplit(widths)
@@ -96,60 +78,17 @@ class PlainBackend:
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         return PlainPagedAttention(shape, slopes)
 
-    def largest_logits(self) -> nn.Cell | None:
-        return None
-
-    def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
-        return None
-
-    def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        raise AssertionError("only graphs of single tokens take columns")
-
-    def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        return None
-
-    def program(self) -> nn.Cell | None:
-        return None
-
-    def rounded(self, number: float) -> float:
-        return float(rounded_to(np.float32(number), self.dtype))
-
     def swiglu(self) -> nn.Cell:
         return PlainSwiglu()
 
     def add(self) -> nn.Cell:
         return PlainAdd()
 
-    def all_reduce(self) -> nn.Cell:
-        raise ModelError(f"the operations of {self.name} do not support tensor parallelism")
-
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
-
-    def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
-
-    def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        return None
-
-    def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        raise self._no_quantized_products()
-
-    def packed_quantized_weight(
-        self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
-    ) -> ms.Parameter:
-        raise self._no_quantized_products()
-
-    def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        raise self._no_quantized_products()
-
-    def quantized_expert_weights(
-        self, weight: QuantizedTensor, num_experts: int, name: str
-    ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise self._no_quantized_products()
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
@@ -174,22 +113,8 @@ class PlainBackend:
         )
         return keys, values
 
-    def int8_kv_cache(
-        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
-    ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
-
-    def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
-
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
-
-    def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        return False
-
-    def _no_quantized_products(self) -> ModelError:
-        return ModelError(f"the operations of {self.name} do not support quantized weights; use kernels: program")
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)
