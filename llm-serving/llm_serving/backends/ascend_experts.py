@@ -96,9 +96,7 @@ class AscendExperts(nn.Cell):
 
 
 class QuantizedGroupedMatmul(nn.Cell):
-    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, expert of each row) ->
-    [T*k, N].
-    """
+    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, experts of rows) -> [T*k, N]."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()

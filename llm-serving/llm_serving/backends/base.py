@@ -54,7 +54,7 @@ class Backend(Protocol):
 
     name: str
     attention_rows: int = 0
-    """If not 0, attention computes each token as its own request, in steps of a multiple of this many rows."""
+    """If not 0, attention computes each token as its own request, and steps have a multiple of this many rows."""
 
     dtype: str
 
@@ -149,8 +149,8 @@ class Backend(Protocol):
         return None
 
     def program(self) -> nn.Cell | None:
-        """The operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: not
-        supported.
+        """The operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: it has
+        none.
 
         `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the step
         inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by `STATE_INPUTS` if
@@ -183,9 +183,7 @@ class Backend(Protocol):
         """Return the weights [num_experts * N, K] of all experts as one Parameter for each expert, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` or `expert_weights` for rows that are not copied first; None: not
-        supported.
-        """
+        """Do the same as `linear_weight` or `expert_weights` without copying the rows first; None: not supported."""
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:

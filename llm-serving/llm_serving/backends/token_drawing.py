@@ -170,9 +170,10 @@ class _Sums(nn.Cell):
 
 
 class _Share(nn.Cell):
-    """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1] The product
-    of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0 for 0. In
-    units of 2^-53, `step` is half the distance of float64 numbers near the product.
+    """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1].
+
+    The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0
+    for 0. In units of 2^-53, `step` is half the distance of float64 numbers near the product.
     """
 
     def __init__(self) -> None:
@@ -255,8 +256,9 @@ class TokenDrawing(nn.Cell):
         return self.gather(values, 1, self.cast(index, ms.int64))
 
     def limits(self, weights: ms.Tensor, row: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
-        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each: all weights above the
-        first are kept, and as many weights equal to it as the second says, in the order of token ids.
+        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each: a threshold, above which
+        all weights are kept, and the number of kept weights that equal it, which are the first in the order of token
+        ids.
         """
         descending = self.largest_values(weights)
         candidates = self.select(self.below(self.order, top_k), descending, self.zero)

@@ -172,9 +172,7 @@ def _digest(*parts: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
-    """Lock a file and yield a function that reports progress to the user and, through the file, to waiting
-    processes.
-    """
+    """Lock a file. Yield a function that reports progress to the user and to processes that wait for the lock."""
     with path.open("a+") as file:
         started = time.monotonic()
         for attempt in itertools.count():

@@ -33,9 +33,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def linear(x: Floats, weight: Floats) -> Singles:
-    """Multiply x [M, K] by the transposed weight [N, K], both exact bfloat16. Return [M, N] before rounding to
-    bfloat16.
-    """
+    """Multiply x [M, K] by the transposed weight [N, K], exact bfloat16. Return [M, N], not rounded to bfloat16."""
     multiples, powers = _weight_multiples(_without_subnormals(weight))
     blocks = [slice(first, first + BLOCK_INPUTS) for first in range(0, x.shape[1], BLOCK_INPUTS)]
     largest = max([1, *(int(np.sum(multiples[:, block] ** 2, axis=1).max(initial=0)) for block in blocks)])
@@ -54,9 +52,7 @@ def _weight_multiples(weight: Doubles) -> tuple[Multiples, Doubles]:
 
 
 def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, Doubles]:
-    """Return a block of inputs as integer multiples [M, K], with norms up to `max_norm`, and 2^-14 times the
-    units [M].
-    """
+    """Return a block of inputs as integers [M, K], of norms up to `max_norm`, and 2^-14 times their units [M]."""
     finite = np.all(np.isfinite(x), axis=1)
     x = np.where(finite[:, None], x, 0)
     exponents = _exponents(x)

@@ -139,8 +139,8 @@ def delta_rule(
     eps: float,
 ) -> Doubles:
     """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): q, k [T, key_heads*K], v [T, heads*V], a, b [T,
-    heads], rates, bias [heads] -> [T, heads*V]. A state is [heads, K, V]; a row decays it by exp(rates * softplus(a +
-    bias)).
+    heads], rates, bias [heads] -> [T, heads*V]. The formulas are those of `network.states.delta_rule`; a state is
+    [heads, K, V].
     """
     heads = a.shape[1]
     queries, keys = (_repeated_heads(each, key_heads, heads) for each in (q, k))
@@ -271,9 +271,7 @@ def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Do
 
 
 def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -> Doubles:
-    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base plus weighted sums in streams from
-    `first` on.
-    """
+    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base plus weighted sums, from stream `first` on."""
     sums = np.einsum("tsp,tpi->tsi", _double(coefficients), _double(parts))
     sums[:, :first] = 0
     mixed: Doubles = _double(base) + sums.reshape(base.shape)

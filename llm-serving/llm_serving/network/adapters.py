@@ -98,9 +98,7 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network with adapter slots in all linear operations whose weights are not transformed, and these
-    slots.
-    """
+    """Return a network with adapter slots in its linear operations, unless weights are transformed, and the slots."""
     adapted = copy(network)
     head = network.head_operations
     operations: list[Operation] = []
@@ -206,7 +204,9 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError if the network lacks a module of an adapter, or the adapter lacks one that it names."""
+    """Raise ModelError if the network cannot use an adapter, or if matrices that its configuration names are
+    missing.
+    """
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:
         raise ModelError(

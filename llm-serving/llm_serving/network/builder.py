@@ -389,7 +389,7 @@ class Network:
         self._head_start = len(self.operations)
 
     def scores(self, x: Value, num_labels: int) -> None:
-        """Make x, in float32, the result of the network."""
+        """Make x, in float32, the output of the network: `num_labels` scores of each request."""
         self.num_labels = num_labels
         self.result(x)
 

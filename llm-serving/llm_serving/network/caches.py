@@ -76,7 +76,7 @@ class CacheLayout:
     windows: tuple[LayerWindow, ...]
     """Window of each group, the largest one first."""
     layer_tensors: tuple[tuple[int, int], ...]
-    """(group, cache) of each layer. Caches are the pairs of tensors, then the views."""
+    """(group, cache) of each layer. A cache is an index into the pairs of tensors, followed by the views."""
     shapes: tuple[CacheShape, ...]
     views: tuple[CacheView, ...] = ()
     group_parts: tuple[int, ...] = ()

@@ -20,7 +20,7 @@ MAX_EXPERTS: Final = 2**16
 
 @dataclass(frozen=True)
 class Expert:
-    """Tensor names of one expert; an empty `gate`: it has none."""
+    """Tensor names of one expert. `gate` is empty if the expert has no gate."""
 
     gate: str
     up: str

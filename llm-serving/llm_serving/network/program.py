@@ -91,14 +91,12 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program of the head. Its last weight is a table of hidden states, one row for each token id of
-    a step.
-    """
+    """Build the program of the head. Its last weight is a table of hidden states, indexed by token ids."""
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network with `given` rows. They are its last weight, a table that token ids index."""
+    """Build the program of a network with `given` rows. Its last weight is their table, indexed by token ids."""
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 

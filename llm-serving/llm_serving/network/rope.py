@@ -107,7 +107,7 @@ class Rotary:
         return mean.reshape(values.shape)
 
     def frequencies(self, num_positions: int) -> Float64Array:
-        """Return the radians per position of each rotating pair, theta^(-2i/D) (RoFormer, equation 15), scaled."""
+        """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer, equation 15) with scaling."""
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         plain[self.rotary_dim // 2 - self.still :] = 0
         if self.scaling is None:

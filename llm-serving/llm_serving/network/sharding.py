@@ -122,9 +122,7 @@ class _Sharding:
         self._shard_all(split)
 
     def _shard_recurrence(self, scan: Operation) -> None:
-        """Split the heads of a recurrence and the convolution before it, unless a rank would get part of a head or
-        group.
-        """
+        """Split a recurrence and the convolution before it, if each rank gets whole groups of heads."""
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
         heads, groups = scan.inputs[of_columns[0]].width, scan.attributes["heads"]
@@ -187,9 +185,7 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Return the rank's part of column ranges (first column, width, number of parts). Several ranks may share a
-        part.
-        """
+        """Return the rank's part of column ranges (first column, width, number of parts)."""
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))
 
