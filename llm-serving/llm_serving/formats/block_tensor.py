@@ -21,7 +21,7 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Number of weight rows that a kernel packs and computes together (a panel). Stacked tensors fill whole panels."""
+"""Number of weight rows that a kernel packs together (a panel). All but the last of stacked tensors fill panels."""
 _AT_ONCE: Final = 2**22
 
 

@@ -41,8 +41,8 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """4-bit and 8-bit integer weights. (`small_floats.Fp8` reads 8-bit floating point.) `group_size`: columns of a
-    group; 0: derived from the number of groups. `bits`: of values that each take one byte.
+    """4-bit and 8-bit integer weights. `group_size`: columns of a group; 0: derived from the number of groups. `bits`:
+    bits of quantized values that are stored in a byte each.
     """
 
     description: str

@@ -154,9 +154,7 @@ _TABLES_OF_LAYERS: Final[Mapping[str, str]] = {
 
 
 def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
-    """Return the names of a Mamba-2 mixer. The file has some of its vectors as matrices of one column or row
-    per group.
-    """
+    """Return the names of a Mamba-2 mixer. The file stores some of its vectors as matrices of one column or row."""
     return {
         "ssm_in": f"{at}in_proj",
         "ssm_conv1d": (NamedLayout(f"{at}conv1d", taps),),

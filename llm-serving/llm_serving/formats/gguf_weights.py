@@ -56,9 +56,8 @@ _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. `architecture`: a
-    key of `NAMINGS`. Raise ModelError if two tensors get the same name, or if a shape does not match the numbers of
-    heads.
+    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. Raise ModelError
+    if two tensors get the same name, or if a shape does not match the numbers of heads.
     """
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
@@ -111,9 +110,7 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return name and weights of each part of a GGUF tensor that stacks weights. `known`: names of the parts, joined by
-    `|`.
-    """
+    """Return the parts of a GGUF tensor that stacks weights. `known`: their names, separated by `|`."""
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]

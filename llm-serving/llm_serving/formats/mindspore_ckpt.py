@@ -50,9 +50,7 @@ class _CheckpointPiece(NamedTuple):
 
 
 def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name, without training state. Raise ModelError if it is damaged or
-    encrypted.
-    """
+    """Return the tensors of one file, without training state. Raise ModelError if it is damaged or encrypted."""
     with open_regular(file) as stream:
         if not os.fstat(stream.fileno()).st_size:
             raise ModelError(f"{file} is empty")

@@ -63,8 +63,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return float values of this shape. Of stacked experts, values are [experts * out, in], the result [experts, in,
-    out].
+    """Return float values of this shape. Experts are stored as [experts * out, in], and returned as [experts,
+    in, out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -104,9 +104,7 @@ class Scheme(Protocol):
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine by `pack` the tensors whose names differ only in one of `endings`. Raise ModelError for unsupported
-    types.
-    """
+    """Combine by `pack` the tensors whose names differ only in one of `endings`. Other tensors stay unchanged."""
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():

@@ -182,9 +182,8 @@ def _signed(values: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
-    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127. The weight is
-    float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or if an element is infinite or
-    NaN.
+    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127. bfloat16 is given as
+    uint16 bits. Raise ModelError if it is no matrix, or if an element is infinite or NaN.
     """
     _check(weight)
     qvalues = np.empty(weight.shape, np.int8)

@@ -1,7 +1,6 @@
 """Reads the header of a safetensors file. (The safetensors package has no NumPy type for bfloat16.)
 
-A file is the length of the header (8 bytes, little-endian), a JSON header (names, types, shapes, offsets), and the
-data.
+A file is the length of the header (8 bytes, little-endian), a JSON header, and the data of the tensors.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on registers. `writes`: register -> index of the result. No loop, which MindSpore compiles slowly."""
+    """Runs `cell` on registers. `writes`: register -> index of the result. MindSpore would compile loops slowly."""
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
         super().__init__()

@@ -247,7 +247,7 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of `model.model_config` in a MindFormers YAML, and of `network`, its `model.arch.type`."""
+        """Return the spec of a MindFormers YAML: `config` is `model.model_config`, `network` is `model.arch.type`."""
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 

@@ -240,9 +240,7 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
 
 
 def check_replacement(folder: Path, old: ModelSpec) -> None:
-    """Raise ModelError if a folder is damaged, or if its architecture, configuration or shapes differ from those of
-    `old`.
-    """
+    """Raise ModelError if a folder is damaged, or if its architecture, configuration or a shape differs from `old`."""
     new = check_folder(folder)
     if new.architecture != old.architecture:
         raise ModelError(f"{folder}: the architecture must be {old.architecture}, as served. Given: {new.architecture}")
