@@ -165,12 +165,9 @@ def self_attention(
 
     Args:
         x: Normalised rows.
-        rotary, q_rotary: Rotary embedding of queries and keys (None: keys have none), and of queries if it is
-            different.
-        names, out: Tensors of query, key and value, or the one tensor that stacks them; tensor of the output
-            projection.
-        norms, whole_norms: Tensors of the query and key norms, and whether they extend over all heads of a row
-            together.
+        rotary, q_rotary: Rotary embedding of queries and keys (None: there is none), and that of queries if different.
+        names, out: Tensors of query, key and value, or one that stacks them; tensor of the output projection.
+        norms, whole_norms: Tensors of the query and key norms, and whether they extend over all heads of a row.
         norms_after_rope: Whether the norms follow the rotary embedding.
         head_norm: Norm in place of `Network.rms_norm`.
         unweighted_norms: Whether heads are normalised without weights after the rotary embedding.

@@ -162,8 +162,7 @@ def mix_streams(
     first: int = 0,
 ) -> Value:
     """Add to each stream of `base` [T, streams * size], from stream `first` on, a weighted sum of the parts of x [T,
-    parts * size]. The weight of a part is `offset` plus its coefficient [T, streams * parts], stream by stream (None:
-    0).
+    parts * size]. A weight is `offset` plus a coefficient; [T, streams * parts] are in the order of streams.
     """
     inputs = {"base": base, "x": x, "coefficients": coefficients}
     return net.record("mix_streams", inputs, {}, {"streams": streams, "offset": offset, "first": first}, base.width)

@@ -110,9 +110,8 @@ def attention(
     bias: bool,
     keys_are_values: bool = False,
 ) -> tuple[Value, int]:
-    """Add attention with norms of queries, keys and values, and with unscaled scores, over an earlier `layer` or own
-    keys. Return the result, and the number of the cache layer. `keys_are_values`: values are the keys before norm and
-    rotation.
+    """Add attention with norms of queries, keys and values, and with unscaled scores. Return the result and the number
+    of the cache layer: `layer`, or a new one. `keys_are_values`: values are the keys before norm and rotation.
     """
     rows, order, q_rows = qkv_rows(heads, rotary, False), rotary.order(), heads.q * heads.own
     kv_rows = heads.kv * heads.own

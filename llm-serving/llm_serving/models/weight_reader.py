@@ -107,9 +107,7 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers, or raise ModelError. `on_read`: called after each tensor with the bytes read and
-        all bytes.
-        """
+        """Read the headers, or raise ModelError. `on_read` gets the bytes read and all bytes, after each tensor."""
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
         files = read_tensors(folder, packed=scheme is not None)
@@ -153,9 +151,7 @@ class WeightReader:
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return one tensor in its stored type, in a read-only memory map. A quantized tensor is dequantized to
-        float32.
-        """
+        """Return one tensor as stored, in a read-only memory map. A quantized tensor becomes float32."""
         return self._find(name, shape).read()
 
     def read_packed(self, name: str, shape: tuple[int, ...]) -> Quantized | Array:
