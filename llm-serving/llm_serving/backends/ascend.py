@@ -116,9 +116,6 @@ class AscendBackend(Backend):
     def all_reduce(self) -> nn.Cell:
         return cells.AscendOrderedSum()
 
-    def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
-
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return one Parameter [experts, K, N], because GroupedMatmulV4 takes no transposed weights."""
         of_experts = array.reshape(num_experts, -1, array.shape[1])
@@ -136,15 +133,6 @@ class AscendBackend(Backend):
         _check_quantized("GroupedMatmulV4", weight, name)
         qvalues = self._expert_qvalues(weight, num_experts, f"{name}.codes")
         return qvalues, float32_parameter(weight.scales.reshape(num_experts, -1), f"{name}.scales")
-
-    def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
-
-    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return float32_parameter(array, name)
-
-    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"

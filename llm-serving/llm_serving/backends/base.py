@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from numpy.typing import NDArray
 
+from llm_serving.backends.parameters import Array, BlockMemory, float32_parameter, to_model_dtype
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, ModelError
@@ -26,11 +26,7 @@ from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import rounded_to
 from llm_serving.network.weights import RowStack
 
-Array = NDArray[Any]
-"""float32, float16, or bfloat16 as uint16 bits."""
-
-BlockMemory: TypeAlias = ms.Parameter | Array
-"""Memory of KV blocks: a cache Parameter, or an array in host memory."""
+__all__ = ["Array", "AttentionShape", "Backend", "BlockMemory", "model_dtype"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +170,7 @@ class Backend(Protocol):
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
+        return self._copy(array, name)
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Do the same as `linear_weight`, for a weight that both `embedding` and `logits` use."""
@@ -214,10 +211,13 @@ class Backend(Protocol):
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         """Return a copy of vectors one after another, such as norm weights, in the model dtype."""
+        return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
 
-    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter: ...
+    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return float32_parameter(array, name)
 
-    def table(self, array: Array, name: str | None = None) -> ms.Parameter: ...
+    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
@@ -242,6 +242,9 @@ class Backend(Protocol):
         never does. The step waits until the callback returns. A later call of this method replaces the callback.
         """
         return False
+
+    def _copy(self, array: Array, name: str | None) -> ms.Parameter:
+        """Return a copy of the array, rounded to the model dtype."""
 
     def _no_quantized_products(self) -> ModelError:
         return ModelError(f"the operations of {self.name} do not support quantized weights; use kernels: program")

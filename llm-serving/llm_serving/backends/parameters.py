@@ -6,7 +6,7 @@ import math
 import mmap
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -14,12 +14,15 @@ from mindspore import mint
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from numpy.typing import NDArray
 
-from llm_serving.backends.base import Array, BlockMemory
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.process import release_pages
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 
+Array = NDArray[Any]
+"""float32, float16, or bfloat16 as uint16 bits."""
+BlockMemory: TypeAlias = ms.Parameter | Array
+"""Memory of KV blocks: a cache Parameter, or an array in host memory."""
 _ALIGNMENT = 64
 _LARGE_PAGE = 2**21
 

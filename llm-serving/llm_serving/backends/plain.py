@@ -17,7 +17,6 @@ from mindspore.ops.auto_generate import gen_ops_prim
 from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
-    float32_parameter,
     parameter_over,
     to_model_dtype,
     zeroed_array,
@@ -84,20 +83,8 @@ class PlainBackend(Backend):
     def add(self) -> nn.Cell:
         return PlainAdd()
 
-    def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
-
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
-
-    def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
-
-    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return float32_parameter(array, name)
-
-    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
