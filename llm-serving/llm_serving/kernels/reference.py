@@ -138,9 +138,8 @@ def delta_rule(
     scale: float,
     eps: float,
 ) -> Doubles:
-    """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): q, k [T, key_heads*K], v [T, heads*V], a, b [T,
-    heads], rates, bias [heads] -> [T, heads*V]. The formulas are those of `network.states.delta_rule`; a state is
-    [heads, K, V].
+    """Gated delta rule (S. Yang et al., 2024): q, k [T, key_heads*K], v [T, heads*V], a, b [T, heads], rates, bias
+    [heads] -> [T, heads*V]. A state is [heads, K, V]; a row decays it by exp(rates * softplus(a + bias)).
     """
     heads = a.shape[1]
     queries, keys = (_repeated_heads(each, key_heads, heads) for each in (q, k))

@@ -41,7 +41,7 @@ def readable_size(num_bytes: float) -> str:
 
 
 def num_state_slots(state_bytes: int, max_running: int, given: int | None = None) -> int:
-    """Return the number of slots for recurrent states: one for each running request, and spare ones, unless `given`."""
+    """Return the number of slots for recurrent states: `given`, or one for each running request and spare ones."""
     if not state_bytes:
         return 0
     return given or max_running + max(MIN_SPARE_SLOTS, min(max_running, SPARE_STATE_BYTES // state_bytes))
