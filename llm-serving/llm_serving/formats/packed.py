@@ -63,7 +63,7 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return float values of this shape. Experts are stored as [experts * out, in], and returned as [experts,
+    """Return float values of this shape. Experts are stored as [experts * out, in] and returned as [experts,
     in, out].
     """
     if not isinstance(found, Quantized):

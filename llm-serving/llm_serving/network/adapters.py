@@ -204,9 +204,7 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError if the network cannot use an adapter, or if matrices that its configuration names are
-    missing.
-    """
+    """Raise ModelError if the network cannot use an adapter, or if matrices that its configuration names are absent."""
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:
         raise ModelError(
