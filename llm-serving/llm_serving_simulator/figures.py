@@ -1,4 +1,7 @@
-"""The figures of a simulation: named numbers of all requests, of each class and of each tenant; and the capacity."""
+"""What a simulation produces: the outcome of each request, the counts of its steps, and their figures.
+
+Figures are named numbers of all requests, of each class and of each tenant, and the capacity.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays a workload on a real server over HTTP and records what its clients measure."""
+"""Measures a real server: starts one, plays a workload over HTTP, and records what its clients measure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import psutil
-from llm_serving.cli import serve
-from llm_serving.cli.arguments import ended_in_order
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.core.timings import monotonic
@@ -44,6 +42,10 @@ def temporary_server(
         ConfigError: The configuration cannot be served like this.
         StartError: The server ended before it was ready.
     """
+    # Not imported with the module, because simulations need no commands.
+    from llm_serving.cli import serve
+    from llm_serving.cli.arguments import ended_in_order
+
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
     settings = [*overrides, "serving_config.server_ip=127.0.0.1", f"serving_config.server_port={port}"]

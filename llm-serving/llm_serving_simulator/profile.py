@@ -1,7 +1,7 @@
-"""The profile: times of the hardware, the model and the server; `llm-serving profile` writes it.
+"""The profile: times of the hardware, the model and the server, and the cost model that predicts steps from them.
 
-A profile is JSON, or YAML written by hand for hardware that is not available. The latter has `measured: false`, which
-every output repeats with the source.
+`llm-serving profile` writes JSON. YAML for hardware that is not available is written by hand; it has `measured: false`,
+which every output repeats with the source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workloads from recordings of the scheduler: which requests arrived when, and what the model answered."""
+"""What recordings of the scheduler hold: workloads (which requests arrived when, and their answers), and step times."""
 
 from __future__ import annotations
 

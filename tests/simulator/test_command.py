@@ -7,7 +7,7 @@ from llm_serving_simulator.commands import profile
 from llm_serving_simulator.http_player import ClientTiming
 from llm_serving_simulator.profile import CostModel, CostTerm, write_profile
 from llm_serving_simulator.recordings import Timings
-from llm_serving_simulator.tuner import limits
+from llm_serving_simulator.tuner import trial
 from support.recordings import record_steps
 from support.simulator_workloads import STEP_S, create_profile
 
@@ -62,8 +62,8 @@ def test_whatif_accepts_speculation_as_the_only_difference(arguments, tmp_path, 
     assert guessing["accepted_draft_tokens"] > 100 and without["draft_tokens"] == 0
     assert guessing["guesses_right"] == guessing["accepted_draft_tokens"]  # the old name, for one release
     assert guessing["tpot_p50_ms"] < 0.6 * without["tpot_p50_ms"]
-    every = limits.neighbours
-    monkeypatch.setattr(limits, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == key])
+    every = trial.neighbours
+    monkeypatch.setattr(trial, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == key])
     limit = 0.7 * without["tpot_p50_ms"]
     assert main(["whatif", plain, *arguments[3:], "--need", f"tpot_p50_ms={limit}"]) == 0
     (line,) = (each for each in capsys.readouterr().out.splitlines() if key in each)
@@ -71,9 +71,9 @@ def test_whatif_accepts_speculation_as_the_only_difference(arguments, tmp_path, 
 
 
 def test_whatif_prints_the_changes_that_meet_a_need(arguments, capsys, monkeypatch):
-    every = limits.neighbours
+    every = trial.neighbours
     # each neighbour takes a simulation
-    monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])
+    monkeypatch.setattr(trial, "neighbours", lambda *asked: list(every(*asked))[:2])
     few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
     assert main([*few, "--need", "tenant tenant-0.ttft_p99_ms=1e9"]) == 0
     assert "tenant tenant-0.ttft_p99_ms <= 1,000,000,000: it is" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_whatif_writes_json(arguments, capsys):
 
 
 def test_whatif_json_on_standard_output_has_rates_and_needs_only(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(limits, "neighbours", lambda *asked: [])
+    monkeypatch.setattr(trial, "neighbours", lambda *asked: [])
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     asked = ["--find-rate", "--need", "interactive.ttft_p99_ms=60"]
     assert main([*arguments[:2], *arguments[3:], "--json", "-", *asked]) == 0
@@ -128,8 +128,8 @@ def test_highest_rate_is_measured_over_the_time_of_arrivals(arguments, tmp_path,
 
 
 def test_whatif_reports_extrapolated_steps_of_rates_and_needs(arguments, tmp_path, capsys, monkeypatch):
-    every = limits.neighbours
-    monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])
+    every = trial.neighbours
+    monkeypatch.setattr(trial, "neighbours", lambda *asked: list(every(*asked))[:2])
     write_profile(create_profile(measured_to={"rows": 1.0}), tmp_path / "profile.json")
     few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
     assert main([*few, "--find-rate", "--need", "interactive.ttft_p99_ms=60"]) == 0

@@ -1,4 +1,4 @@
-"""`llm-serving profile`: measure how long steps take, for simulations."""
+"""`llm-serving profile`: measure how long steps take, for simulations, by phases that give steps of every shape."""
 
 from __future__ import annotations
 

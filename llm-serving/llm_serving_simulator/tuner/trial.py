@@ -1,4 +1,7 @@
-"""Trials: simulations of changed configurations, stopped early where they cannot meet the objective any more."""
+"""Trials: simulations of changed configurations, stopped early where they cannot meet the objective any more.
+
+This module also finds the limits of a configuration, and which changes of one thing would meet the constraints.
+"""
 
 from __future__ import annotations
 
