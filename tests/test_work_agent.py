@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import struct
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from llm_serving import work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
@@ -21,18 +17,13 @@ from llm_serving.core.fingerprint import code_fingerprint
 from llm_serving.core.process import describe_address_space_limit
 from llm_serving.core.step import AllowedTokens, BlockMoveKind, DraftRequest
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
-from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.weight_reader import weight_fingerprint
-from llm_serving.transport.channel import Channel
-from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
-    AgentMessage,
     DropCache,
     Failed,
     Hello,
     Loaded,
-    MasterMessage,
     Progress,
     Propose,
     Proposed,
@@ -44,127 +35,25 @@ from llm_serving.transport.messages import (
     StepFailed,
     Welcome,
 )
-from llm_serving.transport.shared_memory import SharedBuffers
-from llm_serving.worker.kv_transfer import BackgroundThrottle
-from llm_serving.worker.token_graph import StartedStep
-from support.fake_runner import FakeRunner, expected_output
+from support.fake_runner import expected_output
 from support.step_factories import sampling_input, step_input
+from support.work_agent_master import (
+    DEADLINE_S,
+    NUM_BLOCKS,
+    NUM_SWAP_BLOCKS,
+    Runner,
+    a_step,
+    token_of,
+    work_agents,
+)
 
 pytestmark = pytest.mark.mindspore
 
-NUM_BLOCKS = 8
-NUM_SWAP_BLOCKS = 3
-DEADLINE_S = 10.0
-
-
-class Runner(FakeRunner):
-    """A fake runner that fails on given steps."""
-
-    def __init__(self, failing=(), announces_end=False):
-        super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
-        self._announces_end = announces_end
-        self._announcement = None
-        self.kv_tensors = SimpleNamespace(
-            num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, block_bytes=0, transfer=None
-        )
-        self.num_compilations = 1
-        self._failing = failing
-        self.allowed = []
-
-    def execute(self, step, await_allowed=None):
-        if step.step in self._failing:
-            self.steps.append(step)
-            raise RuntimeError("x" * 5000)
-        if self._announcement is not None:
-            self._announcement()
-            self._announcement = None
-
-        def take():
-            allowed = await_allowed()
-            self.allowed.append(allowed.words.tolist())  # copied, because the buffer is reused
-            return allowed
-
-        return super().execute(step, take)
-
-    def announce_ending(self, tell):
-        if self._announces_end:
-            self._announcement = tell
-        return self._announces_end
-
-
-class Master:
-    """The test's end of a connection to a WorkAgent in a thread."""
-
-    def __init__(self, config, pool, model_path=None, away=False):
-        """With `away` the WorkAgent is on another machine, without shared memory, and has the model at `model_path`."""
-        self.settings = load_settings(config, 0)
-        self.socket, right = socket.socketpair()
-        self.channel = Channel(self.socket, AgentMessage)
-        self._agent_channel = Channel(right, MasterMessage)
-        self.buffers = SharedBuffers.create(self.settings.num_buffers, self.settings.buffer_bytes)
-        memory_fd = None if away else self.buffers.fd
-        self.end = pool.submit(work_agent.serve, self._agent_channel, memory_fd, model_path=model_path)
-
-    def greet(self, hello=None):
-        self.channel.send(hello or Hello(PROTOCOL_VERSION))
-        return self.receive()
-
-    def load(self):
-        self.greet()
-        self.channel.send(self.settings)
-        return self.receive()
-
-    def run(self, step, announce_ending=False):
-        buffer = step.step % self.settings.num_buffers
-        layout = self.buffers.write(buffer, step_arrays(step)).layout
-        self.channel.send(RunStep(step.step, buffer, layout, announce_ending, step.allowed_follow))
-        return layout
-
-    def allow(self, number, behind, allowed):
-        buffer = number % self.settings.num_buffers
-        self.channel.send(
-            SetAllowedTokens(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind).layout)
-        )
-
-    def receive(self):
-        return self.channel.receive(DEADLINE_S)
-
-    def close(self):
-        self.channel.close()
-        self.end.exception(DEADLINE_S)
-        self._agent_channel.close()
-        self.buffers.close()
-
 
 @pytest.fixture
-def pool():
-    with ThreadPoolExecutor() as pool:
-        yield pool
-
-
-@pytest.fixture
-def start(pool, monkeypatch):
-    """Start a WorkAgent whose model is loaded by `load_runner`; by default a runner that never fails."""
-    masters = []
-
-    def start(load_runner=lambda settings, on_progress: (Runner(), ""), config=None, **where):
-        monkeypatch.setattr(work_agent, "load_runner", load_runner)
-        masters.append(Master(config or ServingConfig(), pool, **where))
-        return masters[-1]
-
-    yield start
-    for master in masters:
-        master.close()
-
-
-def a_step(number, computed, *token_ids):
-    position = computed + len(token_ids)
-    return step_input([(token_ids, computed, [1, 2])], step=number, sampling=sampling_input(1, position=position))
-
-
-def token_of(reply):
-    assert isinstance(reply, StepDone)
-    return decode_output(reply).token_ids.tolist()
+def start(monkeypatch):
+    with work_agents(monkeypatch) as start:
+        yield start
 
 
 class TestLoading:
@@ -456,118 +345,3 @@ class TestHandshake:
         master.socket.sendall(data)
         with pytest.raises(ProtocolError):
             master.end.result(DEADLINE_S)
-
-
-class Copy:
-    """A `HostCopy` that is complete once an event is set."""
-
-    def __init__(self, ended):
-        self._ended = ended
-
-    @property
-    def is_done(self):
-        return self._ended.is_set()
-
-    def array(self):
-        assert self._ended.wait(DEADLINE_S)
-
-
-class DeviceRunner(Runner):
-    """A fake runner of a device. A step ends when its event in `ended` is set, or when the next step starts."""
-
-    def __init__(self, failing=()):
-        super().__init__()
-        self.events = []
-        self.ended = [threading.Event() for _ in range(4)]
-        self._fails = failing
-
-    def start(self, step, await_allowed=None):
-        number = step.step
-        self.events.append(("start", number))
-        if number:
-            self.ended[number - 1].set()
-        copy = Copy(self.ended[number])
-
-        def finish(copied):
-            self.events.append(("output", number))
-            if number in self._fails:
-                raise RuntimeError("the device")
-            return output
-
-        output = self.execute(step, await_allowed) if not step.allowed_follow else None
-        if output is None:
-            return StartedStep(copy, lambda copied: self.execute(step, await_allowed), 1)
-        return StartedStep(copy, finish, 1)
-
-
-class TestStepsOnADevice:
-    @pytest.fixture
-    def running(self, start):
-        def load(**arguments):
-            runner = DeviceRunner(**arguments)
-            master = start(lambda settings, on_progress: (runner, ""))
-            master.load()
-            return master, runner
-
-        return load
-
-    def test_the_next_step_is_started_before_the_first_has_ended(self, running):
-        master, runner = running()
-        master.run(a_step(0, 0, 5, 6))
-        runner.ended[1].set()
-        master.run(a_step(1, 2, -1))
-        assert [master.receive().step for _ in range(2)] == [0, 1]
-        assert runner.events == [("start", 0), ("start", 1), ("output", 0), ("output", 1)]
-
-    def test_a_step_that_no_other_follows_is_replied_to_when_it_has_ended(self, running):
-        master, runner = running()
-        for number, step in enumerate([a_step(0, 0, 5, 6), a_step(1, 2, -1)]):
-            master.run(step)
-            runner.ended[number].set()
-            assert master.receive().step == number
-
-    def test_errors_are_replies_to_their_own_steps(self, running):
-        master, runner = running(failing=[0])
-        for ended in runner.ended:
-            ended.set()
-        master.run(a_step(0, 0, 5, 6))
-        master.run(a_step(1, 2, -1))
-        assert master.receive() == StepFailed(0, "RuntimeError: the device")
-        assert isinstance(master.receive(), StepDone)
-
-    def test_a_proposal_follows_the_reply_to_the_started_step(self, running):
-        master, runner = running()
-        master.run(a_step(0, 0, 5, 6))
-        master.channel.send(Propose([]))
-        runner.ended[0].set()
-        assert [type(master.receive()) for _ in range(2)] == [StepDone, Proposed]
-
-    def test_a_step_with_allowed_tokens_gets_them_before_the_next_message(self, running):
-        master, runner = running()
-        for ended in runner.ended:
-            ended.set()
-        step = replace(a_step(0, 0, 5, 6), allowed_follow=True)
-        layout = master.run(step)
-        master.allow(0, layout, AllowedTokens(np.array([0, 1], np.int32), np.array([1 << 3], np.int32)))
-        assert isinstance(master.receive(), StepDone)
-        assert runner.allowed == [[1 << 3]]
-        master.run(a_step(1, 2, -1))
-        assert isinstance(master.receive(), StepDone)
-
-
-def test_background_work_is_throttled_during_a_step(start, monkeypatch) -> None:
-    pauses = []
-    beside = BackgroundThrottle(pauses.append)
-    monkeypatch.setattr(work_agent, "BackgroundThrottle", lambda: beside)
-
-    class BackgroundRunner(Runner):
-        def execute(self, step, await_allowed=None):
-            beside.pause_after(1.0)
-            return super().execute(step, await_allowed)
-
-    master = start(lambda settings, on_progress: (BackgroundRunner(), ""))
-    master.load()
-    master.run(a_step(0, 0, 5, 6, 7))
-    assert isinstance(master.receive(), StepDone)
-    beside.pause_after(1.0)
-    assert len(pauses) == 1

@@ -1,9 +1,13 @@
-"""Model folders without weights, for tests that read only a config.json."""
+"""Model folders without weights and serving YAMLs, for tests that read only configurations."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+import pytest
+from llm_serving.config import load_config
+from llm_serving.errors import ConfigError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,3 +28,15 @@ def write_config(folder: Path, **changes: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
     return folder
+
+
+def write_yaml(folder: Path, text: str, name: str = "serving.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path | None, *overrides: str, model: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, model)
+    return str(caught.value)
