@@ -23,6 +23,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import create_transfer_pool
+from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import TransportError, WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import LocalExecutor
@@ -169,3 +170,7 @@ class Setup:
             for runner in self.runners.values():
                 runner.gate.set()
             await self.engine.stop()
+
+
+async def token_ids(stream: RequestStream) -> list[int]:
+    return [token async for piece in stream for token in piece.token_ids]
