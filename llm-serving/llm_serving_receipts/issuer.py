@@ -16,15 +16,12 @@ from llm_serving.errors import ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ContentHashes, ModelFiles, hash_in_thread
 from llm_serving.server.generation.sampling import Choices
 
-from llm_serving_receipts.digest import ResponseDigest
-from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, ReceiptAdapter, seal
+from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, ReceiptAdapter, ResponseDigest, seal
 
 
 class ReceiptIssuer:
     """Starts receipts. It hashes the model's files once, in a thread of its own. Only the event loop may call it.
-
-    Args:
-        files: State of the files before the model was loaded.
+    `files`: their state before the model was loaded.
     """
 
     def __init__(self, files: ModelFiles) -> None:
@@ -41,12 +38,8 @@ class ReceiptIssuer:
     async def start_receipt(
         self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
     ) -> ReceiptDraft:
-        """Start a receipt, after the model's files were hashed and a check that they have not changed.
-
-        The hash of an adapter was computed when the server read it.
-
-        Raises:
-            UnavailableError: A file has changed since the server started, or cannot be read.
+        """Start a receipt, after the model's files were hashed. Raise UnavailableError if a file has changed since the
+        server started, or cannot be read.
         """
         self.start_hashing()
         assert self._hashing is not None
@@ -75,10 +68,8 @@ class ReceiptDraft:
         self._digest = ResponseDigest(self._sampling, 1, 0)
 
     def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None:
-        """Record the prompts and the parameters of the response.
-
-        Raises:
-            RequestError: The receipt would be too long.
+        """Record the prompts and the parameters of the response. Raise RequestError if the receipt would be too
+        long.
         """
         num_tokens = sum(map(len, prompts)) + sampling.max_tokens * choices.n * len(prompts)
         if num_tokens > MAX_TOKENS:

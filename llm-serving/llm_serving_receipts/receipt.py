@@ -1,4 +1,4 @@
-"""The receipt of a response, and its JSON form with checksums that locate an alteration.
+"""The receipt of a response, the hashes of its texts, and its JSON form with checksums that locate an alteration.
 
 Checksums detect accidents and careless edits. If a receipt was altered and sealed again, only computing its response
 again detects that.
@@ -9,18 +9,121 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from struct import pack
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from llm_serving.core.fingerprint import ComputeFingerprint
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import DEFAULTS, RULES, BeamSearchParams, SamplingParams
 from llm_serving.errors import LLMServingError, ReceiptError
 
+
+class ResponseDigest:
+    """Accumulates the outputs of a request. The order of choices and the size of outputs do not affect the result.
+
+    Log-probabilities are hashed as little-endian bytes. For each generated token: id (int32), log-probability
+    (float32), number of top tokens (int32), their ids (int32) and log-probabilities (float32). For a prompt: SHA-256 of
+    five hashes over its tokens except the first: ids (int32), log-probabilities (float32), ranks (int32), and ids
+    (int32) and log-probabilities (float32) of the top tokens.
+    """
+
+    def __init__(self, sampling: SamplingParams, n: int, num_prompts: int) -> None:
+        self._n = n
+        self._with_logprobs = sampling.logprobs is not None
+        self._num_prompt_logprobs = sampling.prompt_logprobs
+        self._choices = [_ChoiceDigest() for _ in range(n * num_prompts)]
+        self._prompts: list[_PromptDigest | None] = [None] * num_prompts
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Add an output of a choice. `index`: index of the prompt times n, plus index of the choice."""
+        self._choices[index].add(output)
+        if output.prompt_logprobs is not None and self._num_prompt_logprobs is not None:
+            prompt = self._prompts[index // self._n] = self._prompts[index // self._n] or _PromptDigest()
+            prompt.add(output.prompt_logprobs, self._num_prompt_logprobs)
+
+    def choices(self) -> list[ReceiptChoice]:
+        """Return the choices, all of which must have finished."""
+        return [choice.finish(with_logprobs=self._with_logprobs) for choice in self._choices]
+
+    def prompt_logprobs(self) -> list[str | None]:
+        return [None if prompt is None else prompt.hash() for prompt in self._prompts]
+
+
+class _ChoiceDigest:
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._text, self._logprobs = hashlib.sha256(), hashlib.sha256()
+        self._last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self._token_ids += output.token_ids
+        self._text.update(output.text.encode())
+        for token in output.logprobs:
+            self._logprobs.update(_logprob_bytes(token))
+        self._last = output
+
+    def finish(self, *, with_logprobs: bool) -> ReceiptChoice:
+        assert self._last is not None
+        assert self._last.finish_reason is not None
+        return ReceiptChoice(
+            token_ids=self._token_ids,
+            finish_reason=self._last.finish_reason.value,
+            stop_reason=self._last.stop_reason,
+            text=self._text.hexdigest(),
+            logprobs=self._logprobs.hexdigest() if with_logprobs else None,
+        )
+
+
+def _logprob_bytes(token: TokenLogprobs) -> bytes:
+    k = len(token.top_token_ids)
+    return pack(f"<ifi{k}i{k}f", token.token_id, token.logprob, k, *token.top_token_ids, *token.top_logprobs)
+
+
+class _PromptDigest:
+    def __init__(self) -> None:
+        self._parts = [hashlib.sha256() for _ in range(5)]
+
+    def add(self, logprobs: PromptLogprobs, num_top_tokens: int) -> None:
+        top = logprobs.top_token_ids[:, :num_top_tokens], logprobs.top_logprobs[:, :num_top_tokens]
+        arrays = [logprobs.token_ids, logprobs.logprobs, logprobs.ranks, *top]
+        for part, array in zip(self._parts, arrays, strict=True):
+            kind = "<f4" if array.dtype.kind == "f" else "<i4"
+            part.update(np.ascontiguousarray(array).astype(kind, copy=False).tobytes())
+
+    def hash(self) -> str:
+        return hashlib.sha256(b"".join(part.digest() for part in self._parts)).hexdigest()
+
+
+def response_texts(response: Mapping[str, Any]) -> dict[int, str]:
+    """Return index -> text for the choices of a decoded response, except choices with reasoning or tool calls."""
+    choices = response.get("choices")
+    return dict(_texts(choices)) if isinstance(choices, list) else {}
+
+
+def _texts(choices: list[Any]) -> Iterator[tuple[int, str]]:
+    for position, choice in enumerate(choices):
+        if not isinstance(choice, dict):
+            continue
+        index, text, message = choice.get("index", position), choice.get("text"), choice.get("message")
+        if isinstance(message, dict) and not message.get("tool_calls") and not message.get("reasoning_content"):
+            text = message.get("content")
+        if isinstance(text, str) and isinstance(index, int):
+            yield index, text
+
+
+def has_hash(text: str, prompt: str, text_hash: str) -> bool:
+    """Return whether `text`, perhaps after the end of the prompt (`echo`), has this SHA-256."""
+    return any(
+        prompt.endswith(text[:k]) and hashlib.sha256(text[k:].encode()).hexdigest() == text_hash
+        for k in range(min(len(text), len(prompt)) + 1)
+    )
+
+
 VERSION: Final = 3
 READABLE_VERSIONS: Final = (1, 2, VERSION)
-"""Versions that can be read. Version 1 also listed configuration keys that cannot affect a response. Versions 1 and 2
-have no adapter.
-"""
+"""Version 1 also listed configuration keys that cannot affect a response. Versions 1 and 2 have no adapter."""
 MAX_TOKENS: Final = 2**18
 """Maximum number of tokens of a receipt: prompt and generated tokens together."""
 CHECKS: Final = "checks"
@@ -39,7 +142,7 @@ class ReceiptChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
     """SHA-256 of the generated text in UTF-8, before reasoning and tool calls are split from it."""
     logprobs: str | None
-    """SHA-256 over the returned log-probabilities, see `digest`; None: the client requested none."""
+    """SHA-256 over the returned log-probabilities, see `ResponseDigest`; None: the client requested none."""
 
 
 class ReceiptAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,9 +153,8 @@ class ReceiptAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything that determines the bytes of a response, and the response as token ids.
-
-    The client, its priority, the time and `cache_salt` are not recorded, because none of them affects a response.
+    """Everything that determines the bytes of a response, and the response as token ids. The client, its priority, the
+    time and `cache_salt` affect no response.
     """
 
     version: int
@@ -79,9 +181,8 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_of: int
     beam_search: BeamSearchParams | None
     sampling: SamplingParams
-    """Parameters of the first choice as they were applied, with the defaults of model and server, and the seed that was
-    drawn. In JSON the seed is a string, because numbers in many JSON libraries are too small for it.
-    """
+    """Parameters of the first choice as they were applied, with defaults, and the seed that was drawn. In JSON the seed
+    is a string, because numbers in many JSON libraries are too small for it."""
     prompts: list[list[int]]
     prompt_logprobs: list[str | None]
     """For each prompt, SHA-256 over the log-probabilities of its tokens; None: the client requested none."""
@@ -91,8 +192,6 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class OpenedReceipt:
-    """A receipt that was read from JSON."""
-
     receipt: Receipt
     altered: tuple[str, ...]
     """Fields whose checksum is wrong. It contains `hash` if only the hash over everything is wrong."""
@@ -110,11 +209,8 @@ def seal(receipt: Receipt) -> bytes:
 
 
 def open_receipt(content: Any) -> OpenedReceipt:
-    """Read a receipt from decoded JSON.
-
-    Raises:
-        ReceiptError: It is not a receipt, or has an unknown version. The message names the missing, wrong or unknown
-            field.
+    """Read a receipt from decoded JSON. Raise ReceiptError, which names the missing, wrong or unknown field, if it is
+    none.
     """
     if not isinstance(content, dict):
         raise ReceiptError("must be a JSON object")
@@ -137,16 +233,12 @@ def open_receipt(content: Any) -> OpenedReceipt:
 
 
 def hash_of(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a normalized receipt without its hash. The JSON that is hashed has sorted names and no
-    spaces.
-    """
+    """Return the SHA-256 of the JSON of a normalized receipt without its hash, with sorted names and no spaces."""
     return hashlib.sha256(_encode(content)).hexdigest()
 
 
 def checks_of(content: dict[str, Any]) -> dict[str, str]:
-    """Return the checksums of a normalized receipt: path of each field -> first digits of the SHA-256 of the field's
-    JSON.
-    """
+    """Return the checksums of a normalized receipt: path of a field -> first digits of the SHA-256 of its JSON."""
     return {path: hashlib.sha256(_encode(value)).hexdigest()[:CHECK_DIGITS] for path, value in _leaves(content)}
 
 

@@ -23,13 +23,10 @@ from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from llm_serving.server.generation.sampling import COUNT, ChoiceOutput, Choices, select_best, sequences_of
 
-from llm_serving_receipts.digest import ResponseDigest, has_hash
-from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice
+from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice, ResponseDigest, has_hash
 
 NOT_APPLIED: Final = ("device_config.graph_kernel_flags",)
-"""Keys with free text. They are compared but not applied, because an untrusted receipt must not control this
-process.
-"""
+"""Keys with free text, which are compared but not applied: an untrusted receipt must not control this process."""
 SHOWN_CHARS: Final = 80
 
 
@@ -59,10 +56,8 @@ class _LoadOptions(NamedTuple):
 
 
 class Verifier:
-    """Verifies receipts, with one loaded model at a time. Consecutive receipts with the same options share a loaded
-    model.
-
-    Only the thread that created the verifier may use it.
+    """Verifies receipts, with one loaded model at a time, which consecutive receipts with the same options share. Only
+    the thread that created the verifier may use it.
     """
 
     def __init__(
@@ -72,11 +67,9 @@ class Verifier:
         on_progress: Callable[[str], None],
         receipts: Sequence[Receipt] = (),
     ) -> None:
-        """Args:
-        load: Returns the configuration with additional overrides, "section.key=value".
-        hashes: Hashes of the model's files.
-        on_progress: Called with a line of text before an operation that takes long.
-        receipts: Receipts that will be verified, if known. The KV cache is then allocated for the largest one.
+        """`hashes`: of the model's files. `load`: returns the configuration with overrides "section.key=value".
+        `on_progress`: called before an operation that takes long. `receipts`: those that will be verified, if known;
+        the KV cache is allocated for the largest one.
         """
         self._load_config = load
         self._lora = load(()).lora
@@ -141,9 +134,7 @@ class Verifier:
 
 def _recorded_settings(configuration: Mapping[str, Setting]) -> dict[str, Setting]:
     """Return every key of a receipt that can affect a response, including keys that this version does not know.
-
-    Receipts of older servers also list keys that cannot affect a response, which are left out. They may use former
-    names of keys, and lack newer keys.
+    Receipts of older servers may use former names of keys, and lack newer keys.
     """
     return dict(OUTPUT_KEYS) | {
         key: value
@@ -158,9 +149,7 @@ def _load_options(receipt: Receipt) -> _LoadOptions:
 
 
 def _num_blocks(receipt: Receipt, options: _LoadOptions) -> int:
-    """Return the number of KV blocks that a receipt needs: for its longest sequence or all its beams, and one more for
-    each sequence.
-    """
+    """Return the number of KV blocks for a receipt's longest sequence or all its beams, and one more for each."""
     block_size = dict(options.settings)["pa_config.block_size"]
     if not isinstance(block_size, int) or block_size < 1:
         return 1  # `load_config` rejects the value by name
@@ -172,10 +161,8 @@ def _num_blocks(receipt: Receipt, options: _LoadOptions) -> int:
 def _config_for(
     load: Callable[[Sequence[str]], ServingConfig], options: _LoadOptions, num_blocks: int
 ) -> ServingConfig:
-    """Return the configuration with the options of the receipt, reduced to one request at a time.
-
-    Raises:
-        ConfigError: The receipt has an invalid value for a key.
+    """Return the configuration with the options of the receipt, reduced to one request at a time. Raise ConfigError if
+    the receipt has an invalid value for a key.
     """
     settings = {key: value for key, value in options.settings if key in OUTPUT_KEYS and key not in NOT_APPLIED}
     kernels = (
@@ -246,10 +233,7 @@ async def _best(outputs: list[ChoiceOutput], choices: Choices, *, with_logprobs:
 
 def _load_adapter(verdict: Verdict, receipt: Receipt, llm: LLM, lora: LoraConfig) -> None:
     """Load the receipt's adapter, unless it is loaded, and compare its files with those of the receipt. `lora`: names
-    the folder of the adapter.
-
-    Raises:
-        ModelError: The configuration has no such adapter, or it cannot be served. The message begins with its name.
+    the folder of the adapter. Raise ModelError, which begins with its name, if it cannot be served.
     """
     if receipt.adapter is None:
         return
@@ -267,9 +251,7 @@ def _load_adapter(verdict: Verdict, receipt: Receipt, llm: LLM, lora: LoraConfig
 
 
 def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
-    """Compare options of server and receipt. Report a different configuration as a difference, different hardware or
-    kernels as a note.
-    """
+    """Report a different configuration as a difference, and different hardware or kernels as a note."""
     here, recorded = output_settings(llm.config), _recorded_settings(receipt.configuration)
     for key in sorted(recorded):
         if key in here:
@@ -315,8 +297,8 @@ def _choice_differences(where: str, recorded: ReceiptChoice, computed: ReceiptCh
 
 
 def _cut(computed: ReceiptChoice, recorded: ReceiptChoice) -> ReceiptChoice:
-    """Return the computed choice, cut to the length of an aborted one. The recorded text is kept, because it may lack
-    characters that were held back.
+    """Return the computed choice, cut to the length of an aborted one, with the recorded text, whose end was held
+    back.
     """
     return ReceiptChoice(
         token_ids=computed.token_ids[: len(recorded.token_ids)],

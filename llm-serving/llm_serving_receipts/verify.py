@@ -18,8 +18,7 @@ from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import configure_logging
 
-from llm_serving_receipts.digest import response_texts
-from llm_serving_receipts.receipt import MAX_BYTES, OpenedReceipt, open_receipt
+from llm_serving_receipts.receipt import MAX_BYTES, OpenedReceipt, open_receipt, response_texts
 
 EQUAL: Final = 0
 DIFFERENT: Final = 1
@@ -62,20 +61,11 @@ def verify_file(
     on_progress: Callable[[str], None],
     on_result: Callable[[str], None],
 ) -> int:
-    """Verify the receipts of a file. The file is JSON or JSON lines; each value is a receipt, or a response with a
-    receipt.
+    """Verify the receipts of a file in JSON or JSON lines (`-`: standard input); each value is a receipt, or a response
+    with one.
 
-    Args:
-        path: The file; `-` is standard input.
-        load: Returns the configuration with additional overrides.
-        on_progress: Called with a line of text before an operation that takes long.
-        on_result: Called with each line of the result.
-
-    Returns:
-        `EQUAL`, `DIFFERENT` if any receipt differs, `UNREADABLE` if one cannot be read.
-
-    Raises:
-        ConfigError: The file or the model cannot be read.
+    Return `EQUAL`, `DIFFERENT` if any receipt differs, or `UNREADABLE` if one cannot be read. Raise ConfigError if the
+    file or the model cannot be read. `load`: returns the configuration with additional overrides.
     """
     items = list(read_items(path))
     unreadable = [item for item in items if isinstance(item.content, ReceiptError)]
@@ -125,10 +115,8 @@ def _verify(
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """Yield every receipt of a file, or the error for which it cannot be read.
-
-    Raises:
-        ConfigError: The file cannot be read.
+    """Yield every receipt of a file, or the error for which it cannot be read. Raise ConfigError if the file is
+    unreadable.
     """
     name = "standard input" if path == STANDARD_INPUT else str(path)
     try:

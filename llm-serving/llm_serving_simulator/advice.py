@@ -36,7 +36,7 @@ from llm_serving_simulator.profile import Profile, extrapolation_notices
 from llm_serving_simulator.recordings import REFUSED, read_recorded_files, read_timings
 from llm_serving_simulator.report import format_figure
 from llm_serving_simulator.simulation import Simulation, StopEarly
-from llm_serving_simulator.tuner.search_space import SearchParameter, as_overrides, neighbours, yaml_text
+from llm_serving_simulator.tuner.problem import SearchParameter, as_overrides, neighbours, yaml_text
 from llm_serving_simulator.workload import Workload
 
 COMPARED: Final = (
@@ -88,7 +88,6 @@ class Neighbour(Struct):
     source: str
     """Where the current value is set: file and line, or another origin."""
     line: str
-    """Line for the YAML."""
     needs_restart: bool
     better: list[Difference]
     worse: list[Difference]
@@ -104,11 +103,10 @@ class Advice(Struct):
     """The answer of the route `/v1/scheduler/advice`."""
 
     requests: int
-    """Number of simulated requests."""
     refused: int
     """Number of simulated requests that admission control had refused."""
     seconds: float
-    """Seconds in which the simulated requests arrived."""
+    """In which the simulated requests arrived."""
     step_error: float
     """Median relative error of held-out step times."""
     played: int
@@ -122,12 +120,8 @@ class Advice(Struct):
 
 
 def advise(configure: Configure, workload: Workload, profile: Profile, step_error: float, budget_s: float) -> Advice:
-    """Simulate the workload under the configuration and as many of its neighbours as the time allows.
-
-    Where a neighbouring value is better, the values beyond it are simulated too, as long as each brings more.
-
-    Raises:
-        RecordingError: There are too few requests.
+    """Simulate the workload under the configuration and as many of its neighbours as the time allows, and values beyond
+    a better neighbour, as long as each brings more. Raise RecordingError if there are too few requests.
     """
     deadline = time.monotonic() + budget_s
     config = configure(())
@@ -223,10 +217,8 @@ def _until(deadline: float) -> StopEarly:
 
 
 def _differences(baseline: Figures, other: Figures) -> tuple[float, list[Difference], list[Difference]]:
-    """Return the total gain, and the figures that are noticeably better and worse.
-
-    The gain is the sum of log ratios: half the time counts as much as twice the throughput. Figures of classes are
-    compared if there are several classes.
+    """Return the total gain, and the figures that are noticeably better and worse. The gain is the sum of log ratios:
+    half the time counts as much as twice the throughput. Single classes are compared only if there are several.
     """
     one_class = sum(key.endswith(".requests") and not key.startswith("tenant ") for key in baseline) == 1
     gain = 0.0
@@ -252,9 +244,8 @@ def _is_compared(key: str) -> bool:
 
 
 def _needs_restart(parameter: SearchParameter, value: Any) -> bool:
-    """Return whether the server cannot reload the value.
-
-    WorkAgents are loaded for the limits at the start, which can be lowered only. `fcfs` has no classes.
+    """Return whether the server cannot reload the value. Limits for which WorkAgents were loaded can only be lowered,
+    and `fcfs` has no classes.
     """
     if parameter.key in LOADED_FOR:
         return bool(value > parameter.current_value)
@@ -311,8 +302,6 @@ def _neighbour(
 
 
 class AdviceQuestion(Struct):
-    """What the server asks."""
-
     yaml: str
     """The complete current configuration."""
     sources: dict[str, str]

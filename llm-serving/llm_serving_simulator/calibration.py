@@ -111,9 +111,8 @@ def _follows_idleness(step: MeasuredStep) -> bool:
 def _idle_s(
     steps: Sequence[MeasuredStep], timings: Timings, clients: Sequence[ClientTiming], profile: Profile
 ) -> float:
-    """Return how much longer than predicted the first token of an idle server takes to reach the client.
-
-    Without client timings, measure until the reply.
+    """Return how much longer than predicted the first token of an idle server takes to its client, or without client
+    timings to the reply.
     """
     predicted = [profile.form.seconds(each.shape) + profile.step.seconds(each.shape) for each in steps]
     if not clients:
@@ -162,7 +161,6 @@ def _take_s(step: MeasuredStep) -> float:
 
 
 def _median(seconds: Sequence[float]) -> float:
-    """Return the median, at least 0; 0 for no values."""
     return max(0.0, float(f"{np.median(seconds):.3g}")) if seconds else 0.0
 
 
@@ -197,10 +195,8 @@ class SlowIntervals:
 
 
 def find_slow_intervals(steps: Sequence[MeasuredStep]) -> SlowIntervals:
-    """Compare each interval's steps with a model of all steps, iterating with the slow intervals corrected.
-
-    Without the correction a slow second would slow one kind of steps in the profile, because profiling measures one
-    kind after the other.
+    """Compare each interval's steps with a model of all steps, iterating with the slow intervals corrected. Otherwise a
+    slow second would slow only the kind of steps that were measured then.
     """
     numbers = [int(each.reply_s // INTERVAL_S) for each in steps]
     measured = np.array([each.seconds for each in steps])
@@ -249,19 +245,11 @@ def fit_event_loop(
     take_s: Callable[[MeasuredStep], float],
     first: EventLoopCosts = SEARCH_START,
 ) -> EventLoopCosts | None:
-    """Search for the costs with which a replay of the event loop comes closest to the measured delays.
+    """Search for the costs with which a replay of the event loop comes closest to the measured delays; None without
+    timings.
 
     The event loop does one thing after the other: it reads a request or sends a token. The search varies one cost at a
-    time.
-
-    Args:
-        timings: Times of the scheduler.
-        clients: Times of the clients.
-        take_s: Returns the time from a step's reply until the event loop gets its tokens.
-        first: Start of the search.
-
-    Returns:
-        The costs; None without client timings.
+    time from `first` on. `take_s`: returns the time from a step's reply until the event loop gets its tokens.
     """
     events = sorted(_loop_events(timings, clients, take_s))
     if not events:

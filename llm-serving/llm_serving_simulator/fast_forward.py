@@ -45,10 +45,8 @@ TokensAt = Callable[[Request, int, int], list[int]]
 
 
 class TokenCounter:
-    """The output sink of a simulated request, in place of `SequenceSink`.
-
-    A token that is neither the first nor the last of an answer is reported by this object itself, without a
-    `RequestOutput`.
+    """The output sink of a simulated request. It reports a token that is neither the first nor the last of an answer
+    without a `RequestOutput`.
     """
 
     __slots__ = ("_context", "_emit", "active_requests", "outcome", "request", "request_id")
@@ -76,8 +74,7 @@ class TokenCounter:
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
-    ) -> None:
-        """Do nothing: simulated requests ask for no prompt logprobs."""
+    ) -> None: ...
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         request = self.request
@@ -113,13 +110,9 @@ EngineOutput = RequestOutput | TokenCounter
 class FastForwardScheduler:
     """Does what `schedule` and `update` of a scheduler would do while steps are uniform.
 
-    Between calls, the scheduler is up to date except for its running requests; after `settle` these are too.
-
-    Args:
-        scheduler: A scheduler for which `is_uniform` is true.
-        num_in_flight: Scheduled steps without a reply: none or one.
-        num_steps: Steps that may be scheduled before a request finishes.
-        tokens_at: Returns the sampled tokens.
+    The `scheduler`, whose `is_uniform` must be true, is up to date except for its running requests; after `settle`
+    these are too. `num_in_flight`: scheduled steps without a reply, at most one. `num_steps`: steps that may be
+    scheduled before a request finishes. `tokens_at`: returns the sampled tokens.
     """
 
     def __init__(self, scheduler: Scheduler, num_in_flight: int, num_steps: int, tokens_at: TokensAt) -> None:
@@ -197,7 +190,6 @@ class FastForwardScheduler:
         self.num_replied += 1
 
     def settle(self) -> None:
-        """Apply all steps to all requests."""
         if self._settled != (settled := (self.num_scheduled, self.num_replied)):
             self._settled = settled
             for request in self.rows:
@@ -229,13 +221,8 @@ class FastForwardScheduler:
 class FastForwardEngine:
     """Runs uniform steps of an engine; `Engine.step` does the same, request by request.
 
-    Args:
-        engine: A simulated engine whose newest step was scheduled with its requests up to date.
-        agent: The engine's executor.
-        drafter: The engine's drafter; None: speculative decoding is off.
-        steps: The scheduler's part.
-        predicts: Whether the engine reports to the TTFT predictor.
-        send_tokens: Sends tokens to clients.
+    The newest step of `engine` was scheduled with its requests up to date. `agent`: its executor. `drafter`: None:
+    speculative decoding is off. `predicts`: whether the engine reports to the TTFT predictor.
     """
 
     def __init__(

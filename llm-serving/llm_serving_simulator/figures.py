@@ -66,8 +66,6 @@ class Outcome:
 
 @dataclass
 class SimulationResult:
-    """The outcomes and counts of one simulation."""
-
     name: str
     load: str
     """Name of the workload."""
@@ -116,11 +114,9 @@ class StepCounters(Metrics):
         self.num_tokens += num_tokens
         self.block_use.append((self._clock(), kv_usage))
 
-    def record_first_token(self, seconds: float, priority: int = 0) -> None:
-        """Do nothing: `Outcome` has the time."""
+    def record_first_token(self, seconds: float, priority: int = 0) -> None: ...
 
-    def record_inter_tokens(self, seconds: Sequence[float]) -> None:
-        """Do nothing: `Outcome` has the times."""
+    def record_inter_tokens(self, seconds: Sequence[float]) -> None: ...
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
         for _, num_draft_tokens, num_accepted in verified:
@@ -186,11 +182,9 @@ Figures = dict[str, float]
 
 
 def figures_of(result: SimulationResult) -> Figures:
-    """Return all figures of a result; NaN where nothing was measured.
-
-    Latencies are those of answered requests; inter-token latencies are all gaps between their tokens. Goodput counts
-    the requests that met the objectives of their class. Fairness is Jain's index over the share of its tokens that each
-    tenant got (Jain, Chiu and Hawe, DEC-TR-301, 1984): 1 where all tenants got the same share.
+    """Return all figures of a result; NaN where nothing was measured. Latencies are those of answered requests. Goodput
+    counts the requests that met the objectives of their class. Fairness is Jain's index over the share of its tokens
+    that each tenant got (Jain, Chiu and Hawe, DEC-TR-301, 1984): 1 where all tenants got the same share.
     """
     outcomes = result.outcomes
     end_s = max((each.end_s for each in outcomes), default=0.0)
@@ -311,14 +305,8 @@ def highest_rate(
     simulate: Callable[[Workload], SimulationResult],
     min_goodput_share: float = MIN_GOODPUT_SHARE,
 ) -> Capacity:
-    """Search by bisection for the highest rate at which enough requests meet their objectives.
-
-    The requests stay the same and arrive in less time. The search assumes that goodput falls with the rate.
-
-    Args:
-        workload: A workload with an open loop.
-        simulate: Simulates a workload.
-        min_goodput_share: Share of requests that must meet their objectives.
+    """Search by bisection for the highest rate at which `min_goodput_share` of the requests meet their objectives,
+    assuming that goodput falls with the rate. The same requests of an open loop arrive in less time.
     """
     offered = offered_rate(workload)
 

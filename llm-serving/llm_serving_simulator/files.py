@@ -29,14 +29,8 @@ class TooLargeError(ValueError):
 
 
 class YamlMapping:
-    """One mapping of a YAML file, read key by key.
-
-    Args:
-        located: The mapping.
-        name: Prefix of its keys in errors.
-
-    Raises:
-        ConfigError: The value is not a mapping.
+    """One mapping of a YAML file, read key by key. `name`: prefix of its keys in errors. Raise ConfigError if it is
+    none.
     """
 
     def __init__(self, located: Located, name: str = "") -> None:
@@ -49,16 +43,8 @@ class YamlMapping:
         return key in self._items
 
     def read(self, key: str, parse: Callable[[Any], T], rule: str, default: T | None = None) -> T:
-        """Return the value of a key.
-
-        Args:
-            key: The key.
-            parse: Converts the plain value; raises ValueError, TypeError or LookupError where the value is wrong.
-            rule: The rule as it follows the key in an error: "must be ...".
-            default: The value of a missing key; None: the key is required.
-
-        Raises:
-            ConfigError: The value breaks the rule, or a required key is missing.
+        """Return the value of a key, or `default`; None: the key is required. `parse`: converts the plain value, or
+        raises ValueError, TypeError or LookupError. `rule`: as it follows the key in a ConfigError: "must be ...".
         """
         self._known.append(key)
         item = self._items.get(key)
@@ -115,8 +101,6 @@ def number(minimum: float = 0.0, exclusive: bool = False) -> Callable[[Any], flo
 
 
 def integer(minimum: int = 0, maximum: int = MAX_INTEGER) -> Callable[[Any], int]:
-    """Return a parser of integers from `minimum` to `maximum`."""
-
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError
@@ -130,7 +114,6 @@ def integer(minimum: int = 0, maximum: int = MAX_INTEGER) -> Callable[[Any], int
 
 
 def share(value: Any) -> float:
-    """Parse a number from 0 to 1."""
     parsed = number()(value)
     if parsed > 1:
         raise ValueError
@@ -138,32 +121,24 @@ def share(value: Any) -> float:
 
 
 def text(value: Any) -> str:
-    """Parse a string that is not empty."""
     if not isinstance(value, str) or not value:
         raise TypeError
     return value
 
 
 def flag(value: Any) -> bool:
-    """Parse true or false."""
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
 def one_of(names: Sequence[str]) -> Callable[[Any], str]:
-    """Return a parser of one of these words."""
     return lambda value: str(names[names.index(value)])
 
 
 def write_file(path: Path, content: str) -> None:
-    """Write a file atomically: if writing fails, the old content stays.
-
-    Of two processes that write at once the later one wins. A symbolic link, a pipe, a device, and a file in a read-only
-    folder are written in place.
-
-    Raises:
-        ConfigError: The file cannot be written.
+    """Write a file atomically, or raise ConfigError, and the old content stays. A symbolic link, a pipe, a device, and
+    a file in a read-only folder are written in place.
     """
     try:
         is_regular = not path.is_symlink() and (path.is_file() or not path.exists())

@@ -66,10 +66,8 @@ class Fit(NamedTuple):
 
 
 def usable_steps(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Return the steps to fit: those scheduled ahead, and the others only if they have no prompts.
-
-    A step that was not scheduled ahead includes the master's time, which is long beside a short decode step only. If
-    too few steps were scheduled ahead, return all.
+    """Return the steps to fit: those scheduled ahead, and others only without prompts, because they include the
+    master's time, which is long beside a short decode step only. If too few were scheduled ahead, return all.
     """
     if sum(each.ahead for each in steps) < MIN_AHEAD:
         return [*steps]
@@ -77,13 +75,9 @@ def usable_steps(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 
 
 def fit_steps(steps: Sequence[MeasuredStep], seconds: Sequence[float], seed: int = 1, held_out: bool = True) -> Fit:
-    """Fit the duration of steps; the conditional terms are what a step takes longer that was not scheduled ahead.
-
-    Args:
-        steps: As `usable_steps` returns them, with steps that verify draft tokens.
-        seconds: Duration of each step.
-        seed: Selects the held-out steps.
-        held_out: Whether steps are held out.
+    """Fit the duration `seconds` of each step; the conditional terms are what a step takes longer that was not
+    scheduled ahead. `steps`: from `usable_steps`, and those that verify draft tokens. `seed`: selects the steps that
+    are held out.
     """
     separable = sum(each.ahead for each in steps) >= MIN_AHEAD
     forming = ConditionalTerms(FORM_TERMS if separable else (), [not each.ahead for each in steps])
@@ -176,14 +170,8 @@ def _reweighted(matrix: Array, measured: Array, weights: Array) -> Array:
 
 
 def least_squares(matrix: Array, target: Array) -> Array:
-    """Return the x >= 0 that minimizes ||matrix x - target||, solved with columns of norm 1; a column of zeros gets 0.
-
-    Args:
-        matrix: [m, n], float64.
-        target: [m], float64.
-
-    Returns:
-        [n], float64.
+    """Return the x >= 0, [n], that minimizes ||matrix x - target|| for a matrix [m, n] and a target [m] in float64. It
+    is solved with columns of norm 1; a column of zeros gets 0.
     """
     from scipy.optimize import nnls
 
@@ -196,7 +184,6 @@ def least_squares(matrix: Array, target: Array) -> Array:
 
 
 def _model(terms: Sequence[CostTerm], coefficients: Array) -> CostModel:
-    """Return the model without terms of 0 s."""
     return CostModel(
         tuple(
             CostTerm(term.of, float(f"{seconds:.4g}"), term.above, term.to)

@@ -30,17 +30,11 @@ MAX_INTERFERENCE: Final = 0.1
 def temporary_server(
     path: Path | None, overrides: Sequence[str], model: str | None, recordings: Path | None = None
 ) -> Iterator[ServingConfig]:
-    """Run a server on a free port of this machine; yield its configuration. Its recordings are complete at the exit.
+    """Run a server on a free port of this machine; yield its configuration. Raise ConfigError if it cannot be served
+    like this, StartError if the server ended before it was ready.
 
-    Args:
-        path: The serving YAML.
-        overrides: "section.key=value" each.
-        model: Replaces the configured model.
-        recordings: Folder for recordings of the scheduler.
-
-    Raises:
-        ConfigError: The configuration cannot be served like this.
-        StartError: The server ended before it was ready.
+    `overrides`: "section.key=value" each. `recordings`: folder for recordings of the scheduler, which are complete at
+    the exit.
     """
     # Not imported with the module, because simulations need no commands.
     from llm_serving.cli import serve

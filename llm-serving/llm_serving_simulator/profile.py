@@ -55,13 +55,8 @@ def shape_of_rows(
     num_samples: int,
     num_moves: int,
 ) -> StepShape:
-    """Return the shape of a step.
-
-    Args:
-        query_lens: [B], int32, new tokens of each row.
-        num_computed: [B], int32, tokens of each row that are already in the KV cache.
-        num_samples: Sampled tokens.
-        num_moves: KV blocks moved.
+    """Return the shape of a step with new tokens `query_lens` [B] of rows that have `num_computed` [B] tokens, both
+    int32.
     """
     queries, before = query_lens.astype(np.int64), num_computed.astype(np.int64)
     tokens = int(queries.sum())
@@ -119,7 +114,6 @@ class CostModel:
         object.__setattr__(self, "_constant", sum(each.seconds for each in self.terms if each.of == CONSTANT))
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the predicted duration of a step of this shape."""
         key = shape[:_NUM_ROW_QUANTITIES]
         total = self._cache.get(key)
         if total is None:
@@ -197,7 +191,6 @@ class RangeMonitor:
         self._largest: dict[str, float] = {}
 
     def check(self, shape: StepShape) -> None:
-        """Count the step if it is outside the range."""
         is_outside = False
         for index, name, limit in self._limits:
             if shape[index] > limit:
@@ -270,11 +263,7 @@ _MODELS: Final = ("step", "form", "take")
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: With file, line and rule.
-    """
+    """Read a profile. ConfigError names file, line and rule."""
     keys = YamlMapping(read_yaml(path, REFERENCE))
     version = keys.read("format", integer(1), f"must be {FORMAT}")
     if version != FORMAT:

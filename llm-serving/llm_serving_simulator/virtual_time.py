@@ -38,7 +38,6 @@ class EventQueue:
         heapq.heappush(self._heap, (max(time, self.now), next(self._order), action))
 
     def run_until(self, time: float) -> None:
-        """Run all actions up to and including a time."""
         while self._heap and self._heap[0][0] <= time:
             self.now, _, action = heapq.heappop(self._heap)
             self.is_running = True
@@ -49,9 +48,8 @@ class EventQueue:
 class SharedInterpreter:
     """CPU time of threads that share one interpreter, as disjoint busy spans in ascending order.
 
-    Threads reserve time in the order in which the simulation runs them, which is not the order of their times. So a
-    reservation fills the free time from its start on, in as many pieces as necessary: an interpreter switches threads
-    every few milliseconds.
+    Threads do not reserve time in the order of their times. So a reservation fills the free time from its start on, in
+    as many pieces as necessary: an interpreter switches threads every few milliseconds.
     """
 
     def __init__(self) -> None:
@@ -100,7 +98,6 @@ class SeparateCores:
     busy_s = 0.0
 
     def reserve(self, time: float, seconds: float) -> float:
-        """Return when the seconds are over."""
         self.busy_s += seconds
         return time + seconds
 
@@ -109,8 +106,7 @@ class SeparateCores:
         self.busy_s += count * seconds
         return list(accumulate(repeat(seconds, count), initial=time))[1:]
 
-    def forget_before(self, time: float) -> None:
-        """Do nothing: no span is kept."""
+    def forget_before(self, time: float) -> None: ...
 
 
 MasterCPU = SharedInterpreter | SeparateCores
@@ -131,7 +127,6 @@ class EngineClock:
         self.now = self._master.reserve(self.now, seconds)
 
     def advance_to(self, time: float) -> None:
-        """Advance to a time, never backwards."""
         self.now = max(self.now, time)
 
 

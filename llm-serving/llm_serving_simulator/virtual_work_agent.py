@@ -201,7 +201,6 @@ class VirtualWorkAgent(Executor):
         return words + [END_TOKEN] * (end - first_end)
 
     def num_output(self, request: Request) -> int:
-        """Return the output tokens of the complete answer."""
         return min(self._num_output[request.sampling.seed or 0], request.sampling.max_tokens)
 
     def _await_end(self, submitted: _Submitted, lead_s: float = 0.0) -> float:
@@ -296,9 +295,7 @@ class VirtualNgramProposer(NgramProposer):
 
 
 class VirtualGainModel(GainModel):
-    """The gain model of a server. Step times count as on a master that notes the arrival of a reply when it comes,
-    because the virtual clock advances before the engine reads it.
-    """
+    """The gain model of a server. Step times count as on a master that notes the arrival of a reply when it comes."""
 
     def __init__(self, config: ServingConfig, agent: VirtualWorkAgent) -> None:
         super().__init__(config.scheduler.num_speculative_tokens)

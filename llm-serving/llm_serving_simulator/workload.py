@@ -54,11 +54,7 @@ class WorkloadRequest:
     """The answer as far as it is known; draft tokens are only proposed and accepted within it."""
 
     def priority_in(self, classes: Sequence[RequestClass]) -> int:
-        """Return the request's priority, or that of its class.
-
-        Raises:
-            KeyError: The class is not one of these.
-        """
+        """Return the request's priority, or that of its class. Raise KeyError for a class that is not one of these."""
         if self.class_name is None:
             return self.priority or 0
         return {each.name: each.rank for each in classes}[self.class_name]
@@ -108,16 +104,11 @@ class Workload:
 
 
 def read_workload(path: Path, seed: int | None = None) -> Workload:
-    """Read a workload file; docs/reference/file_formats.md lists its keys.
-
-    Raises:
-        ConfigError: With file, line and rule.
-    """
+    """Read a workload file (docs/reference/file_formats.md). ConfigError names file, line and rule."""
     return parse_workload(read_yaml(path, REFERENCE), path.stem, seed)
 
 
 def parse_workload(root: Located, name: str, seed: int | None = None) -> Workload:
-    """Return the workload of a parsed file; see `read_workload`."""
     keys = YamlMapping(root)
     file_seed = keys.read("seed", integer(), "must be an integer >= 0", 1)
     seed = file_seed if seed is None else seed
@@ -223,17 +214,11 @@ def _check_combinations(name: str, keys: YamlMapping, *, bursts: bool) -> None:
 def repetitive_answer(
     rng: random.Random, prompt: Sequence[int], num_tokens: int, share: float, run: int, vocab_size: int
 ) -> list[int]:
-    """Draw an answer that alternates between copies of earlier text and random tokens.
+    """Draw an answer that alternates between copies of earlier text, or of the prompt, and random tokens below
+    `vocab_size`.
 
-    The lengths of both are geometric, so a copied run continues with the same probability after every token.
-
-    Args:
-        rng: The generator.
-        prompt: The prompt, which is copied from as well.
-        num_tokens: Length of the answer.
-        share: Share of the answer that is copied.
-        run: Mean length of a copied run.
-        vocab_size: Exclusive upper bound of token ids.
+    The lengths of both are geometric, so a copied run continues with the same probability after every token. `share`:
+    share of the answer that is copied. `run`: mean length of a copied run.
     """
     means = min(MAX_NUMBER, run * (1 - share) / share), run
     text, end = list(prompt), len(prompt) + num_tokens

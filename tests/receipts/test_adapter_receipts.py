@@ -16,8 +16,7 @@ from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.offline import LLM
 from llm_serving.server.generation.sampling import ONE_CHOICE, Choices
-from llm_serving_receipts.digest import ResponseDigest
-from llm_serving_receipts.receipt import VERSION, Receipt, ReceiptAdapter, open_receipt, seal
+from llm_serving_receipts.receipt import VERSION, Receipt, ReceiptAdapter, ResponseDigest, open_receipt, seal
 from llm_serving_receipts.verifier import Verdict, Verifier
 from support.adapter_factories import write_adapter
 

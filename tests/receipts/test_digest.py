@@ -4,7 +4,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from llm_serving_receipts.digest import has_hash, response_texts
+from llm_serving_receipts.receipt import has_hash, response_texts
 
 
 @pytest.mark.parametrize(

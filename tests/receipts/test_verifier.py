@@ -18,8 +18,7 @@ from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.offline import LLM
 from llm_serving.server.generation.sampling import ONE_CHOICE, ChoiceOutput, Choices, select_best, sequences_of
 from llm_serving.text.structured_output.grammars import regex_grammar
-from llm_serving_receipts.digest import ResponseDigest
-from llm_serving_receipts.receipt import VERSION, OpenedReceipt, Receipt, open_receipt, seal
+from llm_serving_receipts.receipt import VERSION, OpenedReceipt, Receipt, ResponseDigest, open_receipt, seal
 from llm_serving_receipts.verifier import Verdict, Verifier
 from llm_serving_receipts.verify import DIFFERENT, EQUAL, UNREADABLE, verify_file
 

@@ -16,7 +16,7 @@ from llm_serving_simulator import advice as advice_module
 from llm_serving_simulator.advice import AdviceQuestion, advise, answer, line_for, newest
 from llm_serving_simulator.commands.advice import described
 from llm_serving_simulator.recordings import read_recorded_files
-from llm_serving_simulator.tuner.search_space import SearchParameter
+from llm_serving_simulator.tuner.problem import SearchParameter
 from msgspec import to_builtins
 from support.factories import create_request
 from support.recordings import MemoryFiles, create_recorded

@@ -5,8 +5,7 @@ from llm_serving.errors import ConfigError
 from llm_serving_simulator.figures import figures_of
 from llm_serving_simulator.profile import MeasuredRange, StepShape, measured_maxima, read_profile, write_profile
 from llm_serving_simulator.report import table
-from llm_serving_simulator.tuner.objective import Figure, TuningObjective
-from llm_serving_simulator.tuner.search_space import largest_steps, search_space, unmeasured_values
+from llm_serving_simulator.tuner.problem import Figure, TuningObjective, largest_steps, search_space, unmeasured_values
 from support.simulator_workloads import config_with, create_load, create_profile, simulate
 
 BUDGET, SLOTS = "scheduler_config.max_prefill_tokens", "model_config.decode_batch_size"

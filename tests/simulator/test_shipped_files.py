@@ -12,7 +12,7 @@ from llm_serving_simulator.commands.whatif import read_variant
 from llm_serving_simulator.profile import read_profile
 from llm_serving_simulator.recordings import load_workload
 from llm_serving_simulator.report import profile_source
-from llm_serving_simulator.tuner.search_space import classes_in
+from llm_serving_simulator.tuner.problem import classes_in
 
 ROOT = Path(__file__).parents[2]
 PLOT = "docs/images/whatif.svg"

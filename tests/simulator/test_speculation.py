@@ -13,8 +13,7 @@ from llm_serving_simulator.figures import figures_of
 from llm_serving_simulator.profile import CostModel, CostTerm
 from llm_serving_simulator.recordings import read_recorded
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.tuner.objective import Figure, TuningObjective
-from llm_serving_simulator.tuner.search_space import search_space
+from llm_serving_simulator.tuner.problem import Figure, TuningObjective, search_space
 from llm_serving_simulator.virtual_work_agent import VirtualSpeculationController
 from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream, repetitive_answer
 from support.factories import create_request

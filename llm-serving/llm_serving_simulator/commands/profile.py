@@ -29,7 +29,7 @@ from llm_serving_simulator.files import write_file
 from llm_serving_simulator.http_player import MAX_INTERFERENCE, ClientTiming, CpuInterference, play, temporary_server
 from llm_serving_simulator.profile import write_profile
 from llm_serving_simulator.recordings import Timings, read_timings, recording_files
-from llm_serving_simulator.tuner.search_space import largest_steps
+from llm_serving_simulator.tuner.problem import largest_steps
 from llm_serving_simulator.workload import FIRST_TOKEN, Workload, WorkloadRequest, WorkloadStream
 
 CLIENTS_FILE: Final = "clients.json"
@@ -132,10 +132,7 @@ def _measure(arguments: argparse.Namespace) -> Calibration:
 
 
 def check_recorded(timings: Timings, clients: Sequence[Sequence[ClientTiming]]) -> None:
-    """Raise RecordingError if the recording lacks requests that were answered.
-
-    A server whose disk is full continues without recording.
-    """
+    """Raise RecordingError if the recording lacks answered requests, as if the disk of the server was full."""
     recorded = {name.rpartition("-")[0] for name in timings.arrivals}
     answered = [each.request_id for phase in clients for each in phase if each.token_times_s]
     num_missing = sum(name not in recorded for name in answered)
@@ -302,16 +299,10 @@ Span = tuple[int, int]
 
 
 def phases(limits: ServerLimits, seed: int = 1, scale: float = 1.0) -> list[ProfilingPhase]:
-    """Return the phases in their order.
-
-    In each round: one request after the other; the same with pauses; 2, 4, ... clients up to the number of slots, with
-    mixed lengths, and for many clients with short prompts, so that steps decode only; long contexts; more prompts than
-    slots; and few clients that repeat the same requests.
-
-    Args:
-        limits: Limits of the server.
-        seed: Seed of lengths and tokens.
-        scale: Factor of the duration of each phase.
+    """Return the phases in their order. In each round: one request after the other; the same with pauses; 2, 4, ...
+    clients up to the number of slots, with mixed lengths, and for many clients with short prompts, so that steps decode
+    only; long contexts; more prompts than slots; and few clients that repeat the same requests. `scale`: factor of
+    durations.
     """
     rng = random.Random(seed)
     found = [_closed_loop(rng, limits, 4, (16, 64), (8, 16), scale, "warming up")]
@@ -323,14 +314,8 @@ def phases(limits: ServerLimits, seed: int = 1, scale: float = 1.0) -> list[Prof
 def larger_phases(
     limits: ServerLimits, num_tokens: int, base: ServerLimits, base_tokens: int, scale: float = 1.0
 ) -> list[ProfilingPhase]:
-    """Return phases whose steps are larger than those of `phases`, for a server with higher limits.
-
-    Args:
-        limits: Limits of that server.
-        num_tokens: Its token budget.
-        base: Limits of the server that `phases` were played on.
-        base_tokens: Token budget of that server.
-        scale: Factor of the duration of each phase.
+    """Return phases whose steps are larger than those of `phases`, for a server with higher `limits` and the token
+    budget `num_tokens`. `base`, `base_tokens`: those of the server that `phases` were played on.
     """
     rng, most, seconds = random.Random(base_tokens), max(4, limits.max_len - 2), LARGER_S * scale
     low, high = max(2, most // 4), max(3, most // 2)

@@ -18,18 +18,19 @@ from llm_serving_simulator.files import write_file
 from llm_serving_simulator.profile import read_profile
 from llm_serving_simulator.recordings import check_vocabulary, load_workload
 from llm_serving_simulator.report import format_figure, profile_source, table
-from llm_serving_simulator.tuner.objective import TuningObjective, read_objective
-from llm_serving_simulator.tuner.search import Effect, TreeParzen, effects_of, revert_useless_changes, search
-from llm_serving_simulator.tuner.search_space import (
+from llm_serving_simulator.tuner.problem import (
     Changes,
     SearchParameter,
+    TuningObjective,
     as_overrides,
     classes_in,
+    read_objective,
     search_space,
     tenants_in,
     unmeasured_values,
     yaml_text,
 )
+from llm_serving_simulator.tuner.search import Effect, TreeParzen, effects_of, revert_useless_changes, search
 from llm_serving_simulator.tuner.trial import Trial, TrialRunner, described, improvements, limits
 from llm_serving_simulator.tuner.yaml_writer import differences, tuned_yaml
 

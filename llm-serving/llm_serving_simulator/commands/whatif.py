@@ -21,8 +21,16 @@ from llm_serving_simulator.profile import Profile, extrapolation_notices, read_p
 from llm_serving_simulator.recordings import check_vocabulary, load_workload
 from llm_serving_simulator.report import as_json, format_figure, profile_source, pyplot, table, write_svg
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.tuner.objective import Figure, FigureConstraint, TuningObjective, parse_constraint
-from llm_serving_simulator.tuner.search_space import Changes, as_overrides, classes_in, tenants_in
+from llm_serving_simulator.tuner.problem import (
+    Changes,
+    Figure,
+    FigureConstraint,
+    TuningObjective,
+    as_overrides,
+    classes_in,
+    parse_constraint,
+    tenants_in,
+)
 from llm_serving_simulator.tuner.trial import TrialRunner, what_would_meet
 from llm_serving_simulator.workload import Workload
 
@@ -87,10 +95,8 @@ class Variant:
 
 
 def read_variant(argument: str, model: str | None, profile: Profile, seed: int) -> Variant:
-    """Return the variant `FILE+SECTION.KEY=VALUE+..`, with its own profile if it has `+@profile=FILE`.
-
-    Raises:
-        ConfigError: A file cannot be read, or a value breaks a rule.
+    """Return the variant `FILE+SECTION.KEY=VALUE+..`, with its own profile if it has `+@profile=FILE`. Raise
+    ConfigError if a file cannot be read, or a value breaks a rule.
     """
     path, changes, profiles = _parts(argument)
     if path is None or Path() in profiles:
@@ -106,10 +112,8 @@ def read_variant(argument: str, model: str | None, profile: Profile, seed: int) 
 
 
 def read_with(path: Path, overrides: Sequence[str], model: str | None) -> ServingConfig:
-    """Return the configuration of a file with "section.key=value" each, and the model of `--model`.
-
-    Raises:
-        ConfigError: The file cannot be read, or a value breaks a rule.
+    """Return the configuration of a file with "section.key=value" each, and the model of `--model`, or raise
+    ConfigError.
     """
     if model == "none":
         return load_config(path, [*overrides, "model_config.model_path=null"])
@@ -189,11 +193,7 @@ def _parts(argument: str) -> tuple[Path | None, list[str], list[Path]]:
 
 
 def check_servable(config: str, result: SimulationResult, path: Path, workload: Workload) -> None:
-    """Report requests that a configuration can never serve.
-
-    Raises:
-        ConfigError: It can serve none of the requests.
-    """
+    """Report requests that a configuration can never serve. Raise ConfigError if it can serve none."""
     num, num_all = result.num_unservable, workload.num_requests
     if not num:
         return

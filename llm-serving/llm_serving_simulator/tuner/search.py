@@ -11,8 +11,7 @@ from llm_serving.errors import ConfigError
 
 from llm_serving_simulator.figures import LESS_IS_BETTER
 from llm_serving_simulator.report import format_figure
-from llm_serving_simulator.tuner.objective import TuningObjective
-from llm_serving_simulator.tuner.search_space import Changes, SearchParameter
+from llm_serving_simulator.tuner.problem import Changes, SearchParameter, TuningObjective
 from llm_serving_simulator.tuner.trial import Trial, TrialRunner
 
 Indices = Mapping[str, int]
@@ -35,8 +34,7 @@ COST_FIGURES: Final = ("output_tokens_per_s", "goodput_share", "refused", "ttft_
 class Sampler(Protocol):
     """Proposes trials, in the ask-and-tell interface of Optuna."""
 
-    def ask(self) -> Indices:
-        """Return a value of each parameter."""
+    def ask(self) -> Indices: ...
 
     def tell(self, score: float) -> None:
         """Accept the score of the last proposal; higher is better."""
@@ -44,14 +42,7 @@ class Sampler(Protocol):
 
 class TreeParzen:
     """Optuna's tree-structured Parzen estimator (Bergstra et al., NIPS 2011). It first proposes the baseline.
-
-    Args:
-        parameters: The search space.
-        seed: Seed of the sampler.
-        num_trials: Number of proposals that will be asked for.
-
-    Raises:
-        ConfigError: Optuna is not installed.
+    `num_trials`: number of proposals that will be asked for. Raise ConfigError if Optuna is not installed.
     """
 
     def __init__(self, parameters: Sequence[SearchParameter], seed: int, num_trials: int) -> None:
@@ -87,14 +78,8 @@ def search(
     num_trials: int,
     on_trial: OnTrial = lambda *_: None,
 ) -> Trial:
-    """Return the best trial, the first one of several; never worse than the baseline.
-
-    Args:
-        trials: Runs the simulations.
-        parameters: The search space.
-        sampler: A sampler of the same search space.
-        num_trials: Number of trials without the baseline.
-        on_trial: Called for each trial.
+    """Return the best of `num_trials` trials and the baseline, the first one of several. `sampler`: of the same search
+    space.
     """
     best = trials.baseline
     for _ in range(num_trials):
@@ -107,7 +92,6 @@ def search(
 
 
 def changes_of(parameters: Sequence[SearchParameter], indices: Indices) -> Changes:
-    """Return the values that differ from the baseline."""
     return {each.key: each.values[indices[each.key]] for each in parameters if indices[each.key] != each.current}
 
 

@@ -19,8 +19,14 @@ from llm_serving_simulator.figures import Figures, Outcome, SimulationResult, fi
 from llm_serving_simulator.profile import CostModel, Profile, extrapolation_notices
 from llm_serving_simulator.report import format_figure
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.tuner.objective import FigureConstraint, TuningObjective
-from llm_serving_simulator.tuner.search_space import Changes, SearchParameter, neighbours, yaml_text
+from llm_serving_simulator.tuner.problem import (
+    Changes,
+    FigureConstraint,
+    SearchParameter,
+    TuningObjective,
+    neighbours,
+    yaml_text,
+)
 from llm_serving_simulator.workload import Workload
 
 INVALID_SCORE: Final = -1e9
@@ -33,8 +39,6 @@ Configure = Callable[[Changes], ServingConfig]
 
 
 class Trial(NamedTuple):
-    """One configuration that was simulated."""
-
     changes: Changes
     score: float
     """Below 0 if a constraint is violated."""
@@ -50,18 +54,7 @@ class Trial(NamedTuple):
 
 @dataclass
 class TrialRunner:
-    """Simulates each configuration once.
-
-    Args:
-        configure: Returns a changed configuration.
-        workload: The requests.
-        profile: The costs.
-        objective: The tuning objective.
-        seed: Seed of the simulations.
-
-    Raises:
-        ConfigError: The baseline configuration cannot be simulated.
-    """
+    """Simulates each configuration once. Raise ConfigError if the baseline configuration cannot be simulated."""
 
     configure: Configure
     workload: Workload
@@ -76,14 +69,10 @@ class TrialRunner:
         figures = figures_of(result)
         self._max_duration_s = MAX_DURATION_FACTOR * max(each.end_s for each in result.outcomes)
         self.baseline = self._record(Trial({}, self.objective.score(figures, figures), figures, result))
-        """The trial without changes."""
 
     def run(self, changes: Changes, *, to_the_end: bool = False) -> Trial:
-        """Return the trial of these changes, simulated or known.
-
-        Args:
-            changes: Changes of the baseline configuration.
-            to_the_end: Never stop early, so that all figures are complete.
+        """Return the trial of these changes of the baseline, simulated or known. `to_the_end`: so that all figures are
+        complete.
         """
         known = self._done.get(frozenset(changes.items()))
         if known is not None and (known.result is None or known.result.complete or not to_the_end):
@@ -124,13 +113,8 @@ class TrialRunner:
 class EarlyStop:
     """Decides whether a simulation is stopped, because no later request can save a violated constraint.
 
-    Args:
-        objective: The tuning objective.
-        workload: The requests.
-        classes: Classes of the configuration.
-        max_duration_s: Virtual time after which every simulation is stopped.
-        strict: Whether to stop at the first violated constraint, because a feasible trial is known. Otherwise the
-            size of the violation matters.
+    `max_duration_s`: virtual time after which every simulation is stopped. `strict`: stop at the first violated
+    constraint, because a feasible trial is known. Otherwise the size of the violation matters.
     """
 
     objective: TuningObjective

@@ -14,9 +14,8 @@ from llm_serving.config.legacy import ALIASES
 from llm_serving.config.schema import ServingConfig
 
 from llm_serving_simulator.report import format_figure, profile_source
-from llm_serving_simulator.tuner.objective import TuningObjective
+from llm_serving_simulator.tuner.problem import TuningObjective, yaml_text
 from llm_serving_simulator.tuner.search import Effect
-from llm_serving_simulator.tuner.search_space import yaml_text
 from llm_serving_simulator.tuner.trial import Trial, TrialRunner
 
 CLASSES: Final = "request_classes"
@@ -27,15 +26,7 @@ WIDTH: Final = 120
 def tuned_yaml(
     source: Path, config: ServingConfig, trials: TrialRunner, tuned: Trial, effects: Sequence[Effect]
 ) -> str:
-    """Return the text of the tuned YAML.
-
-    Args:
-        source: The YAML of the baseline.
-        config: The configuration that it gives.
-        trials: The trials.
-        tuned: The best of them.
-        effects: The effects of its changes.
-    """
+    """Return the text of the tuned YAML. `source`: the YAML of `config`, the baseline. `tuned`: the best trial."""
     text = source.read_text(encoding="utf-8")
     if any(each.key.startswith(f"{CLASSES}.") for each in effects) and not _has_classes(text):
         text = f"{text.rstrip()}\n\n# The defaults, with the changes marked below.\n{_classes(config)}"
@@ -115,11 +106,8 @@ class Edit:
 
 
 def edited(text: str, edits: Sequence[Edit]) -> str:
-    """Return the YAML text with these keys changed.
-
-    An existing key keeps its position and the comment after it. A new key is added at the end of its section, a new
-    section at the end of the file. A value that comes from an anchor or a merge is overridden, not changed at its
-    origin.
+    """Return the YAML text with these keys changed. An existing key keeps its position and the comment after it. A new
+    key is added at the end of its section. A value from an anchor or a merge is overridden, not changed at its origin.
     """
     for edit in edits:
         text = _edited(text, edit)
@@ -175,7 +163,6 @@ def _with_comment(text: str, index: int, remark: str) -> str:
 
 
 def comment(text: str, indent: int) -> str:
-    """Return the text as comment lines, wrapped at `WIDTH`."""
     # YAML breaks lines at other characters, too
     printable = "".join(each if each.isprintable() else " " for each in text)
     lines = textwrap.wrap(printable, WIDTH - indent - 2)

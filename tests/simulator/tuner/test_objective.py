@@ -1,6 +1,6 @@
 import pytest
 from llm_serving.errors import ConfigError
-from llm_serving_simulator.tuner.objective import Figure, FigureConstraint, parse_constraint, read_objective
+from llm_serving_simulator.tuner.problem import Figure, FigureConstraint, parse_constraint, read_objective
 
 GOAL = """\
 constraints:

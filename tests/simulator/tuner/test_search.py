@@ -5,9 +5,16 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving_simulator.figures import figures_of
-from llm_serving_simulator.tuner.objective import Figure, FigureConstraint, TuningObjective
+from llm_serving_simulator.tuner.problem import (
+    Figure,
+    FigureConstraint,
+    SearchParameter,
+    TuningObjective,
+    as_overrides,
+    search_space,
+    value_of,
+)
 from llm_serving_simulator.tuner.search import Effect, effects_of, revert_useless_changes, search
-from llm_serving_simulator.tuner.search_space import SearchParameter, as_overrides, search_space, value_of
 from llm_serving_simulator.tuner.trial import INVALID_SCORE, Trial, TrialRunner, improvements, limits
 from llm_serving_simulator.workload import Workload
 from support.simulator_workloads import create_load, create_profile
