@@ -71,7 +71,6 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "extra_inputs.type": _INPUTS_BUILT_HERE,
     "warmup_inputs.type": _INPUTS_BUILT_HERE,
 }
-"""Key that is accepted but has no effect -> why it has none."""
 
 RANK_GRAPHS: Final = ("model_path.prefill_model", "model_path.decode_model")
 """Keys with lists of graph files. Older servers had one file, and one agent port, for each rank of a replica."""
@@ -120,7 +119,6 @@ _SHAPE_KEYS: Final = frozenset(
     "rope_ratio add_qkv_bias multi_query_attention multi_query_group_num rmsnorm post_layer_norm add_bias_linear "
     "apply_residual_connection_post_layernorm".split()
 )
-"""Keys of `model.model_config` that `ModelSpec.from_mindformers` reads."""
 _SILENT_KEYS: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
 """Keys of a MindFormers YAML that this server ignores without a notice, because its own value is fixed."""
 CHECKPOINT_KEYS: Final = ("load_checkpoint", "model.model_config.checkpoint_name_or_path", "pretrained_model_dir")
@@ -220,7 +218,6 @@ _NESTED: Final = {"context": "jit_config", "model": "model_config", "parallel_co
 
 
 def _flatten(root: Located) -> Iterator[tuple[str, Located]]:
-    """Yield the dotted keys of the sections in `_NESTED`; every other section is one key."""
     for section, item in root.items():
         if section not in _NESTED:
             yield section, item

@@ -75,8 +75,6 @@ _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name i
 
 @dataclass(frozen=True)
 class _Given:
-    """A raw value, its source, and the folders in which a relative path is looked up."""
-
     value: Any
     source: str
     folders: tuple[Path, ...]
@@ -120,7 +118,6 @@ def _load(
     model: str | Path | None,
     row: ModelRow | None = None,
 ) -> ServingConfig:
-    """Check the configuration of one model. The keys of `row` take precedence over those of the file's sections."""
     reading = _Reading()
     folders = () if path is None else search_folders(path.parent)
     for section, content in sections:
@@ -160,7 +157,6 @@ def _accept_row(reading: _Reading, row: ModelRow, folders: tuple[Path, ...]) -> 
 def _check(
     values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None, tables: dict[str, TableReader]
 ) -> None:
-    """Derive the values that are not given, and check all values. Each section declares its own checks."""
     set_block_size(values, spec)
     choose_step_budget(values, spec)
     check_model(values, spec, mindformers)
@@ -350,7 +346,6 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
 
 
 def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
-    """Serve the weights that a MindFormers YAML names if they are a folder in Hugging Face form."""
     if file.checkpoint is None or values.is_given(MODEL_PATH):
         return
     key, item = file.checkpoint

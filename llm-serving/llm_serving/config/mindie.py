@@ -23,8 +23,6 @@ FIRST_AGENT_PORT: Final = 16002
 
 
 class Converted(NamedTuple):
-    """The `key` of this server that has the meaning of a MindIE key, and how its value is converted."""
-
     key: str
     convert: Callable[[Any], Any] = lambda value: value
 
@@ -39,8 +37,6 @@ class Dropped(NamedTuple):
 
 @dataclass
 class Imported:
-    """The values of the serving YAML by "section.key", and a note for each key that was not converted."""
-
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -209,4 +205,3 @@ PREFIXES: Final[Mapping[str, str]] = {
     f"{_BACKEND}interNode": "has no counterpart: a replica runs on one machine",
     f"{_BACKEND}multiNodes": "has no counterpart: a replica runs on one machine",
 }
-"""Prefix of names that are not in `KEYS` -> why they have no counterpart."""

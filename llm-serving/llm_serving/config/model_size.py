@@ -82,7 +82,6 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
 
 
 def _room(num_tokens: int, block_size: int, num_groups: int) -> str:
-    """Return a text for the size of a cache. With several groups, each token takes a slot in each group."""
     if num_groups == 1:
         return f"{num_tokens:,} tokens"
     return f"{num_tokens // block_size:,} blocks of a group"
@@ -135,7 +134,6 @@ def _states(config: ServingConfig, spec: ModelSpec) -> list[tuple[str, str]]:
 def _cache(
     config: ServingConfig, num_tokens: int | None, num_groups: int, per_token: int, idle_bytes: int
 ) -> list[tuple[str, str]]:
-    """Return rows for the KV cache of `num_tokens` tokens (None: unknown) and for an idle WorkAgent."""
     if num_tokens is None:
         return []
     reserved = f"{_room(num_tokens, config.pa.block_size, num_groups)}, {readable_size(num_tokens * per_token)}"

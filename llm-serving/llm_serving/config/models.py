@@ -22,7 +22,6 @@ SHORT_KEYS: Final = {
     "quantization": "quant_config.quantization",
     "replicas": "cluster_config.replicas",
 }
-"""Key of a row -> the key of a section that it stands for."""
 OWN_KEYS: Final[dict[str, Rule]] = {"memory_share": FRACTION, "load": BOOLEAN}
 MODEL_SECTIONS: Final = (
     "model_config",
@@ -49,13 +48,10 @@ KEY_TEXTS: Final = {
     "models.",
 }
 OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_config.model_aliases")
-"""Keys that only rows may set, because each model has its own value."""
 
 
 @dataclass
 class ModelRow:
-    """A row of the section `models`, with the values of the YAML."""
-
     name: str
     where: str
     keys: list[tuple[str, Located]] = field(default_factory=list)
@@ -140,7 +136,6 @@ def _check_names(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> 
 
 
 def names_of(config: ServingConfig) -> Iterator[str]:
-    """Yield the names by which requests may select a model: its name and its aliases."""
     yield config.model.model_name
     yield from config.model.model_aliases
 

@@ -106,7 +106,6 @@ NEUTRAL_KEYS: Final = frozenset(f"{section}.{name}" for section, names in _NEUTR
 
 
 def output_settings(config: ServingConfig) -> dict[str, Setting]:
-    """Return "section.key" -> value of every key that can change a byte of a response."""
     settings: dict[str, Setting] = {}
     for key in OUTPUT_KEYS:
         section, _, name = key.partition(".")

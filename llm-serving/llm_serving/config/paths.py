@@ -25,7 +25,6 @@ def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
 
 
 def find(path: Path, folders: Sequence[Path]) -> Path | None:
-    """Return the absolute path of the first match; None if no folder has it."""
     try:
         path = path.expanduser()
         return next((found for folder in folders if (found := folder / path).exists()), None)
@@ -78,7 +77,6 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
 
 
 def _single_gguf_file(folder: Path, where: str) -> Path | None:
-    """Return the GGUF model of a folder without config.json, or None. Raise ConfigError if there are several."""
     if not os.access(folder, os.R_OK | os.X_OK) or (folder / "config.json").exists():
         return None
     files = gguf_models(folder)

@@ -38,9 +38,7 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def read_all_again(running: ServingConfig) -> ServingConfig:
-    """Do the same as `read_again` for all models of the server. Return the configuration of the first one, with its
-    field `models`.
-    """
+    """Do the same as `read_again` for all models of the server. The field `models` of the result has them."""
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")
@@ -51,7 +49,6 @@ def read_all_again(running: ServingConfig) -> ServingConfig:
 
 
 def row_of(config: ServingConfig, name: str) -> ServingConfig:
-    """Return the configuration of a row of the section `models`. Raise ConfigError if there is none with this name."""
     for each in config.models:
         if each.model.model_name == name:
             return each
@@ -60,8 +57,8 @@ def row_of(config: ServingConfig, name: str) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return the keys that differ between `running` and `read`. Raise ConfigError if a changed key requires a restart.
-    `started`: the configuration with which the WorkAgents were loaded.
+    """Return the keys that differ from `running`. Raise ConfigError if one requires a restart, for example because it
+    exceeds the limits of `started`, for which the WorkAgents were loaded.
     """
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]
@@ -103,7 +100,6 @@ def _changes(before: ServingConfig, after: ServingConfig) -> Iterator[Change]:
 
 
 def _values(config: ServingConfig) -> dict[str, Any]:
-    """Return "section.key" or "section.row.key" -> value, and "section.row" for each row."""
     found = {
         f"{section}.{item.name}": getattr(getattr(config, attribute), item.name)
         for section, (attribute, section_type) in SECTIONS.items()

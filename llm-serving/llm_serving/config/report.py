@@ -72,7 +72,6 @@ def _yaml(value: Any) -> str:
 
 
 def key_texts(section_type: type) -> Mapping[str, str]:
-    """Return the docstring below each field of a dataclass, on one line."""
     (body,) = [node.body for node in ast.parse(inspect.getsource(section_type)).body if isinstance(node, ast.ClassDef)]
     return {
         field.target.id: " ".join(text.value.value.split())
@@ -106,7 +105,6 @@ def _section_keys(section: str, expert: bool) -> list[_Key]:
 
 
 def _row_keys(table: str, values: Mapping[str, Any]) -> list[_Key]:
-    """Return the keys of a row. A running server can reload all of them, except names and ranks of classes."""
     texts = key_texts(TABLES[table].row_type)
     return [
         _Key(key, _default(values.get(key), rule), _accepted(rule), texts[key], key != "rank")
@@ -167,7 +165,6 @@ SAMPLE_ROW: Final = {"key_sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162
 
 
 def reference_yaml() -> str:
-    """Return a YAML with every key, its default, its rule and its text."""
     lines = [YAML_HEAD]
     for section, (_, section_type) in SECTIONS.items():
         lines += [*_comment(_summary(section_type), ""), f"{section}:"]
@@ -225,7 +222,6 @@ that few operators need follow in tables of their own at the end. Former names: 
 
 
 def reference_markdown() -> str:
-    """Return the document with a table for each section, and the accepted names of other servers."""
     parts = [MARKDOWN_HEAD]
     for section, (_, section_type) in SECTIONS.items():
         parts += [f"## `{section}`\n", f"{_summary(section_type)}\n", _table(_section_keys(section, expert=False))]

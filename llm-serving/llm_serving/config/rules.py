@@ -29,7 +29,7 @@ class Rule:
     parse: Callable[[Any], Any]
     """Convert a plain YAML value into a typed one. Raise ValueError if the value breaks the rule."""
     shows_value: bool = True
-    """Whether errors show the value. False for keys where a user may paste a secret by mistake."""
+    """False for keys where a user may paste a secret by mistake."""
     kind: Kind | None = None
     """For a path: what must exist there. The loader checks it after resolving the path."""
 
@@ -52,7 +52,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
 class Option:
     rule: Rule
     expert: bool = False
-    """Whether the generated YAML lists the key in the part for experts."""
     reloadable: bool = False
     """Whether a running server applies a new value when it reloads its YAML."""
     derived: bool = False
@@ -115,8 +114,6 @@ def largest(minimum: int) -> Rule:
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Rule:
-    """Accept a finite number for which `holds` returns True."""
-
     def parse(value: Any) -> float:
         if isinstance(value, str) and _NUMBER_WITH_EXPONENT.fullmatch(value):
             value = float(value)
@@ -159,7 +156,6 @@ MEMORY: Final = Rule('must be at least 1 MB: a number of bytes, or text such as 
 
 
 def boolean(words: Mapping[str, bool]) -> Rule:
-    """Accept true or false, quoted or not, or a word of an older version of the key."""
     known = {"true": True, "false": False, **words}
     return _rule(
         "must be True or False",
@@ -242,7 +238,6 @@ ORIGINS: Final = _texts(
     r"\*|null|[a-z][a-z0-9+.-]{0,31}://[a-zA-Z0-9.:\[\]_-]{1,255}",
     "must be a list of origins such as https://chat.example.com, null or *",
 )
-"""Origins as browsers send them: without a path and without a default port."""
 HOST_NAMES: Final = _texts(r"[a-zA-Z0-9.:_-]{1,255}", "must be a list of host names without ports")
 PROXIES: Final = _rule(
     "must be a list of addresses and networks such as 10.0.0.5 and 10.0.1.0/24, or * alone", _are_networks, _as_list

@@ -28,7 +28,6 @@ class Origin:
     overrides: tuple[str, ...]
     model: str | Path | None
     row: str | None = None
-    """Name of the model's row in the section `models`; None: the YAML has one model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,6 @@ class ServingConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
-    """The request classes in the order of their ranks; at least one."""
     api_keys: tuple[ApiKey, ...] = ()
     """Empty: the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +52,7 @@ class ServingConfig:
     model_hint: str = ""
     """Why the weights that a MindFormers YAML names cannot be served directly, and what to do; empty: they can."""
     origin: Origin | None = field(default=None, compare=False)
-    """Arguments with which `load_config` can load the configuration again; None: `load_config` did not load it."""
+    """For `load_config`, to load the configuration again; None: `load_config` did not load it."""
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
     """The configuration of each row of the section `models`; the first is `self`. Empty: there is one model."""
     memory_share: float = 1.0
@@ -71,7 +69,7 @@ class ServingConfig:
 
     @property
     def num_transfer_blocks(self) -> int:
-        """KV blocks in the transfer buffer of each replica; 0: there is no transfer and no disk cache."""
+        """In the transfer buffer of each replica; 0: there is no transfer and no disk cache."""
         if self.pa.disk_cache_path is not None:
             return 2 * self.num_disk_blocks
         if RoleName.PREFILL not in self.roles:
@@ -99,7 +97,6 @@ class ServingConfig:
         return not uses_mtp and groups_layers(target, kernels, disk_cache)
 
     def served_spec(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec of a model with the groups of layers of its KV cache."""
         int8 = self.quant.kv_cache_dtype == KVCacheDtypeName.INT8
         return spec.with_cache_groups(self.model.max_generate_length, int8=int8) if self.groups_layers else spec
 

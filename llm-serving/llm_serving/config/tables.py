@@ -17,8 +17,6 @@ from llm_serving.errors import ConfigError, shorten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One row of `api_keys`: a tenant and its limits."""
-
     name: str
     key_sha256: str
     """SHA-256 of the API key in 64 hexadecimal digits, as `llm-serving hash-key` prints it. Required."""
@@ -77,7 +75,6 @@ TABLES: Final[Mapping[str, Table]] = {
         },
     ),
 }
-"""Name of a YAML section, and of the attribute of `ServingConfig` with its rows -> how its rows are read."""
 
 
 @dataclass
@@ -117,7 +114,6 @@ class TableReader:
                 self.set(name, key, item)
 
     def set(self, name: str, key: str, item: Located) -> None:
-        """Set one value of a row. Raise ConfigError if the key is unknown, or the value breaks its rule."""
         if name not in self.rows:
             self._add_row(name, item.where)
         row, rule = self.rows[name], self._table.rules.get(key)
@@ -132,11 +128,9 @@ class TableReader:
         row.values[key] = rule.value_of(full, plain(item), item.where)
 
     def build(self) -> tuple[Any, ...]:
-        """Return the rows as instances of the section's dataclass. Raise ConfigError if a row lacks a required key."""
         return tuple(self._build_row(name, row) for name, row in self.rows.items())
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """Yield ("section.row.key", source of its value) for every key of every row."""
         for name, row in self.rows.items():
             for key in self._table.rules:
                 yield f"{self.section}.{name}.{key}", row.sources.get(key, "default")
@@ -173,7 +167,6 @@ class TableReader:
 
 
 def check_tables(values: Values, tables: Mapping[str, TableReader]) -> None:
-    """Check the rows against each other and against the sections. Raise ConfigError if they conflict."""
     classes, keys = tables["request_classes"], tables["api_keys"]
     _check_request_classes(values, classes)
     for key in keys.build():

@@ -56,7 +56,6 @@ def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
 
 
 def read_value(text: str, where: str) -> Located:
-    """Read one YAML value, such as the right side of `--set section.key=value`."""
     return _parse(text.encode(), where, show_lines=False)
 
 

@@ -17,13 +17,10 @@ from llm_serving.text.tool_parsers.base import overlap
 class ReasoningFormat:
     """Delimiters of a format.
 
-    Attributes:
-        template_pattern: Regular expression that matches only chat templates of such models. The first match is used.
-        answer: Delimiters before and after the answer, which models may omit; empty texts: no delimiters.
-        opening_suffix: Text after the opening delimiter in prompts that ask for no reasoning.
-        special_tokens: Whether the delimiters are special tokens, which detokenization normally skips.
-        has_channels: Whether each part of an answer has a header with its channel (gpt-oss); reasoning may then follow
-            text.
+    `template_pattern`: matches only chat templates of such models; the first match is used. `answer`: delimiters around
+    the answer, which models may omit, or empty texts. `opening_suffix`: text after the opening delimiter in prompts
+    that ask for no reasoning. `special_tokens`: the delimiters are special tokens, which detokenization normally skips.
+    `has_channels`: each part of an answer has a header with its channel (gpt-oss), so reasoning may follow text.
     """
 
     template_pattern: str
@@ -179,7 +176,6 @@ class _FramedAnswer:
         self._text = ""
 
     def add(self, text: str, *, ended: bool) -> str:
-        """Add a piece of text, and return the text that later pieces cannot change; with `ended`, all text."""
         self._text += text
         parts: list[str] = []
         while self._step(parts, ended):

@@ -103,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(channel: Channel[Question], cpu_seconds: float) -> None:
-    """Compile one template, then render it for each request until the master closes the channel."""
     template: jinja2.Template | None = None
     while True:
         question = channel.receive()
@@ -171,7 +170,6 @@ MODULE: Final = "llm_serving.text.chat_template"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder next to `chat_template.jinja` with more templates, named by their files."""
 PROCESSOR_FILE: Final = "chat_template.json"
 """File with `{"chat_template": ...}` in the folders of multimodal models."""
 DEFAULT: Final = "default"
@@ -232,9 +230,7 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process that has compiled the template. Raise RequestError if it is refused, TransportError beyond
-    limits.
-    """
+    """Start a process that has compiled the template. Raise RequestError if it is refused, TransportError otherwise."""
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
         answer = process.ask(Compile(source))
@@ -349,7 +345,7 @@ class Conversations:
 
 
 def _with_sentinel(message: Mapping[str, Any], sentinel: str) -> tuple[str, dict[str, Any]]:
-    """Append `sentinel` to the last text part of a message. Return that text, and the changed copy of the message."""
+    """Append `sentinel` to the last text part of a message. Return that text, and the changed message."""
     content = message.get("content")
     if isinstance(content, str):
         return content, dict(message) | {"content": content + sentinel}

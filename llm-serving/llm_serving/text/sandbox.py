@@ -1,5 +1,5 @@
-"""Confined processes, for work on untrusted input: limited memory and time, no file access. A process that exceeds its
-memory or CPU limit exits, which a thread cannot.
+"""Confined processes, for work on untrusted input: limited memory, CPU time and no file access. A process that exceeds
+a limit exits; a thread could not be stopped.
 """
 
 from __future__ import annotations

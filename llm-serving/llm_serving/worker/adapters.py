@@ -21,8 +21,6 @@ from llm_serving.network.operations import Weight
 
 
 class _Stored(NamedTuple):
-    """An adapter's matrices for one linear operation, in the layout of a slot and the model dtype."""
-
     a: Sequence[Array]
     b: Array
     ranks: Sequence[int]
@@ -57,7 +55,6 @@ class AdapterMemory:
             self._host.pop(number, None)
 
     def read(self, number: int, folder: Path) -> None:
-        """Read an adapter into host memory. Raise ModelError if the model cannot use it."""
         self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
 

@@ -100,7 +100,6 @@ class CompiledNetwork:
 
 
 def load_lite() -> Any:
-    """Import mindspore_lite, which is part of an NPU's software. Raise KernelError if it is not installed."""
     try:
         return importlib.import_module(LITE_PACKAGE)
     except ImportError as error:
@@ -154,7 +153,6 @@ class LiteNetwork:
 
 
 def _describe_argument(lite: Any, tensor: Any) -> str:
-    """Return the name, without the graph's prefix, the type and the number of dimensions of an argument."""
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 
@@ -171,8 +169,6 @@ class StepNetwork(Protocol):
 
 
 class StepNetworks(NamedTuple):
-    """The networks of a model, in callable form. `Lowered` describes them."""
-
     logits: StepNetwork | None
     states: StepNetwork
     head: StepNetwork

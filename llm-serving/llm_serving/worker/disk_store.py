@@ -124,7 +124,6 @@ class DiskStore:
         return None
 
     def write(self, block_hash: bytes, content: bytes) -> Written:
-        """Store a block, unless it is already stored. To make room, delete the least recently used blocks."""
         path = self._own / block_hash.hex()
         num_bytes = len(content) + OVERHEAD_BYTES
         if num_bytes > self._max_bytes or os.access(path, os.F_OK):

@@ -247,8 +247,6 @@ def _view(
 
 
 class GraphOwnedCache(KVTensors):
-    """KV caches inside a graph. Code outside the graph cannot access them."""
-
     @classmethod
     def of(cls, backend: Backend, num_blocks: int, block_size: int) -> GraphOwnedCache:
         return cls(backend, (), (), num_blocks, 0, block_size)
@@ -284,7 +282,7 @@ def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: boo
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """Return how many blocks fit into `num_bytes`. `one`: bytes of a block. Raise ConfigError if none fits."""
+    """Return how many blocks of `one` bytes fit into `num_bytes`. Raise ConfigError if none fits."""
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

@@ -210,7 +210,6 @@ def limit_progress_reports(
 
 
 def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
-    """Return a runner for exported graphs, which contain weights and caches. mindspore_lite computes them."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len

@@ -40,7 +40,6 @@ def weight_scale(temperature: np.float32) -> np.float32:
 
 
 def weight_scales(temperatures: Float32Array) -> Float32Array:
-    """Return `weight_scale` of each temperature; for 0, the largest scale."""
     with np.errstate(over="ignore", divide="ignore"):
         return np.minimum(_LOG2_E / temperatures, _LARGEST)
 

@@ -89,7 +89,6 @@ class ModelInputs:
 
     @property
     def are_whole_prompts(self) -> bool:
-        """Whether no row has tokens that earlier steps computed."""
         return bool((self.context_lens == self.query_lens).all())
 
     def padded_to(self, num_rows: int) -> ModelInputs:

@@ -109,7 +109,6 @@ class ModelRunner:
         self.hidden_states: HiddenStates | None = None
         """Of the newest tokens, for a draft model; None: they are not kept."""
         self.parameters: Parameters = {}
-        """Empty: a graph contains them."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
@@ -201,7 +200,6 @@ class ModelRunner:
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
-        """Run a step and return its results. Parameters and errors are those of `start`."""
         started = self.start(step, await_allowed)
         return started.output() if isinstance(started, StartedStep) else started
 
@@ -364,7 +362,6 @@ class ModelRunner:
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
-        """Return one hidden state for each result; for kind MEAN, the mean of the hidden states of the result's row."""
         counts = num_states_per_result(result_tokens)
         if counts is None:
             return self._states_of(inputs)

@@ -35,8 +35,6 @@ RECEIVE_TIMEOUT_S: Final = 24 * 3600
 
 
 class RankGroup(Protocol):
-    """The ranks of a replica, as one of them sees the group."""
-
     def start_step(self, step: int, timeout_s: float) -> None:
         """Start step number `step`, which must be the same on all ranks. Wait at most `timeout_s` for another rank."""
 
@@ -84,8 +82,6 @@ class CollectiveGroup:
 
 
 class _Gather(nn.Cell):
-    """Gathers an array [1, N] of each rank into an array [ranks, N]."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gather = ops.AllGather()

@@ -126,7 +126,6 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
 
 
 def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
-    """Raise WorkerError if a bit mask of allowed tokens is longer than the vocabulary."""
     offsets, num_words = sampling.allowed_offsets, len(sampling.allowed_words)
     _check_offsets("allowed", offsets, num_words, sampling.num_samples)
     if num_words and (offsets[1:] - offsets[:-1]).max() > -(-vocab_size // 32):
@@ -196,7 +195,6 @@ def uses_logits_unchanged(sampling: SamplingInput) -> bool:
 
 
 def output_of_tokens(step: int, token_ids: Int32Array) -> StepOutput:
-    """Return the output of a step for which `uses_logits_unchanged` holds."""
     return StepOutput(step, token_ids, np.zeros(len(token_ids), np.float32), no_top_tokens(len(token_ids)))
 
 

@@ -28,7 +28,6 @@ class Scored(NamedTuple):
 
 
 def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
-    """Check scoring parameters before the step is computed. Raise WorkerError if one is out of range."""
     token_ids, count = scoring.token_ids, scoring.num_results
     if not is_partition(scoring.offsets, len(token_ids), count):
         raise WorkerError(f"offsets of scoring must divide {len(token_ids)} ids into {count} parts")

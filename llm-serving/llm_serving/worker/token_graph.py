@@ -212,7 +212,6 @@ class TokenGraph:
         self._latest = ms.Tensor(np.zeros(1, np.int32))
         """Token ids of the latest run, in the memory of the device."""
         self._rows: tuple[int, ms.Tensor, ms.Tensor] | None = None
-        """The number of tokens of a step, and what `_rows_of` returned for it."""
 
     @property
     def num_compilations(self) -> int:

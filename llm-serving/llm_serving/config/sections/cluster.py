@@ -133,19 +133,18 @@ _FOR_RANKS: Final = (
     ("model_config.mindir_path", None, "exported graphs are for a single process"),
     ("model_config.implementation", ImplementationName.NATIVE, "MindFormers' networks are for a single process"),
 )
-"""(key, the only value allowed with several ranks, reason that the error states)."""
+"""(key, the only value allowed with several ranks, reason)."""
 _FOR_ROLES: Final = (
     ("cluster_config.tensor_parallel", 1, "ranks do not transfer KV blocks"),
     ("model_config.mindir_path", None, "the KV cache inside an exported graph cannot be read"),
     ("model_config.batching_strategy", "continuous", "a static batch ends on the replica where it started"),
 )
-"""(key, the only value allowed with transfers between replicas, reason that the error states)."""
+"""(key, the only value allowed with transfers between replicas, reason)."""
 _OUTSIDE_MODEL: Final = ("model_config.mindir_path", "scheduler_config.draft_model_path")
 """Keys of files outside the model's folder, which `weights: object_store` does not send."""
 
 
 def check_cluster(values: Values, spec: ModelSpec | None) -> None:
-    """Raise ConfigError if the secret, the source of the weights, the ranks or the roles conflict with other keys."""
     if values["cluster_config.address"] is not None and values["cluster_config.secret_file"] is None:
         rule = "must come with `cluster_config.secret_file`, a file that all machines have"
         raise values.error("cluster_config.address", rule)

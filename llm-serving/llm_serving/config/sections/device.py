@@ -144,7 +144,7 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """Return `weights`. If it is None and the device cannot multiply GGUF blocks, return dequantization instead."""
+        """Return `weights`, or dequantization if it is None and the device cannot multiply GGUF blocks."""
         return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 
 
@@ -181,7 +181,6 @@ def set_block_size(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Check the keys against the device's kernels and memory. Raise ConfigError for an invalid combination."""
     on_ascend = values[TARGET] == "Ascend"
     if not values.is_given(TARGET) and (npus := sorted(NPU_FOLDER.glob("davinci[0-9]*"))):
         values.notice(

@@ -278,11 +278,9 @@ _FOR_MINDFORMERS: Final = (
     (MINDIR_PATH, (None,), "exported graphs are those of the native network"),
     ("model_config.model_dtype", _ASCEND_DTYPES, "ApplyRotaryPosEmb, which it uses, has no other"),
 )
-"""(key, allowed values, reason) for MindFormers' classes."""
 
 
 def check_lengths(values: Values, spec: ModelSpec | None) -> None:
-    """Add notices about lengths and batch sizes whose effect may surprise an operator."""
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:

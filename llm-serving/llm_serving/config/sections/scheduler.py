@@ -158,7 +158,6 @@ _FOR_MTP: Final = (
     ("device_config.device_target", ("CPU",)),
     ("device_config.kernels", PROGRAM_KERNELS),
 )
-"""(key, allowed values) with `speculative_method: mtp`, in addition to `_FOR_DRAFT_MODEL`."""
 _FOR_DRAFT_MODEL: Final = (
     ("cluster_config.tensor_parallel", 1),
     ("model_config.mindir_path", None),
@@ -168,7 +167,6 @@ _FOR_DRAFT_MODEL: Final = (
 
 
 def check_scheduler(values: Values, spec: ModelSpec | None) -> None:
-    """Raise ConfigError if budget, order, draft model or limits of the queue conflict with other keys."""
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]
     if budget < slots:

@@ -290,7 +290,6 @@ def is_loopback(host: str) -> bool:
 
 
 def check_server(values: Values) -> None:
-    """Check the buffer sizes, the certificate and the request log. Raise ConfigError for an invalid combination."""
     name, body = "serving_config.max_buffered_bytes", values["serving_config.max_request_body_bytes"]
     if values[name] < 2 * body:
         if values.is_given(name):

@@ -14,9 +14,7 @@ from llm_serving.text.tool_parsers.base import COMMON
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls that an answer may contain: up to `most` calls, or any number. With `must`, it must consist of
-    calls.
-    """
+    """The tool calls that an answer may contain, at most `most`; with `must`, it must consist of calls."""
 
     format: ToolFormat
     callees: Sequence[Callee]
@@ -68,9 +66,7 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return a grammar term for `content` between the delimiters of an answer; "": there are none, or free text
-    contains them.
-    """
+    """Return a term for `content` between an answer's delimiters; "": there are none, or free text contains them."""
     if reasoning is None or not reasoning.format.answer[0]:
         return ""
     opening, closing = reasoning.format.answer

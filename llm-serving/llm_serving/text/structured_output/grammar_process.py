@@ -80,8 +80,6 @@ def serve(channel: Channel[Try], cpu_seconds: float) -> int:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the single bytes and one end token."""
-
     num_tokens = 257
     eos_token_id = 256
     bos_token_id = None
@@ -121,7 +119,6 @@ def _walk(matcher: LLMatcher, vocab_size: int) -> None:
 
 
 def _location(grammar: Grammar, error: str, error_of: Callable[[Grammar], str]) -> str:
-    """Return a JSON pointer to the faulty part of the grammar's only schema; empty: unknown."""
     schemas = [part["json_schema"] for part in grammar.parts if part.get("json_schema") is not None]
     if len(schemas) != 1:
         return ""

@@ -43,7 +43,7 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""Setting -> regular expression of white space between the parts of a JSON text, which a model could repeat
+"""Setting -> regular expression of white space in a JSON text. It is limited, because a model could repeat it
 endlessly."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
@@ -54,7 +54,6 @@ _Part = Mapping[str, Any]
 
 
 def definitions_of(schema: Any) -> dict[str, Any]:
-    """Return the keywords of a JSON schema that hold definitions for `$ref`, such as `$defs`."""
     return {name: schema[name] for name in _DEFINITIONS if name in schema} if isinstance(schema, dict) else {}
 
 
@@ -136,9 +135,9 @@ def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
 def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
-    """Return a grammar of the JSON texts that match a schema (a JSON text), with properties in the schema's order.
-    Raise GrammarError if the schema is not a JSON object, or has integers beyond `MAX_INT`. `whitespace`: regular
-    expression of the white space between parts. `lenient`: ignore unsupported constraints.
+    """Return a grammar of the JSON texts that match a schema (a JSON text), with properties in its order. Raise
+    GrammarError if the schema is not a JSON object, or has integers beyond `MAX_INT`. `whitespace`: regular expression
+    of the white space between parts. `lenient`: ignore unsupported constraints.
     """
     try:
         content = json.loads(schema, parse_int=_exact)
@@ -151,7 +150,6 @@ def json_grammar(
 
 
 def regex_grammar(regex: str) -> Grammar:
-    """Return a grammar of the texts that a regular expression fully matches."""
     return _whole_answer(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0])
 
 

@@ -1,5 +1,5 @@
-"""Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words. For older
-files, `vocab.json` with `merges.txt`, this rule is derived from the tokenizer's class.
+"""Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words, which the
+tokenizer's class gives for older files (`vocab.json` with `merges.txt`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ _END: Final = "<|endoftext|>"
 class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
-    Attributes:
-        patterns: Regular expressions. Each splits the parts that the previous one made. Empty: the expression of GPT-2.
-        digits: Whether each digit is a word.
-        composes: Whether texts are first normalized to NFC.
-        whole: Whether a word that is a token is kept whole, even if the merges would split it.
+    `patterns`: regular expressions, each of which splits the parts that the previous one made; empty: that of GPT-2.
+    `digits`: each digit is a word. `composes`: texts are first normalized to NFC. `whole`: a word that is a token is
+    kept whole, even if the merges would split it.
     """
 
     patterns: tuple[str, ...] = ()

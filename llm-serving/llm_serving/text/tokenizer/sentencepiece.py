@@ -27,12 +27,10 @@ class SentencePieceVocabulary:
     """A `tokenizer.model`. Special tokens are recognised in the text. Ids are those of `LlamaTokenizer` of
     transformers.
 
-    Args:
-        added_tokens: Tokens of `tokenizer_config.json`, by id. The file may lack them.
-        special_texts: Texts of the special tokens that the config assigns to a use, such as `bos_token`.
-        legacy: Whether every text between special tokens gets a leading space; otherwise only the whole text does.
-        add_prefix_space: Without `legacy`: whether the text gets a leading space.
-        content: Content to use instead of the file's. `path` is then only named in errors.
+    `added_tokens`: those of `tokenizer_config.json`, by id; the file may lack them. `special_texts`: texts that the
+    config assigns to a use, such as `bos_token`. `legacy`: every text between special tokens gets a leading space;
+    otherwise only the whole text, with `add_prefix_space`. `content`: replaces the file's; `path` is then only named in
+    errors.
     """
 
     adds_special_tokens = False

@@ -30,11 +30,9 @@ MAX_SPECIAL_TOKENS: Final = 2**16
 class TiktokenFamily:
     """Properties of a model family's tokenizer that its tiktoken file lacks.
 
-    Attributes:
-        pattern: Regular expression that splits a text into words; merges never cross a word boundary.
-        special: Special tokens to use if the config lists none. Their ids follow the ids of the file.
-        prefix: Special tokens before every text.
-        composes: Whether texts are first normalized to NFC.
+    `pattern`: regular expression that splits a text into words; merges never cross a word boundary. `special`: special
+    tokens, if the config lists none; their ids follow those of the file. `prefix`: special tokens before every text.
+    `composes`: texts are first normalized to NFC.
     """
 
     pattern: str

@@ -63,7 +63,6 @@ def find_vocabulary(folder: Path) -> Path:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files to read for a tokenizer file, starting with the file itself."""
     return [path, path.with_name(MERGES_FILE)] if path.name == VOCAB_FILE else [path]
 
 
@@ -230,7 +229,6 @@ class Tokenizer:
 
     @cached_property
     def typed_text(self) -> TypedText:
-        """Encodes the texts of special tokens in messages as ordinary characters."""
         special = {self.token_bytes(each).decode("utf-8", "replace"): each for each in sorted(self.special_token_ids)}
         return TypedText(self.encode, special, self.token_bytes)
 
@@ -250,7 +248,6 @@ class Tokenizer:
         return self.special_token_ids.union(token_id for token_id in ids if token_id is not None)
 
     def delimiter_id(self, text: str) -> int | None:
-        """Return the id of a token in `delimiter_ids` by its text; None: there is none."""
         token_id = self._vocabulary.token_id(text)
         return token_id if token_id in self.delimiter_ids else None
 

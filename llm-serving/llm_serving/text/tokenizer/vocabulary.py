@@ -31,10 +31,8 @@ MORE_SPECIAL: Final = "additional_special_tokens"
 class AddedToken:
     """One token of `added_tokens_decoder`. Added tokens are searched before a text is split further.
 
-    Attributes:
-        special: Whether the token controls the model and is not text.
-        lstrip, rstrip: Whether the token absorbs the white space before or after it.
-        normalized: Whether the token is searched in the normalized text (`tokenizer.json` only); None: unless special.
+    `special`: it controls the model and is not text. `lstrip`, `rstrip`: it absorbs the white space before or after it.
+    `normalized`: it is searched in the normalized text (`tokenizer.json` only); None: unless special.
     """
 
     text: str
@@ -46,7 +44,7 @@ class AddedToken:
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id, without malformed ones."""
+    """Return the well-formed tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id."""
     tokens = config.get("added_tokens_decoder")
     added = {}
     for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
@@ -99,13 +97,10 @@ class TokenSplitter:
 class Vocabulary(Protocol):
     """The content of a tokenizer file.
 
-    Attributes:
-        token_bytes: [vocab_size] UTF-8 bytes of each token, which may be part of a character.
-        special_ids: Tokens that control the model and are not text.
-        strips_leading_space: Whether the encoder puts a space before a text, which decoding removes.
-        adds_special_tokens: Whether the file specifies the special tokens to add; if not, a text starts with
-            `bos_token`.
-        usual_names: Use, such as `bos_token` -> special token, for configs that assign no tokens.
+    `token_bytes`: [vocab_size], UTF-8 of each token, perhaps of a part of a character. `strips_leading_space`: the
+    encoder puts a space before a text, which decoding removes. `adds_special_tokens`: the file specifies the special
+    tokens to add; if not, a text starts with `bos_token`. `usual_names`: use, such as `bos_token` -> special token, for
+    configs that assign no tokens.
     """
 
     token_bytes: list[bytes]
@@ -114,9 +109,7 @@ class Vocabulary(Protocol):
     adds_special_tokens: bool
     usual_names: Mapping[str, str]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return token ids. `add_special_tokens` adds the special tokens that the file specifies."""
-        ...
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def token_id(self, token: str) -> int | None: ...
 
@@ -124,10 +117,9 @@ class Vocabulary(Protocol):
 class TokenizersVocabulary:
     """A `tokenizer.json`, whose decoder must join the tokens' bytes.
 
-    Args:
-        added_tokens: Tokens of `tokenizer_config.json` by id. The file may lack some.
-        special_texts: Texts that the config assigns to a use, such as `bos_token`. Those in the file become special.
-        content: Content to use instead of the file's. `path` is then only named in errors.
+    `added_tokens`: those of `tokenizer_config.json`, by id; the file may lack some. `special_texts`: texts that the
+    config assigns to a use; those in the file become special. `content`: replaces the file's; `path` is then only named
+    in errors.
     """
 
     adds_special_tokens = True
@@ -192,9 +184,7 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts cut to `most` tokens, the longer one first, as by `longest_first` of
-    tokenizers.
-    """
+    """Return the lengths of two texts cut to `most` tokens together, the longer one first."""
     if most is None or first + second <= most:
         return first, second
     shorter, longer = sorted((first, second))
@@ -205,7 +195,6 @@ def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
 
 
 def read_limited(path: Path) -> bytes:
-    """Return the content of a file of the model folder. Raise ModelError if it cannot be read, or is too large."""
     return read_regular(path, MAX_FILE_BYTES)
 
 
@@ -297,7 +286,6 @@ def config_files(folder: Path) -> list[Path]:
 
 
 def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of special tokens by their use, such as `bos_token`."""
     return {name: text for name in SPECIAL_NAMES if (text := _text(config.get(name)))}
 
 

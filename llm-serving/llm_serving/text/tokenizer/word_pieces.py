@@ -21,7 +21,6 @@ _NAMES: Final[Mapping[str, str]] = {
     "mask_token": "[MASK]",
 }
 _MAX_WORD_CHARS: Final = 100
-"""Maximum characters of a word. A longer word becomes the unknown token."""
 
 
 def read_word_pieces(
@@ -44,7 +43,6 @@ def word_pieces(
     added: Mapping[int, AddedToken] = MappingProxyType({}),
     special: Sequence[str] = (),
 ) -> TokenizersVocabulary:
-    """Return the vocabulary of `pieces`, in the order of their ids. Raise the errors of `read_word_pieces`."""
     vocab = {piece: number for number, piece in enumerate(pieces)}
     names = {**_NAMES, **special_texts(config)}
     missing = [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]

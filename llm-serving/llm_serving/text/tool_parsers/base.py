@@ -69,8 +69,7 @@ class ToolParser(Protocol):
     def add(self, text: str) -> list[Part]:
         """Add a piece of text, and return the parts that later pieces cannot change."""
 
-    def flush(self) -> list[Part]:
-        """Return the remaining parts at the end of the answer. Do not call `add` after this."""
+    def flush(self) -> list[Part]: ...
 
 
 class DelimitedCalls:
@@ -226,7 +225,6 @@ class Delimiters:
         return [part for part in re.split(r"""(<\|(?:\w+|")\|>|<\|\w+>|<\w+\|>)""", text) if part]
 
     def up_to(self, name: str, text: str) -> str:
-        """Return a rule named `name` that matches any text up to and including `text`."""
         if self.are_special(self.parts(text)[0]):
             return f"{name}: TEXT? {self(text)}\n"
         return f"{name}[lazy]: /(?s:.*){escaped(text)}/\n"
@@ -243,9 +241,7 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the grammar rules of a format in which one of `openings`, usually the first, precedes the calls
-    `inside`.
-    """
+    """Return the grammar rules of a format in which one of `openings`, usually the first, precedes the calls."""
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
     return f"calls: {delimiters(openings[0])} {inside}\nfree: (({names}) {inside})? TEXT?\n{''.join(opened)}"
@@ -254,9 +250,7 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return rules that define `call`: a JSON object with name and arguments under these keys, after the members
-    `first`.
-    """
+    """Return rules that define `call`: a JSON object with name and arguments, after the members `first`."""
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")

@@ -66,12 +66,10 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     return DelimitedCalls({OPENING: partial(_Reader, schemas)})
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of calls (see `base` and `arguments_term`)."""
     rest = f"call {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     calls = "".join(_call_rule(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))

@@ -46,10 +46,8 @@ _BETWEEN: Final = "\n\n"
 class HarmonyParser:
     """Parses one answer incrementally; the division into pieces does not change the result.
 
-    Args:
-        names: Tools whose calls are streamed; others are returned when they are complete. None: calls are text.
-        thinks: Whether reasoning is separated from the content.
-        in_thought: Whether the prompt ends with the header of a reasoning message.
+    `names`: tools whose calls are streamed; others are returned when they are complete. None: calls are text. `thinks`:
+    whether reasoning is separated. `in_thought`: whether the prompt ends with the header of a reasoning message.
     """
 
     def __init__(self, names: Collection[str] | None, *, thinks: bool = True, in_thought: bool = False) -> None:

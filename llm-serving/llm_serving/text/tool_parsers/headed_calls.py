@@ -36,12 +36,9 @@ _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 class HeadedLayout:
     """The delimiters of a format.
 
-    Attributes:
-        section: Text before all calls.
-        opening: Text before each call.
-        head: Text between the opening and the brace of the arguments, with a group `name`. A group `id` is optional.
-        tail: Texts that may follow the arguments, in this order. A call that the grammar forces has only the last one.
-        end: Text after all calls. Some models omit it.
+    `section`: text before all calls. `head`: text between the opening of a call and the brace of its arguments, with a
+    group `name` and perhaps a group `id`. `tail`: texts that may follow the arguments, in this order; a call that the
+    grammar forces has only the last one. `end`: text after all calls, which some models omit.
     """
 
     section: str
@@ -53,9 +50,7 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads one or several calls. Those of the tools in `names` are streamed, others returned when they are
-    complete.
-    """
+    """Reads calls. Those of the tools in `names` are streamed; others are returned when they are complete."""
 
     layout: HeadedLayout
     names: Collection[str]

@@ -69,7 +69,6 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser. A call of an unknown tool is returned when it is complete."""
     return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 

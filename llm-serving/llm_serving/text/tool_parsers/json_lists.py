@@ -25,14 +25,8 @@ from llm_serving.text.tool_parsers.json_text import JsonEnd, call_of, parsed
 
 @dataclass(frozen=True, slots=True)
 class JsonListLayout:
-    """The delimiters and keys of a format.
-
-    Attributes:
-        openings: Texts before the list. A forced call uses the first.
-        closing: Text after the list, which some models omit; empty: none.
-        name: Key of the tool's name.
-        arguments: Key of the arguments.
-        first: Grammar terms of other members of the object, which precede name and arguments.
+    """The delimiters and keys of a format. `openings`: texts before the list; a forced call uses the first. `closing`:
+    text after it, which some models omit. `first`: grammar terms of members before name and arguments.
     """
 
     openings: tuple[str, ...]

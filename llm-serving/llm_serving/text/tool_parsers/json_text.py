@@ -95,7 +95,6 @@ def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text. Raise NotACallError if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

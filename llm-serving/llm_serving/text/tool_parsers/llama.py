@@ -24,8 +24,6 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class _Reader:
-    """Reads calls. Only a tool name distinguishes a call from other JSON."""
-
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._calls: list[Call] = []

@@ -83,7 +83,6 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser. A call of an unknown tool is returned when it is complete."""
     return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 

@@ -48,14 +48,8 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """The delimiters of a format.
-
-    Attributes:
-        opening: Text before calls.
-        closing: Text after calls.
-        between: Text between two calls.
-        is_list: Whether calls are written as a Python list.
-        fence: Text before and after the calls, which the model may omit.
+    """Delimiters of a format: texts before, after and between calls. `is_list`: whether calls are a Python list.
+    `fence`: texts around the calls, which the model may omit.
     """
 
     opening: str
@@ -98,7 +92,7 @@ class IncompleteError(NotACallError):
 
 
 def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
-    """Parse a text that is one call or a list of calls, in Python's syntax or that of `source`, or raise
+    """Parse a text that is one call or a list of calls, in the syntax of `source` or Python's, or raise
     NotACallError.
     """
     try:
@@ -114,8 +108,6 @@ def unfenced_calls(fence: tuple[str, str], text: str) -> list[Call]:
 
 
 class PythonicSource:
-    """Reads calls and their values, in Python's or JSON's syntax, from a text."""
-
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
@@ -217,7 +209,6 @@ class PythonicSource:
 
 
 def unescaped(text: str) -> str:
-    """Replace the escape sequences of Python and JSON in the text of a string. Keep unknown ones."""
     if "\\" not in text:
         return text
     units = _ESCAPE.sub(_unescaped, text)
@@ -230,7 +221,6 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Return calls (name, arguments) in the model's syntax, with values as JSON."""
     texts = (
         f"{name}({', '.join(f'{key}={json.dumps(each, ensure_ascii=False)}' for key, each in arguments.items())})"
         for name, arguments in calls

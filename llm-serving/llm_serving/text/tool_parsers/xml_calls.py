@@ -28,15 +28,9 @@ from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, 
 class XmlLayout:
     """The delimiters of a format.
 
-    Attributes:
-        opening: Text before calls.
-        closing: Text after calls.
-        call: Text before a call's name, after its name, and after its arguments.
-        argument: Text before an argument's name, after its name, and after its value.
-        margin: Text that the model writes on both sides of a value.
-        several: Whether one opening may precede several calls.
-        string_end: Text after an argument's name if the model states that the value is a string; empty: it never does.
-            Then `argument[1]` states that the value is JSON.
+    `call`, `argument`: texts before a name, after it, and after the arguments or value. `margin`: text on both sides of
+    a value. `several`: one opening may precede several calls. `string_end`: text after an argument's name if the model
+    states that the value is a string; empty: it never does. Then `argument[1]` states that the value is JSON.
     """
 
     opening: str
@@ -170,9 +164,7 @@ class _Reader:
         return typed_value(text, schema_of(self._schemas, self._tool, self._key))
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return which of `delimiters` follows, and skip it if `skip`; "": more text is needed. Or raise
-        NotACallError.
-        """
+        """Return which of `delimiters` follows; "": more text is needed. If none follows, raise NotACallError."""
         at = _end_of_spaces(body, self._at)
         if skip:
             self._at = at
@@ -207,7 +199,6 @@ def _end_of_spaces(text: str, start: int) -> int:
 
 
 def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     readers = {
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
         layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening of the section
@@ -216,7 +207,6 @@ def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolP
 
 
 def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of calls (see `base` and `arguments_term`)."""
     most_inside = most if layout.several else 1
     inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {delimiters(layout.closing)}"
     most_outside = 1 if layout.several else most

@@ -73,15 +73,12 @@ def unquoted_rule(closing: str) -> str:
 
 
 def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing: str, whitespace: str) -> str | None:
-    """Return the grammar term for a call's arguments in schema order; None: the schema has no properties.
+    """Return the grammar term for a call's arguments in schema order; None: the schema has no properties. Of the
+    constraints, only `enum` and `const` of strings are enforced.
 
-    Only the constraints `enum` and `const` of strings are enforced.
-
-    Args:
-        opening: Returns the term before the value of the argument with this name. The flag is whether the value is a
-            string, which is not quoted.
-        closing: Text after each value. White space may follow.
-        whitespace: White space between the parts of JSON, see `json_grammar`.
+    `opening`: returns the term before the value of the argument with this name, given whether the value is a string,
+    which is not quoted. `closing`: text after each value, which white space may follow. `whitespace`: see
+    `json_grammar`.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
