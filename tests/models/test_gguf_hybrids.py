@@ -3,7 +3,7 @@ encoders: the folder's model."""
 
 import numpy as np
 import pytest
-from families import deepseek, encoders, gemma4, llama4, mamba, minicpm3, models, phi3
+from families import deepseek, encoders, gemma4, models
 from families.weights import weights_of
 from llm_serving.core.enums import PoolingMode
 from llm_serving.errors import ModelError
@@ -12,45 +12,12 @@ from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models.pooling import resolve_pooling
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.gguf_cases import written_folder
+from support.gguf_hybrid_cases import CASES, case
 from support.gguf_hybrids import write_gguf
 from support.graph_model import GraphModel, backend
 
 pytestmark = pytest.mark.mindspore
 
-LATER_NORM = {"mamba_rms_norm": True, "mamba_n_groups": 2}
-WITHOUT_ROTARY = {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 2, "mamba_proj_bias": True}
-LLAMA4 = {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192, "interleave_moe_layer_step": 2}
-LLAMA4 |= {"moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0], "rope_scaling": None}
-"""What llama.cpp assumes of any Llama 4."""
-UNSCALED = minicpm3.MINICPM3["rope_scaling"] | {"original_max_position_embeddings": 256}
-"""MiniCPM 3 has divisors of frequencies, but no longer context than before."""
-EQUAL_SCALES = {"rope_scaling": deepseek.V32["rope_scaling"] | {"mscale": 0.707}}
-"""GGUF files have one multiplier for cosines and scores."""
-CASES = {
-    "granitehybrid": models.model("granite-hybrid"),
-    "granitehybrid, dense": mamba._hybrid({**WITHOUT_ROTARY, "num_local_experts": 0, "tie_word_embeddings": False}),
-    "falcon-h1": models.model("falcon-h1"),
-    "falcon-h1, norms": mamba._falcon(LATER_NORM),
-    "nemotron_h": models.model("nemotron-h"),
-    "nemotron_h, biases": models.model("nemotron-h-biases"),
-    "qwen3next": models.model("qwen3-next"),
-    "qwen35": models.model("qwen3.5"),
-    "qwen35, tied": models.model("qwen3.5-tied"),
-    "qwen35moe": models.model("qwen3.5-moe"),
-    "nemotron_h_moe": mamba._nemotron(mamba.NEMOTRON3 | {"n_group": 1, "topk_group": 1}),
-    "nemotron_h_moe, latent": models.model("nemotron3-latent"),
-    "gemma3n": models.model("gemma3n"),
-    "gemma4": models.model("gemma4"),
-    "gemma4, experts": models.model("gemma4-moe"),
-    "llama4": llama4._llama4(LLAMA4),
-    "minicpm3": minicpm3._minicpm3({"dim_model_base": 256, "scale_emb": 12, "rope_scaling": UNSCALED}),
-    "phimoe": phi3._phimoe({"router_jitter_noise": 0.01}),
-    "deepseek2, GLM-4.7-Flash": models.model("glm-4.7-flash"),
-    "deepseek32": deepseek._deepseek(deepseek.V32 | EQUAL_SCALES),
-    "glm-dsa": models.model("glm-5"),
-    "gptneox": models.model("gpt-neox"),
-    "gptneox, serial": models.model("gpt-neox-serial"),
-}
 ENCODERS = {
     "bert": "bert",
     "xlm-roberta": "bert",
@@ -60,13 +27,6 @@ ENCODERS = {
 }
 """Name in `encoders.models` -> architecture. The converter omits the pooler of BERT, which its classifier needs."""
 IDS = list(range(3, 43))
-
-
-def case(name):
-    """Return architecture, configuration and tensors. The converter does not write the base of GPT-NeoX's rotation."""
-    model, architecture = CASES[name], name.partition(",")[0]
-    changes = {"rotary_emb_base": 10000} if architecture == "gptneox" else {}
-    return architecture, {**model.config, **changes}, weights_of(name, model)
 
 
 def outputs(path):

@@ -1,5 +1,5 @@
-"""The conventions of llama.cpp's converter for Gemma 3n and 4, Llama 4, MiniCPM 3 and Phi-3.5-MoE, and for the families
-of `support.gguf_latent`.
+"""The conventions of llama.cpp's converter for Gemma 3n and 4, Llama 4, MiniCPM 3, Phi-3.5-MoE, GPT-NeoX, and the
+families of `support.gguf_latent`.
 
 `support.gguf_hybrids` writes the files. The tensors are those of `families`; each function follows the class of its
 architecture in `conversion/` of llama.cpp.
@@ -30,6 +30,17 @@ _GEMMA = {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+_NEOX_ROLES = {
+    "embed_in": "token_embd",
+    "final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "input_layernorm": "attn_norm",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
 }
 OF_ARCHITECTURE = {
     "gemma3n": {
@@ -65,6 +76,7 @@ OF_ARCHITECTURE = {
         "self_attn.kv_b_proj": "attn_kv_b",
     },
     "phimoe": {**ROLES, "block_sparse_moe.gate": "ffn_gate_inp"},
+    "gptneox": _NEOX_ROLES,
     **LATENT_ROLES,
 }
 """Architecture -> name in the folder -> name in the file."""
@@ -109,12 +121,20 @@ def _longrope(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[st
             yield f"rope_factors_{kind}.weight", np.array(config["rope_scaling"][f"{kind}_factor"], np.float32)
 
 
+def _gpt_neox(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    if "query_key_value" in name:
+        parts = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
+        array = parts.swapaxes(0, 1).reshape(array.shape)
+    yield name, array
+
+
 CONVERTERS: dict[str, Callable[[str, np.ndarray, Config], Iterator[tuple[str, np.ndarray]]]] = {
     "gemma3n": _gemma,
     "gemma4": _gemma4,
     "llama4": _llama4,
     "minicpm3": _longrope,
     "phimoe": _longrope,
+    "gptneox": _gpt_neox,
     **dict.fromkeys(LATENT_ROLES, latent),
 }
 
@@ -195,12 +215,22 @@ def _phimoe_facts(config: Config) -> dict[str, Any]:
     }
 
 
+def _neox_facts(config: Config) -> dict[str, Any]:
+    own = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "rope.dimension_count": int(config["rotary_pct"] * own),
+        "use_parallel_residual": config.get("use_parallel_residual", True),
+        "attention.layer_norm_epsilon": config["layer_norm_eps"],
+    }
+
+
 FACTS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "gemma3n": _gemma3n_facts,
     "gemma4": _gemma4_facts,
     "llama4": _llama4_facts,
     "minicpm3": _minicpm3_facts,
     "phimoe": _phimoe_facts,
+    "gptneox": _neox_facts,
     **LATENT_FACTS,
 }
 """Architecture -> its metadata."""

@@ -1,4 +1,4 @@
-"""Small models that mix attention with other layers, GPT-NeoX and encoders as GGUF files of llama.cpp's converter.
+"""Small models that mix attention with other layers, and encoders, as GGUF files of llama.cpp's converter.
 
 The tensors are those of `families` and `families.encoders`; each function follows the class of its architecture in
 `conversion/` of llama.cpp.
@@ -81,17 +81,6 @@ _NEMOTRON_EXPERTS = {
     "mixer.fc2_latent_proj": "ffn_latent_up",
     **{f"mixer.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("up", "down")},
 }
-_NEOX_ROLES = {
-    "embed_in": "token_embd",
-    "final_layer_norm": "output_norm",
-    "embed_out": "output",
-    "input_layernorm": "attn_norm",
-    "attention.query_key_value": "attn_qkv",
-    "attention.dense": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-}
 _BERT_ROLES = {
     "embeddings.word_embeddings": "token_embd",
     "embeddings.position_embeddings": "position_embd",
@@ -127,7 +116,6 @@ _OF_ARCHITECTURE = {
     "falcon-h1": _FALCON_ROLES,
     "nemotron_h": _NEMOTRON_ROLES,
     "nemotron_h_moe": {**_NEMOTRON_ROLES, **_NEMOTRON_EXPERTS},
-    "gptneox": _NEOX_ROLES,
     "bert": _BERT_ROLES,
     "modern-bert": _MODERN_ROLES,
     **OF_ARCHITECTURE,
@@ -266,13 +254,6 @@ def _qwen35(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[str,
     yield from _qwen(name, array, config)
 
 
-def _gpt_neox(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
-    if "query_key_value" in name:
-        parts = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
-        array = parts.swapaxes(0, 1).reshape(array.shape)
-    yield name, array
-
-
 def _bert(name: str, array: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
     if name == "embeddings.position_embeddings.weight" and config["model_type"] == "xlm-roberta":
         array = array[config["pad_token_id"] + 1 :]
@@ -288,7 +269,6 @@ _CONVERTERS: dict[str, Converter] = {
     "qwen3next": _qwen,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
-    "gptneox": _gpt_neox,
     "bert": _bert,
     **CONVERTERS,
 }
@@ -297,7 +277,11 @@ _CONVERTERS: dict[str, Converter] = {
 def facts_of(architecture: str, config: Config) -> dict[str, Any]:
     """Return the metadata of a configuration."""
     own = {theirs: config[ours] for ours, theirs in _SIZES.items() if config.get(ours) is not None}
+    if "attention.key_length" in own:
+        own["attention.value_length"] = own["attention.key_length"]
     own |= _FACTS[architecture](config)
+    if "rope.freq_base" in own:
+        own["rope.freq_base"] = float(own["rope.freq_base"])
     return {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in own.items()}}
 
 
@@ -320,7 +304,7 @@ def _granite_facts(config: Config) -> dict[str, Any]:
         "residual_scale": config["residual_multiplier"],
         "logit_scale": config["logits_scaling"],
         "expert_count": config["num_local_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
+        "expert_used_count": config["num_experts_per_tok"] if config["num_local_experts"] else 0,
         "expert_shared_feed_forward_length": config["shared_intermediate_size"],
         "rope.scaling.finetuned": False,
         **_ssm(config, "mamba_", config["mamba_expand"] * config["hidden_size"], "mamba_n_heads"),
@@ -343,6 +327,7 @@ def _nemotron_facts(config: Config) -> dict[str, Any]:
             "expert_weights_norm": config["norm_topk_prob"],
             "expert_weights_scale": config["routed_scaling_factor"],
             "expert_group_count": config["n_group"],
+            **({"moe_latent_size": config["moe_latent_size"]} if config.get("moe_latent_size") else {}),
         }
         if "E" in pattern
         else {}
@@ -375,21 +360,13 @@ def _qwen_facts(config: Config) -> dict[str, Any]:
         **({"attention.recurrent_layers": [each == "linear_attention" for each in kinds]} if kinds else {}),
         "full_attention_interval": config["full_attention_interval"],
         "rope.dimension_count": config["head_dim"] // 4,
+        **({"rope.dimension_sections": [*rope["mrope_section"], 0]} if rope else {}),
         "rope.freq_base": rope.get("rope_theta", config.get("rope_theta")),
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
         "ssm.inner_size": heads * config["linear_value_head_dim"],
         "ssm.time_step_rank": heads,
-    }
-
-
-def _neox_facts(config: Config) -> dict[str, Any]:
-    own = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        "rope.dimension_count": int(config["rotary_pct"] * own),
-        "use_parallel_residual": config.get("use_parallel_residual", True),
-        "attention.layer_norm_epsilon": config["layer_norm_eps"],
     }
 
 
@@ -420,7 +397,6 @@ _FACTS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "qwen3next": _qwen_facts,
     "qwen35": _qwen_facts,
     "qwen35moe": _qwen_facts,
-    "gptneox": _neox_facts,
     "bert": _bert_facts,
     "modern-bert": _modern_facts,
     **FACTS,
