@@ -45,6 +45,7 @@ LARGEST_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.004}
         ("llama3.1", "float16", MINDFORMERS),
         ("qwen3", "bfloat16", MINDFORMERS),
         ("glm4", "bfloat16", MINDFORMERS),
+        ("qwen3-moe", "bfloat16", MINDFORMERS),
         ("llama3.1", "bfloat16", LEGACY),
     ],
 )
@@ -90,7 +91,7 @@ def test_mindformers_logits_equal_the_native_network_up_to_rounding(
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [("llama3.1", MINDFORMERS), ("llama3.1", LEGACY), ("qwen3", MINDFORMERS), ("glm4", MINDFORMERS)],
+    [("llama3.1", LEGACY), *((name, MINDFORMERS) for name in ("llama3.1", "qwen3", "qwen3-moe", "glm4"))],
 )
 def test_mindformers_greedy_tokens_equal_those_of_the_native_network(
     tmp_path: Path, name: str, implementation: ImplementationName

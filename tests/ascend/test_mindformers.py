@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mindformers") is None,
     reason="MindFormers is not installed: scripts/install_mindformers.sh",
 )
-FAMILIES = ("demo", "qwen3", "glm4")
+EXPERTS = "qwen3, experts"
+FAMILIES = ("demo", "qwen3", "glm4", EXPERTS)
 """A model for each class of MindFormers; the demo model is a Llama."""
 NOT_OF_A_LIBRARY = {"Range", "ReshapeExt", "ScalarMul", "Shape", "StridedSlice"}
 """Operations of the mask and of MindFormers' own code that CANN compiles or the CPU computes."""

@@ -15,6 +15,7 @@ import importlib.machinery
 import io
 import logging
 import os
+import re
 import sys
 import tempfile
 import types
@@ -27,6 +28,7 @@ from mindspore import nn, ops
 
 from llm_serving.backends.base import Backend
 from llm_serving.errors import KernelError, ModelError
+from llm_serving.lowering import experts_for_cpu
 from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import KVCaches
 from llm_serving.models.attention import attention_heads
@@ -195,6 +197,9 @@ def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     classes = MINDFORMERS_CLASSES[spec.architecture]
     make_config = getattr(module_of_mindformers(classes.config_module), classes.config)
     make_network = getattr(module_of_mindformers(classes.module), classes.network)
+    if backend.name == "cpu":
+        for module, names in experts_for_cpu.REPLACED.items():
+            vars(module_of_mindformers(module)).update(dict.fromkeys(names, experts_for_cpu))
     with silently():
         network = make_network(make_config(**_config_arguments(spec, backend.dtype, max_positions)))
     network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention in every step
@@ -227,8 +232,26 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
         "use_flash_attention": True,
         "softmax_compute_dtype": "float32",
         **dict.fromkeys(types, dtype),
+        **_expert_arguments(spec.network, dtype),
         **MINDFORMERS_CLASSES[spec.architecture].config_arguments,
     }
+
+
+def _expert_arguments(network: Network, dtype: str) -> Mapping[str, Any]:
+    of_layers = {each.kind: each for each in network.operations if each.kind in ("route", "experts")}
+    if not of_layers:
+        return {}
+    route, experts = of_layers["route"], of_layers["experts"]
+    return {
+        "num_experts": experts.attributes["experts"],
+        "num_experts_per_tok": route.attributes["top_k"],
+        "norm_topk_prob": route.attributes["normalise"],
+        "moe_intermediate_size": experts.weights["down"].shape[1],
+        "router_dense_type": dtype,
+    }
+
+
+_EXPERTS: Final = re.compile(r"linear_fc([12])\.weight")
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
@@ -241,6 +264,8 @@ def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> No
             path = mindformers_parameter(weight)
             assert path is not None  # guaranteed by `unsupported_by_mindformers`
             set_parameter(model, path, parameter)
+            if operation.kind == "experts":  # MindFormers has two names for it
+                set_parameter(model, _EXPERTS.sub(r"weight\1", path), parameter)
     (model.output_layer.weight,) = parameters[network.head.weights["weight"]]
     check_no_own_parameters(model, [each for made in parameters.values() for each in made])
 

@@ -1,8 +1,8 @@
 """MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
 In the supported version 2.1, all inference classes are one model, `GPTModel`, with options for each family. The Qwen2
-class without biases computes a Llama, which has no class of its own. Classes with experts or latent keys are refused by
-name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys and values with one
+class without biases computes a Llama, which has no class of its own. GLM-4-MoE and classes with latent keys are refused
+by name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys and values with one
 product, and both halves of a gate with another.
 """
 
@@ -142,6 +142,12 @@ _QWEN3: Final = MindFormersClass(
     "mindformers.models.qwen3.modeling_qwen3_infer",
     "InferenceQwen3ForCausalLM",
 )
+_QWEN3_MOE: Final = MindFormersClass(
+    "mindformers.models.qwen3_moe.configuration_qwen3_moe",
+    "Qwen3MoeConfig",
+    "mindformers.models.qwen3_moe.modeling_qwen3_moe_infer",
+    "InferenceQwen3MoeForCausalLM",
+)
 _GLM4: Final = MindFormersClass(
     "mindformers.models.glm4.configuration_glm4",
     "Glm4Config",
@@ -154,6 +160,7 @@ MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Glm4ForCausalLM": _GLM4,
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
@@ -162,10 +169,6 @@ CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 """Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
 
 _NOT_SERVED: Final[Mapping[str, str]] = {
-    "Qwen3MoeForCausalLM": (
-        "InferenceQwen3MoeForCausalLM is not served: it calls TopkExt and IndexSelect, which MindSpore lacks on a CPU, "
-        "so its answers were never compared"
-    ),
     "Glm4MoeForCausalLM": (
         "InferenceGlm4MoeForCausalLM is not served: it chooses experts by a sigmoid with a correction, which this "
         "server does not compute on Ascend either, so its answers were never compared"
@@ -190,6 +193,9 @@ _WEIGHT_NAMES: Final = tuple(
         (rf"{_LAYER}post_(self_attn|mlp)_layernorm\.weight", r"decoder.layers.\1.post_\2_layernorm.weight"),
         (rf"{_LAYER}mlp\.gate(?:_up)?_proj\.weight", r"decoder.layers.\1.mlp.linear_fc1.weight"),
         (rf"{_LAYER}mlp\.down_proj\.weight", r"decoder.layers.\1.mlp.linear_fc2.weight"),
+        (rf"{_LAYER}mlp\.gate\.weight", r"decoder.layers.\1.mlp.router.weight"),
+        (rf"{_LAYER}mlp\.experts\.0\.gate_proj\.weight", r"decoder.layers.\1.mlp.experts.linear_fc1.weight"),
+        (rf"{_LAYER}mlp\.experts\.0\.down_proj\.weight", r"decoder.layers.\1.mlp.experts.linear_fc2.weight"),
         (r"model\.norm\.weight", "decoder.final_layernorm.weight"),
         (r"lm_head\.weight", "output_layer.weight"),
     )
@@ -205,9 +211,12 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width. The order of its rows matches this server's rotary tables."""
+    """Return whether a weight has its stored width, without padding. The padding of experts is part of their width.
+
+    Its rows may be reordered, because MindFormers' class gets this server's rotary tables, which match the order.
+    """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
-    return is_whole and weight.transform is None
+    return (is_whole or ".experts." in weight.names[0]) and weight.transform is None
 
 
 def without_key_offsets(network: Network) -> Network:
@@ -231,6 +240,9 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
     lacks = unsupported_by_ascend(network, num_positions)
     if lacks is not None:
         return f"MindFormers' class has no {lacks}"
+    kinds = [operation.kind for operation in network.operations]
+    if kinds.count("experts") not in (0, kinds.count("attention")):
+        return "MindFormers' class has no layers without experts"
     for weight in without_key_offsets(network).weights:
         if weight.generate is None and mindformers_parameter(weight) is None:
             return f"MindFormers' class has no parameter for {weight.names[0]}"
