@@ -282,11 +282,11 @@ class VirtualNgramProposer(NgramProposer):
         finished = FinishedAnswersIndex(length, FINISHED_TOKENS, table=SparseTable, salt=_salt_of)
         super().__init__(length, finished, lambda: self.worked_s)
 
-    def _compare(self) -> None:
+    def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
         self.worked_s += UPDATE_S + COMPARE_S * len(self.matched)
         for request in self.matched:
             self.settle(request)
-        super()._compare()
+        return super().update(num_rows, num_steps, step_s, could_pay)
 
     def _look_up(self, request: Request) -> None:
         self.settle(request)
