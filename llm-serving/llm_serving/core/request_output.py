@@ -89,7 +89,8 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
         size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
         if (of_prompt := self.prompt_logprobs) is not None:
             size += sum(getattr(of_prompt, each.name).nbytes for each in fields(of_prompt))
-        return size
+        size += sum(each.num_bytes for each in self.beams)
+        return size if self.vector is None else size + self.vector.nbytes
 
     @property
     def failed(self) -> bool:

@@ -80,10 +80,6 @@ class RequestStream:
             reader.set_result(None)
 
 
-PIECE_BYTES: Final = 320
-TOKEN_BYTES: Final = 160
-"""Estimated bytes of a token's log-probability. Each alternative token takes half as much."""
-
 ExtendDeadline = Callable[[str, float | None], None]
 
 
@@ -205,9 +201,8 @@ class CoalescedResponse:
             self._readers.clear()  # breaks reference cycles, which would stay in memory until a garbage collection
         if self._pieces is not None:
             self._pieces.append(piece)
-            size = _bytes_of(piece)
-            self.num_bytes += size
-            self._grew(self, size)
+            self.num_bytes += piece.num_bytes
+            self._grew(self, piece.num_bytes)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
         """End the streams of readers with one of these ids. If no reader would remain, only return False."""
@@ -357,12 +352,3 @@ class CoalescedResponses:
         now = self._clock()
         while (oldest := next(iter(self._kept.values()), None)) and now - oldest.ended_time > self._kept_s:
             self.forget(oldest)
-
-
-def _bytes_of(piece: RequestOutput) -> int:
-    likely = sum(2 + len(token.top_token_ids) for token in piece.logprobs)
-    of_prompt = piece.prompt_logprobs
-    num_bytes = PIECE_BYTES + 4 * len(piece.text) + TOKEN_BYTES // 2 * likely + sum(map(_bytes_of, piece.beams))
-    if of_prompt is not None:
-        num_bytes += of_prompt.top_token_ids.nbytes + of_prompt.top_logprobs.nbytes + 12 * len(of_prompt)
-    return num_bytes + (0 if piece.vector is None else piece.vector.nbytes)
