@@ -39,6 +39,17 @@ DETERMINISTIC: Final = {
 """Environment variables with which an NPU adds in a fixed order. Without shuffling, each core starts a sum at element
 0.
 """
+M_MMAP_THRESHOLD: Final = -3
+LARGE_BYTES: Final = 128 * 1024
+"""Minimum bytes of an allocation with a memory mapping of its own. It is glibc's initial threshold."""
+KEPT_BYTES: Final = 2**20
+PERIOD_S: Final = 1.0
+"""Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
+_NO_THREAD: Final = "can't start new thread"
+ENOUGH_GB: Final = 4
+"""Address space in GB that MindSpore and its threads need besides weights and KV blocks."""
+_WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
+"""Parts of the messages, in lower case, by which frameworks report a shortage without an errno."""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -78,20 +89,8 @@ def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
         raise ConfigError(f"`{user}` needs the package {package}, which is not installed{remedy}") from None
 
 
-M_MMAP_THRESHOLD: Final = -3
-LARGE_BYTES: Final = 128 * 1024
-"""Minimum bytes of an allocation with a memory mapping of its own. It is glibc's initial threshold."""
-KEPT_BYTES: Final = 2**20
-PERIOD_S: Final = 1.0
-"""Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
-
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
 """Errors that mean a shortage of descriptors or memory. EAGAIN: there are too many processes or threads."""
-_NO_THREAD: Final = "can't start new thread"
-ENOUGH_GB: Final = 4
-"""Address space in GB that MindSpore and its threads need besides weights and KV blocks."""
-_WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
-"""Parts of the messages, in lower case, by which frameworks report a shortage without an errno."""
 
 
 def return_large_blocks() -> bool:

@@ -18,6 +18,29 @@ from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, RequestError, shorten
 
 MAX_INT32: Final = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 8192
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_SEED = 2**64 - 1
+NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
+"""Parameters that forbid tokens. Together with a constraint, they could leave no token."""
+GENERATION_CONFIG: Final = "generation_config.json"
+MAX_BYTES: Final = 2**20
+MAX_END_IDS: Final = 256
+PARAMETERS: Final[Mapping[str, str]] = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Key of the file -> sampling parameter. Other keys, such as `do_sample`, have no effect."""
 
 
 def as_float32(value: float) -> float:
@@ -193,15 +216,6 @@ class TokenBiases:
         return tuple([(_TOKEN_ID.checked(field, token), self.bias.checked(field, bias)) for token, bias in value])
 
 
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 128
-MAX_ALLOWED_TOKEN_IDS = 8192
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_TOKENS = 64
-MAX_SEED = 2**64 - 1
 LOGIT_BIAS = Real(-100.0, 100.0)
 
 
@@ -294,8 +308,6 @@ class SamplingParams:
 
 RULES: Final[Mapping[str, ParameterRule]] = {each.name: each.metadata["rule"] for each in fields(SamplingParams)}
 DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields(SamplingParams)}
-NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
-"""Parameters that forbid tokens. Together with a constraint, they could leave no token."""
 
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
@@ -325,19 +337,6 @@ class BeamSearchParams:
             raise RequestError("n", f"must be from 1 to {self.width}, the width of the beam search", self.num_returned)
         object.__setattr__(self, "length_penalty", LENGTH_PENALTY.checked("length_penalty", self.length_penalty))
 
-
-GENERATION_CONFIG: Final = "generation_config.json"
-MAX_BYTES: Final = 2**20
-MAX_END_IDS: Final = 256
-PARAMETERS: Final[Mapping[str, str]] = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Key of the file -> sampling parameter. Other keys, such as `do_sample`, have no effect."""
 
 AT_LEAST_ONE: Final = Whole(1)
 """For parameters whose value 0 is valid in a request but would be a mistake as a default."""

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 STATE_TIMEOUT_S: Final = 5.0
 """Maximum seconds to wait for an engine. An engine whose WorkAgent restarts answers later."""
+DROP_DELAY_S: Final = 0.1
+"""Seconds between two checks whether the last request of an unloaded adapter has ended."""
 
 
 class RequestLookup:
@@ -125,9 +127,6 @@ def _records(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[Req
 
 
 logger = get_logger(__name__)
-
-DROP_DELAY_S: Final = 0.1
-"""Seconds between two checks whether the last request of an unloaded adapter has ended."""
 
 
 class ReplicaRow(NamedTuple):

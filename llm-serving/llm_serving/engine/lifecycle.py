@@ -31,6 +31,8 @@ Running = Literal["finish", "abort", "freeze"]
 NewRequests = Literal["wait", "refuse"]
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 """Levels of sleep. With KEEP_WEIGHTS, WorkAgents keep their weights. With DROP_WEIGHTS, they exit."""
+TIMEOUT_S: Final = 5.0
+"""Maximum seconds to wait for the engines. An engine whose WorkAgent is restarting applies the changes later."""
 
 
 class Gate:
@@ -320,9 +322,6 @@ def _note(engine: Engine, *, text: str) -> bool:
 
 
 logger = get_logger(__name__)
-
-TIMEOUT_S: Final = 5.0
-"""Maximum seconds to wait for the engines. An engine whose WorkAgent is restarting applies the changes later."""
 
 
 @dataclass(frozen=True, slots=True)

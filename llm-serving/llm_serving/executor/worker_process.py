@@ -23,6 +23,8 @@ AgentChannel = Channel[AgentMessage]
 
 KILL_TIMEOUT_S: Final = 10.0
 """Seconds to wait until a killed process has exited. It may be stuck in the kernel, for example in a driver."""
+SLOW_FACTOR: Final = 2.0
+"""No remaining time is predicted once an attempt has taken this many times as long as the first start."""
 
 
 class AgentLink(Protocol):
@@ -77,10 +79,6 @@ class LocalProcess(subprocess.Popen[bytes]):
                 self.wait(KILL_TIMEOUT_S)
         if self.returncode is None:
             logger.error("WorkAgent (pid %d) was killed but does not exit; the master stops waiting for it", self.pid)
-
-
-SLOW_FACTOR: Final = 2.0
-"""No remaining time is predicted once an attempt has taken this many times as long as the first start."""
 
 
 @dataclass(frozen=True, slots=True)

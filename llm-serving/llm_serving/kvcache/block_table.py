@@ -10,6 +10,8 @@ from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
 from llm_serving.core.window import Window
 from llm_serving.kvcache.block_pool import BlockPool
 
+DIGEST_BYTES = 16
+
 
 class BlockTable:
     """Block ids in token order, each with the epoch of its allocation.
@@ -88,9 +90,6 @@ def block_moves(
             blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]
             moves.append(BlockMove(int(kind), *blocks, min(num_tokens - index * block_size, block_size)))
     return moves
-
-
-DIGEST_BYTES = 16
 
 
 def namespace_hash(namespace: str) -> bytes:

@@ -13,6 +13,7 @@ from llm_serving.kvcache.block_table import BlockTable, block_moves
 
 TransferBlock = tuple[int, int]
 """(block id, epoch). The ids are unique in the pool that all replicas share."""
+MAX_EXPORTS: Final = 128
 
 
 class TransferPool:
@@ -66,9 +67,6 @@ class TransferPool:
     def check_integrity(self) -> None:
         pending = chain.from_iterable(table for table, _ in self._pending.values())
         self.pool.check_integrity(each - self._first for each in chain(pending, self._handed_over))
-
-
-MAX_EXPORTS: Final = 128
 
 
 class StoredBlocks(NamedTuple):

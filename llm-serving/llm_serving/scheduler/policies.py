@@ -11,6 +11,13 @@ from llm_serving.core.enums import OrderName, PolicyName
 from llm_serving.core.request import Request
 from llm_serving.scheduler.fair_sharing import MAX_TENANTS
 
+LENGTH_MEMORY: Final = 16
+"""Time constant, in requests, of the moving average of output lengths."""
+PROMPT_TOKENS_A_STEP: Final = 64
+"""Assumed number of prompt tokens that take as long as one decode step."""
+NO_DEADLINE_S: Final = 86_400.0
+"""Assumed seconds from arrival to deadline for a request without a deadline whose class has no SLO."""
+
 
 class Preference(enum.Enum):
     """The stage that gets the token budget of a step first. The other stage gets the rest."""
@@ -124,14 +131,6 @@ POLICIES: dict[str, Callable[[ServingConfig], Policy]] = {
 }
 
 
-MEMORY: Final = 16
-"""Time constant, in requests, of the moving average of output lengths."""
-PROMPT_TOKENS_A_STEP: Final = 64
-"""Assumed number of prompt tokens that take as long as one decode step."""
-NO_DEADLINE_S: Final = 86_400.0
-"""Assumed seconds from arrival to deadline for a request without a deadline whose class has no SLO."""
-
-
 class Order(Protocol):
     """Order of a class's waiting requests. One of every `max_overtakes` + 1 admissions takes the oldest instead."""
 
@@ -180,7 +179,7 @@ class ShortestOrder:
             return
         key = (request.request_class.name, request.tenant)
         mean = self._mean_lengths.pop(key, float(length))
-        self._mean_lengths[key] = mean + (length - mean) / MEMORY
+        self._mean_lengths[key] = mean + (length - mean) / LENGTH_MEMORY
         if len(self._mean_lengths) > MAX_TENANTS:
             del self._mean_lengths[next(iter(self._mean_lengths))]
 

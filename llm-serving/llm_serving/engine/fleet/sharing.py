@@ -15,6 +15,7 @@ _NO_CLASSES: Final[frozenset[str]] = frozenset()
 
 MAX_LEAD_QUANTA: Final = 4
 """Maximum lead (see `FleetClassUsage`) in scheduling quanta. It limits how long a class is deprioritized."""
+_NO_CHANGES: Final[Mapping[str, int]] = {}
 
 
 class ClassDemand:
@@ -166,9 +167,6 @@ class ExtremesSince:
     def since(self, index: int) -> tuple[int, int]:
         least = self._minima[bisect_left(self._min_indices, index)]
         return least, self._maxima[bisect_left(self._max_indices, index)]
-
-
-_NO_CHANGES: Final[Mapping[str, int]] = {}
 
 
 class _Tenant:

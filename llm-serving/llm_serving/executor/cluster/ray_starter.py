@@ -18,6 +18,12 @@ from llm_serving.errors import ConfigError, TransportError, WorkerDiedError
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 
+KILL_TIMEOUT_S: Final = 2.0
+"""Seconds to wait until a killed actor has exited. Ray may report the exit of a lost machine only later."""
+SHUTDOWN_S: Final = 10.0
+"""Seconds to wait until the Ray process has exited. It hangs if the head node is lost."""
+ATTEMPTS: Final = 3
+
 
 class RayWeights(msgspec.Struct, frozen=True):
     """A model folder of the master that Ray's object store copies to the folder `cache` of every machine."""
@@ -67,11 +73,6 @@ RayReport = RayConnected | RayUnavailable | AgentEnded
 
 logger = get_logger(__name__)
 
-KILL_TIMEOUT_S: Final = 2.0
-"""Seconds to wait until a killed actor has exited. Ray may report the exit of a lost machine only later."""
-SHUTDOWN_S: Final = 10.0
-"""Seconds to wait until the Ray process has exited. It hangs if the head node is lost."""
-ATTEMPTS: Final = 3
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
