@@ -71,11 +71,7 @@ def _packed_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Pack
             f"groups]. Found: {blocks.dtype} {list(shape)}, {scales.dtype} {list(scales.shape)}"
         )
     unquantized = shape[0], shape[2] * _GROUP, shape[1]
-    return PackedTensor(name, unquantized, {"blocks": blocks, "scales": scales}, _unpack_mxfp4)
-
-
-def _unpack_mxfp4(arrays: Mapping[str, Array]) -> QuantizedTensor:
-    return quantized(arrays["blocks"], arrays["scales"])
+    return PackedTensor(name, unquantized, {"blocks": blocks, "scales": scales}, lambda arrays: quantized(**arrays))
 
 
 def quantized(blocks: Array, scales: Array) -> QuantizedTensor:

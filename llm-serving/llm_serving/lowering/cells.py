@@ -271,7 +271,8 @@ class _Schedule:
             case "rms_norm":
                 return cells.RmsNormCell(backend, weights["gamma"], attributes["eps"], attributes["group"])
             case "rope":
-                return cells.RopeCell(backend, [x.width for x in operation.inputs.values()], weights_width(operation))
+                head_dim = operation.weights["cos"].shape[1]
+                return cells.RopeCell(backend, [x.width for x in operation.inputs.values()], head_dim)
             case "store_kv":
                 return cells.StoreKVCell(backend, self._kv_caches[attributes["layer"]])
             case "attention":
@@ -316,10 +317,6 @@ class _Schedule:
         if prompts is None:
             raise ModelError(f"the kernels of {self._backend.name} do not support a separate graph for whole prompts")
         return cells.PromptAttentionCell(prompts)
-
-
-def weights_width(operation: Operation) -> int:
-    return operation.weights["cos"].shape[1]
 
 
 class _ScheduledOperation:

@@ -61,7 +61,7 @@ def parameters_of(
     multiply. Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN
     element. `as_cells`: experts have Parameters in the form of Cells.
     """
-    multiplied = products(network.operations)
+    multiplied = {each.weights[role] for each in network.operations for role in _PRODUCTS.get(each.kind, ())}
     quantized = quantized_weights(network, quantization)
     in_blocks = block_weights(network) if keeps_blocks(quantization) and not as_cells else set()
     experts = _experts(network.operations) if as_cells else {}
@@ -175,7 +175,3 @@ def _dequantized(weight: Weight, parts: Iterable[Quantized | Array]) -> list[Arr
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:
     routed = [each for each in operations if each.kind == "experts"]
     return {each.weights[role]: each.attributes["experts"] for each in routed for role in ("gate_up", "down")}
-
-
-def products(operations: Iterable[Operation]) -> set[Weight]:
-    return {each.weights[role] for each in operations for role in _PRODUCTS.get(each.kind, ())}
