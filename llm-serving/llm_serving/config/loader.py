@@ -323,8 +323,8 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     """Use the MindFormers dtype if the serving YAML has `model_dtype` in the older servers' form, "DataType.FLOAT32".
 
-    They ignored it, and MindFormers computed in `compute_dtype`. Without a MindFormers YAML, Ascend, which has no
-    float32, uses the default of `compute_dtype`, and a CPU uses the given dtype.
+    The older servers ignored this key, and MindFormers computed in `compute_dtype`. Without a MindFormers YAML, Ascend,
+    which has no float32, uses the default of `compute_dtype`, and a CPU uses the given dtype.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):

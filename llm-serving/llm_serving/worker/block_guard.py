@@ -145,8 +145,8 @@ class BlockGuard:
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step, whose indices must be valid, read. Tag those that they write. Raise
-        WorkerError if a row reads a block not written for it, or if two rows write one block.
+        """Check the blocks that the rows of a step read, and tag those that they write. The step's indices must be
+        valid. Raise WorkerError if a row reads a block not written for it, or if two rows write one block.
         """
         block_size, num_computed = self._block_size, step.num_computed
         num_tokens = num_computed + step.query_lens

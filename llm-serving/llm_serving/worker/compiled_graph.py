@@ -179,7 +179,9 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: of a step of whole prompts."""
+    """Return networks that are compiled at their first call. `num_prompt_rows`: most rows of a step of whole
+    prompts.
+    """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
     return StepNetworks(

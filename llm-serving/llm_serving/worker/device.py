@@ -85,9 +85,9 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice if the operator library is missing, or if the
-    device cannot guarantee `exactness: exact`; MindFormers' networks have their own matrix products. Raise KernelError
-    if `kernels` requires the library and it cannot be built or loaded.
+    """Return the backend for `device_target` and `kernels`, and a notice, usually empty: the operator library is
+    missing, or the device cannot guarantee `exactness: exact`. `is_native`: False for MindFormers' networks, which have
+    their own matrix products. Raise KernelError if `kernels` requires the library and it cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)

@@ -81,8 +81,8 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` for each request, none beyond a limit. Raise WorkerError if the model
-        fails.
+        """Return up to `num_draft_tokens` draft tokens for each request; none for one that exceeds a limit. Raise
+        WorkerError if the model fails.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:

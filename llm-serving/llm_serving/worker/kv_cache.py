@@ -85,8 +85,8 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents that `read` returned; meanwhile, the blocks are unreadable. Raise WorkerError if they do not
-        fit.
+        """Write contents that `read` returned. Meanwhile, the blocks are unreadable. Raise WorkerError if a block does
+        not exist, or if contents or numbers are invalid.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):

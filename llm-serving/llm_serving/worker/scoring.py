@@ -40,7 +40,7 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) independently, exactly as `choose_tokens` treats a sampled token."""
+    """Score each row of states ([P, H]) alone. `choose_tokens` finds the same values as for a sampled token."""
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []

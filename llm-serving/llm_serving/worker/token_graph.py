@@ -218,9 +218,7 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether this graph can compute the step: with `attention_rows` any, else one whose rows have one token
-        each.
-        """
+        """Return whether this graph can compute the step: each with `attention_rows`, else only rows of one token."""
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
     def submit(

@@ -63,7 +63,7 @@ class SchedulerConfig:
     """Maximum number of prompt tokens in the queue, at least the longest prompt. Beyond it, requests are refused with
     429 and Retry-After. null: no limit."""
     enable_mixed_chunk: bool = option(True, boolean({"mixed": True, "separate": False}), expert=True)
-    """False: a step computes either prompts or decodes, which suits Ascend's attention kernels."""
+    """True: a step may mix prefill chunks and decodes. False: it has one kind, which suits Ascend's attention."""
     async_scheduling: bool = option(True, BOOLEAN, expert=True)
     """True: the scheduler forms step k+1 while the device computes step k. False: the device waits meanwhile."""
     max_consecutive_prefill_steps: int = option(1, integer(1, 10**6), derived=True, expert=True, reloadable=True)

@@ -170,7 +170,7 @@ class ServerConfig:
     throughput_interval_s: float = option(10.0, SECONDS)
     """Seconds between two log lines with the throughput of the engines; idle engines are not logged. 0: no lines."""
     max_connections_per_address: int = option(512, integer(1, 10**6), expert=True, reloadable=True)
-    """The same as `max_connections`, for one client address (of a reverse proxy, too) or /64 network with IPv6."""
+    """Maximum number of connections of one client address, also a reverse proxy's, or of one /64 network with IPv6."""
     max_url_bytes: int = option(8192, integer(256, 65535), expert=True, reloadable=True)
     """Maximum length of a URL in bytes; less than `max_header_bytes`. A longer one is refused with 414."""
     max_header_bytes: int = option(32 * 1024, integer(1024, 2**20), expert=True, reloadable=True)
@@ -187,7 +187,8 @@ class ServerConfig:
     """Memory for all incomplete non-streaming responses, log-probabilities included: bytes, or text such as "256MB". At
     the limit the largest response of the tenant that uses most gets 503, or 400 if it is too large alone."""
     header_timeout_s: float = option(10.0, TIMEOUT, expert=True, reloadable=True)
-    """Seconds in which the headers of a request must arrive, else 408, and for the TLS handshake."""
+    """Seconds for the TLS handshake, and for the headers of a request after the connection or the first byte, else
+    408."""
     body_timeout_s: float = option(60.0, TIMEOUT, expert=True, reloadable=True)
     """Seconds in which the body of a request must arrive after its headers, else 408."""
     idle_timeout_s: float = option(30.0, TIMEOUT, expert=True)
@@ -229,7 +230,7 @@ class ServerConfig:
     """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
     `lines`: up to 32 spaces, tabs and line breaks."""
     low_effort_token_budget: int = option(1024, integer(0, 2**24), expert=True)
-    """Reasoning budget in tokens of requests with `reasoning_effort: low`. Then the response follows."""
+    """Reasoning budget in tokens of requests with `reasoning_effort: low`; then the response follows."""
     medium_effort_token_budget: int = option(4096, integer(0, 2**24), expert=True)
     """Reasoning budget in tokens of requests with `reasoning_effort: medium`."""
     high_effort_token_budget: int = option(16384, integer(0, 2**24), expert=True)
@@ -241,9 +242,9 @@ class ServerConfig:
     """Memory for responses that several requests may get (in flight, or kept for an Idempotency-Key): bytes, or text
     such as "64MB". Beyond it, a repeated request is computed again."""
     request_log: str = option("memory", choice(("none", "memory", "disk")), expert=True)
-    """Where requests with an Idempotency-Key or a resumable stream are recorded, for repeated requests. `none`:
-    nowhere; an Idempotency-Key has no effect. `memory`: until the server stops. `disk`: in files that a restarted
-    server reads."""
+    """Where requests with an Idempotency-Key or a resumable stream are recorded, so that repeated ones get the same
+    response. `none`: nowhere; an Idempotency-Key has no effect. `memory`: until the server stops. `disk`: in files that
+    a restarted server reads."""
     request_log_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
     """Folder for `request_log: disk`, of one server only; it contains texts of requests. Relative to the working folder
     of the server."""

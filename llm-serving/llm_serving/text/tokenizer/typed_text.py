@@ -68,7 +68,6 @@ class TypedText:
         return [*whole[:at], *ids, *whole[at + len(plain) :]]
 
     def _continued(self, part: str) -> list[int]:
-        """Return the token ids of a part of the prompt that follows other text."""
         for filler in _FILLERS:
             before = self._encode(self._context + filler, False)
             whole = self._encode(self._context + filler + part, False)
