@@ -25,7 +25,7 @@ OWN_WORDS = "model_config.model_path", "scheduler_config.draft_model_path"
 
 
 def refusal(name, path):
-    others = ["model_config.mindir_path=/"] if name == "model_config.mindir_ini" else []  # else nobody looks for it
+    others = ["model_config.mindir_path=/"] if name == "model_config.mindir_ini" else []  # otherwise it is not resolved
     with pytest.raises(LLMServingError) as caught:
         load_config(None, [f"{name}={path}", *others])
     return str(caught.value)

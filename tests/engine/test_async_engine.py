@@ -95,10 +95,10 @@ def test_dispatcher_ends_a_request_whose_engine_ends_by_an_exception() -> None:
         async with setup.running() as engine:
             (replica,) = engine.replicas.engines.values()
 
-            def receive(request: Request, desk: SinkContext) -> object:
+            def receive(request: Request, context: SinkContext) -> object:
                 if request.prompt_token_ids == [13]:
                     raise ValueError("a fault of ours")
-                return known(request, desk)
+                return known(request, context)
 
             known, replica._attach_sink = replica._attach_sink, receive
             all_have_come = Event()
@@ -280,7 +280,7 @@ def test_stopping_the_engine_ends_open_streams_with_an_error() -> None:
             setup.runners[0].gate.clear()
             stream = engine.generate([5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="a")
             stopping = asyncio.create_task(engine.stop())
-            await asyncio.sleep(0)  # the engine has been told
+            await asyncio.sleep(0)  # the engine has received the message
         await stopping
         last = [piece async for piece in stream][-1]
         assert last.finish_reason is FinishReason.UNAVAILABLE
@@ -306,7 +306,7 @@ def test_requests_of_an_engine_that_has_not_started_end_with_the_server() -> Non
             await asyncio.sleep(0)
         stream = setup.engine.generate([5], GREEDY, request_id="a")
         stopping = asyncio.create_task(setup.engine.stop())
-        await asyncio.sleep(0)  # the engine has been told
+        await asyncio.sleep(0)  # the engine has received the message
         may_begin.set()
         await stopping
         async with asyncio.timeout(30):

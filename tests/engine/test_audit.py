@@ -42,7 +42,7 @@ def test_auditor_audits_one_in_n_requests(every: int, audits: int) -> None:
         harness.engine.submit(request)
     harness.run()
     assert counts(harness) == (audits, 0)
-    assert set(harness.pieces) == {request.request_id for request in requests}, "nobody is told of an audit"
+    assert set(harness.pieces) == {request.request_id for request in requests}, "no client gets tokens of an audit"
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
@@ -198,7 +198,7 @@ def test_auditor_audits_a_beam_search_as_a_whole(logprobs: int | None) -> None:
         harness.engine.submit(request)
     harness.run()
     assert counts(harness) == (3, 0)
-    assert set(harness.pieces) == {request.request_id for request in requests}, "nobody is told of an audit"
+    assert set(harness.pieces) == {request.request_id for request in requests}, "no client gets tokens of an audit"
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 

@@ -341,7 +341,7 @@ def test_requests_end_after_the_maximum_outage() -> None:
         last = harness.last(request.request_id)
         assert last.finish_reason is FinishReason.UNAVAILABLE
         assert last.error == "its WorkAgent was not restarted within 300 s: no file descriptors"
-        assert ended_at[request.request_id] == 22 * 14.0, "the first moment after 300 s at which it can be told"
+        assert ended_at[request.request_id] == 22 * 14.0, "the first attempt after 300 s"
     assert absence.num_left == 0
     harness.submit(late)
     harness.run()

@@ -197,8 +197,8 @@ def test_replica_whose_worker_fails_to_end_holds_no_tenant_slots() -> None:
         yield engine
         raise OSError("its WorkAgent does not end")
 
-    nobody = Events(*[lambda _: None] * 4)
-    replicas = Replicas(ServingConfig(), opened, nobody)
+    events = Events(*[lambda _: None] * 4)
+    replicas = Replicas(ServingConfig(), opened, events)
     replicas._loop = MagicMock()
     engine.run.side_effect = lambda: replicas.accounting.tenant_slots.exchange(0, {"a": SlotDemand(1, 0, 0, 1)})
     with pytest.raises(OSError, match="its WorkAgent does not end"):

@@ -59,9 +59,9 @@ class Runner(FakeRunner):
 
         return super().execute(step, take)
 
-    def announce_ending(self, tell):
+    def announce_ending(self, announce):
         if self._announces_end:
-            self._announcement = tell
+            self._announcement = announce
         return self._announces_end
 
 

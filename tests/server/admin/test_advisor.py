@@ -74,7 +74,7 @@ def test_advisor_reports_errors_of_the_simulator() -> None:
     with pytest.raises(RequestError) as caught:
         advice_of("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
     rule = "`minutes` must cover enough recorded requests; there is no advice on 5"
-    assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # what was given is told once
+    assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # the message has the given value once
     with pytest.raises(UnavailableError, match="the simulation exceeded its time or memory limit"):
         advice_of("sys.exit(137)")
 

@@ -47,7 +47,7 @@ def test_stored_files_leave_room_for_other_tenants(tmp_path):
                 for number in range(30):
                     if (answer := await keep(key)).status_code != 200:
                         return number, answer
-                raise AssertionError("nobody else has any room")
+                raise AssertionError("no other tenant has room")
 
             return await keep("me", 160_000), await fill("me"), await fill("you"), await fill("me")
 

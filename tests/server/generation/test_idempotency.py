@@ -136,7 +136,7 @@ def test_evicted_response_is_recomputed_with_the_same_seed_and_id():
             again = await client.post(PATH, json=BODY, headers=keyed())
             whole, repeated = first.json(), again.json()
             for each in (whole, repeated):
-                each["usage"].pop("prompt_tokens_details")  # what was found computed is told by who computes
+                each["usage"].pop("prompt_tokens_details")  # depends on the server that computed the prompt
             assert repeated == whole
             assert server.num_computed == 12
 

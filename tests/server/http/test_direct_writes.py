@@ -111,7 +111,7 @@ def test_direct_writes_keep_the_order_of_a_stream() -> None:
                 read.extend(output.token_ids)
 
         stream.take = take
-        stream.put(piece(0))  # nobody waits yet
+        stream.put(piece(0))  # no reader waits yet
         reader = asyncio.create_task(read_all())
         await asyncio.sleep(0)
         for number in (2, 3, 4):  # 3 is refused, so that 4 goes behind it

@@ -44,7 +44,7 @@ def test_recorded_requests_evict_the_oldest():
     assert len(accepted) == 2
     assert isinstance(asyncio.run(accepted.claim("ann", "key-0", b"x")), Claim), "forgotten with its key"
     accepted.restore(record(60, request=b"x" * 10**6))
-    assert len(accepted) == 2, "what does not fit pushes nobody out"
+    assert len(accepted) == 2, "a record that does not fit displaces no other"
 
 
 def test_recorded_requests_expire():

@@ -35,7 +35,7 @@ WORST = {
     "prompts without ids": ("/v1/completions", '{"prompt": [%s]}', ",".join(["[]"] * 10**6)),
     "prompts without text": ("/v1/completions", '{"prompt": [%s]}', ",".join(['""'] * 10**6)),
     "biases": ("/v1/completions", '{"prompt": "x", "logit_bias": %s}', MANY_NAMES),
-    "fields that nobody knows": ("/v1/completions", '{"prompt": "x", "x": %s}', MANY_NAMES),
+    "unknown fields": ("/v1/completions", '{"prompt": "x", "x": %s}', MANY_NAMES),
     "ids": ("/detokenize", '{"tokens": [%s]}', ",".join("1" * 2_000_000)),
     "stop strings": ("/v1/completions", '{"prompt": "x", "stop": [%s]}', ",".join(['"a"'] * 900_000)),
     "messages": ("/v1/chat/completions", '{"messages": [%s]}', ",".join(['{"role":"a"}'] * 300_000)),
@@ -223,7 +223,7 @@ def test_long_responses_are_built_off_the_event_loop(path, body, monkeypatch):
     assert response.status_code == 200, response.text
     assert threads["write"]
     assert threading.main_thread() not in threads["write"]
-    if path != "/generate":  # its events are told one by one
+    if path != "/generate":  # the event loop reads its events one by one
         assert threads["read"] - {threading.main_thread()}
 
 

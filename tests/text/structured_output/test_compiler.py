@@ -145,7 +145,7 @@ def chain(count: int, rule: str, last: str) -> str:
 def test_grammar_that_crashes_the_compiler_is_refused(text: str) -> None:
     with pytest.raises(GrammarError, match="takes too much time or memory to compile"):
         DEMO_CONSTRAINTS.compiled(lark_grammar(text))
-    assert answers(choice_grammar(["a"]), 1) == {"a"}  # whoever comes next is served
+    assert answers(choice_grammar(["a"]), 1) == {"a"}  # the next request is served
 
 
 def test_long_forced_text_costs_one_mask_per_token() -> None:
