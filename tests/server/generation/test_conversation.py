@@ -30,6 +30,7 @@ DEEPSEEK_V3 = "{% if message['content'] is none %}{{ '```json' + '\\n' + tool['f
             {"content": "I look.", "reasoning_content": "Hm.", "tool_calls": [CALL]},
             {"content": "", "thinking": "Hm.\n\nI look.", "tool_calls": [CALL]},
         ),
+        ("{{ message['thought'] }}", {"reasoning_content": "Hm."}, {"thought": "Hm."}),
         (
             "{{ message['thinking'] }}{{ message.reasoning_content }}",
             {"reasoning_content": "Hm."},

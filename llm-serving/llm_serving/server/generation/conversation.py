@@ -55,7 +55,7 @@ _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
 """Threads for chat templates only. Clients share them fairly, because long conversations take long to render."""
 FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
 """Role -> its replacement for chat templates that do not mention it."""
-_THINKING: Final = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
+_THINKING: Final = re.compile(r"\.(thinking|thought)\b|\[['\"](thinking|thought)['\"]\]")
 _NO_CONTENT: Final = re.compile(r"\[['\"]content['\"]\] is none\b")
 _ARGUMENTS_AS_TEXT: Final = re.compile(
     r"\+\s*\w+(?:\[['\"]function['\"]\]|\.function)?(?:\[['\"]arguments['\"]\]|\.arguments)\s*(?:\+|-?\}\})"
@@ -257,10 +257,12 @@ def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
     """Convert a message of `template_message` to the role, fields and types that this template reads."""
     adapted = message | {"role": template_role(template, message["role"])}
     calls = message.get("tool_calls")
-    if "reasoning_content" in message and "reasoning_content" not in template and _THINKING.search(template):
-        adapted["thinking"] = adapted.pop("reasoning_content")
+    name = None if "reasoning_content" in template else _THINKING.search(template)
+    if "reasoning_content" in message and name is not None:
+        thinking = adapted.pop("reasoning_content")
         if calls and message["content"] and _ONE_TEXT in template:
-            adapted |= {"thinking": f"{adapted['thinking']}\n\n{message['content']}", "content": ""}
+            thinking, adapted["content"] = f"{thinking}\n\n{message['content']}", ""
+        adapted[name[1] or name[2]] = thinking
     if calls and not message["content"] and _NO_CONTENT.search(template):
         adapted["content"] = None
     if calls and _ARGUMENTS_AS_TEXT.search(template):
