@@ -5,6 +5,7 @@ import re
 import pytest
 from ascend.models import FAMILIES, LARGE_BYTES
 from ascend.processes import PROCESSES
+from llm_serving.worker.exactness import guarantee
 
 STARTS = tuple(name for name in PROCESSES if not name.startswith("without"))
 
@@ -33,6 +34,8 @@ def test_start_up_reports_backend_and_exactness_notice(ended, name, backend, not
     assert found["backend"] == backend
     assert found["notice"].startswith(notice)
     assert bool(found["notice"]) == bool(notice)
+    exactness = "fast" if backend == "ascend_fast" else "exact"
+    assert f"device_config.exactness: {exactness}: {guarantee(exactness, backend)}\n" in ended(name).output
 
 
 @pytest.mark.parametrize("name", STARTS)

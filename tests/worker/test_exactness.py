@@ -2,9 +2,10 @@
 
 import pytest
 from llm_serving.backends import BACKENDS
+from llm_serving.cli.main import main
 from llm_serving.core.enums import ExactnessName
 from llm_serving.errors import ConfigError
-from llm_serving.worker.device import GUARANTEES, OF_EXPERTS, check_block_size, guarantee
+from llm_serving.worker.exactness import GUARANTEES, OF_EXPERTS, check_block_size, guarantee, guarantees_on_ascend
 from support.tables import PROJECT
 
 pytestmark = pytest.mark.mindspore
@@ -70,3 +71,23 @@ def test_the_guarantee_for_experts_on_ascend_excludes_their_products():
         "bit-identical answers are not guaranteed"
     )
     assert guarantee("exact", "cpu", has_experts=True) == guarantee("exact", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("exactness", "backends"), [("exact", ("ascend_invariant", "ascend")), ("fast", ("ascend_fast",))]
+)
+def test_config_check_prints_what_a_work_agent_on_ascend_logs(exactness, backends, capsys):
+    settings = "device_config.device_target=Ascend", f"device_config.exactness={exactness}"
+    assert main(["config", "check", "--model", "demo", *(part for each in settings for part in ("--set", each))]) == 0
+    _, found, rest = capsys.readouterr().out.partition(f"# answers with device_config.exactness: {exactness}:\n")
+    assert found
+    lines = rest.splitlines()
+    assert len(lines) == len(backends)
+    for line, backend in zip(lines, backends, strict=True):
+        assert line.endswith(GUARANTEES[ExactnessName(exactness), backend])
+
+
+def test_only_the_native_network_may_guarantee_the_same_bytes_on_ascend():
+    assert guarantees_on_ascend("exact", is_native=False, has_experts=False) == {"": guarantee("exact", "ascend")}
+    found = guarantees_on_ascend("exact", is_native=True, has_experts=True)
+    assert list(found.values()) == [OF_EXPERTS, guarantee("exact", "ascend")]

@@ -44,6 +44,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         check_weights(model)
         head = [f"# --- {model.model.model_name} ---"] if config.models else []
         lines = [*head, describe(model), *_tokens(model), *_sampling(model), *_memory(model), *_bounds(model)]
+        lines += _guarantees(model)
         print("\n".join(lines), flush=True)
     return 0
 
@@ -83,6 +84,21 @@ def _memory(config: ServingConfig) -> list[str]:
     if config.model.model_path is None:
         return []
     return ["# memory of a WorkAgent:", *(f"#   {line}" for line in stored_size(config).lines)]
+
+
+def _guarantees(config: ServingConfig) -> list[str]:
+    """Return comments with the guarantees about answers, one of which each WorkAgent on Ascend logs when it starts."""
+    exactness, model = config.device.exactness, config.model
+    if config.device.device_target != "Ascend" or model.model_path is None:
+        return []
+    from llm_serving.worker.exactness import guarantees_on_ascend
+
+    operations = ModelSpec.from_folder(model.model_path).network.operations
+    has_experts = any(each.kind == "experts" for each in operations) and config.quant.quantization != "w8a8"
+    is_native = model.implementation == "native" and model.mindir_path is None
+    guarantees = guarantees_on_ascend(exactness, is_native=is_native, has_experts=has_experts)
+    lines = (f"{installed}: {text}" if installed else text for installed, text in guarantees.items())
+    return [f"# answers with device_config.exactness: {exactness}:", *(f"#   {line}" for line in lines)]
 
 
 def _bounds(config: ServingConfig) -> list[str]:

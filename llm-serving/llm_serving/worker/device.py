@@ -1,10 +1,8 @@
-"""Device settings of this process, the choice of the backend, and its guarantee about the bits of an answer."""
+"""Device settings of this process and the choice of the backend."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Final
 
 import mindspore as ms
 
@@ -15,6 +13,7 @@ from llm_serving.core.process import DETERMINISTIC
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
 from llm_serving.models.memory import NPU_RESERVE
+from llm_serving.worker.exactness import ATTENTION_SPLITS
 
 logger = get_logger(__name__)
 
@@ -114,58 +113,3 @@ def _on_ascend(device: DeviceConfig, dtype: str, is_native: bool) -> tuple[Backe
         reason = f"products may add in another order in another batch: {error}"
         logger.warning("%s", reason)
         return create_backend("ascend", dtype), f"{ATTENTION_SPLITS}; {reason}"
-
-
-_BIT_IDENTICAL: Final = "the same request gets the same bytes, whatever runs beside it"
-_OWN_PRODUCTS: Final = "products are MindSpore's own, which may order their sums by the shape of a batch"
-_ROW_ALONE: Final = (
-    "each token is a row of PagedAttention whose plan does not depend on other rows, products are batch-invariant, and "
-    "ranks add in their order; this follows from MindSpore 2.10's tiling and was not verified on a device"
-)
-ATTENTION_SPLITS: Final = (
-    "bit-identical answers are not guaranteed on Ascend: PagedAttention may split the keys of a row over the cores, "
-    "and chooses the split by the shape of the whole batch, so the last bits of an answer depend on the requests "
-    "beside it"
-)
-"""Source: the tiling of MindSpore 2.10's kernels, which splits a row in a batch differently from the same row alone."""
-
-GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
-    (ExactnessName.EXACT, "cpu"): _BIT_IDENTICAL,
-    (ExactnessName.FAST, "cpu"): f"{_BIT_IDENTICAL}: both kernels of attention add in one order here",
-    (ExactnessName.EXACT, "plain"): f"the last bits of an answer are not guaranteed: {_OWN_PRODUCTS}",
-    (ExactnessName.EXACT, "ascend_invariant"): f"{_BIT_IDENTICAL}: {_ROW_ALONE}",
-    (ExactnessName.EXACT, "ascend"): f"{ATTENTION_SPLITS}; {_OWN_PRODUCTS}",
-    (ExactnessName.FAST, "ascend_fast"): (
-        "the last bits of an answer depend on the requests that share a step with its prompt: FlashAttentionScore "
-        f"computes steps of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
-    ),
-}
-
-
-OF_EXPERTS: Final = (
-    "bit-identical answers are not guaranteed on Ascend: GroupedMatmulV4 multiplies experts, and may order its sums by "
-    "how many rows an expert has"
-)
-"""The guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
-
-
-def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return a text that says what answers depend on. `has_experts`: the model has experts of more than 8 bits."""
-    if has_experts and backend_name == "ascend_invariant":
-        return OF_EXPERTS
-    return GUARANTEES[ExactnessName(exactness), backend_name]
-
-
-_BLOCKS_JOINED: Final = (64, 128)
-"""Block sizes for which PagedAttention's order of sums depends on other rows: it takes 256 keys of a row at a time if
-any context of the step has 256 tokens, and 128 otherwise."""
-
-
-def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if PagedAttention's order of sums depends on other rows with this block size."""
-    if attention_rows and block_size in _BLOCKS_JOINED:
-        raise ConfigError(
-            "`pa_config.block_size` must be 16 or 32 with `device_config.exactness: exact` on Ascend: with 64 or 128, "
-            "PagedAttention adds the keys of a row in another order as soon as any context of the step has 256 tokens. "
-            f"Set one of these sizes, or `exactness: fast`. Given: {block_size}"
-        )

@@ -44,16 +44,9 @@ from llm_serving.network.adapters import AdapterLimits
 from llm_serving.network.quantization import Quantization, keeps_blocks
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
-from llm_serving.worker.device import (
-    OF_EXPERTS,
-    backend_for,
-    check_block_size,
-    configure_device,
-    free_npu_memory,
-    guarantee,
-    npu_memory_limit,
-)
+from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
 from llm_serving.worker.draft_model import DraftModel, load_mtp
+from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
@@ -91,7 +84,7 @@ def load_runner(
         max_device_memory=settings.max_device_memory,
     )
     if settings.mindir_path is not None:
-        return _load_exported(settings, Path(settings.mindir_path), on_progress), ""
+        return _load_exported(settings, Path(settings.mindir_path), on_progress)
     implementation = ImplementationName(settings.implementation)
     by_mindformers = implementation != ImplementationName.NATIVE
     configure_device(device, settings.device_id)
@@ -117,7 +110,7 @@ def load_runner(
     if guaranteed == OF_EXPERTS:
         notice = guaranteed
     check_block_size(backend.attention_rows, settings.block_size)
-    level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # Ascend does not guarantee `exact`
+    level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # not verified on Ascend
     logger.log(level, "device_config.exactness: %s: %s", device.exactness, guaranteed)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
@@ -209,7 +202,10 @@ def limit_progress_reports(
     return report
 
 
-def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
+def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
+    """Return a runner for exported graphs, which contain weights and caches, and a notice for the operator.
+    mindspore_lite computes them.
+    """
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
@@ -220,9 +216,10 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
     backend = create_backend("ascend", settings.dtype)
     runner = ModelRunner(spec, Path(settings.model_path), backend, *sizes, networks=networks)
     runner.compute_fingerprint = ComputeFingerprint(kernels="ge", framework=ms.__version__)
-    logger.info("device_config.exactness: %s: %s", settings.exactness, guarantee(settings.exactness, backend.name))
+    guaranteed = guarantee(settings.exactness, backend.name)
+    logger.warning("device_config.exactness: %s: %s", settings.exactness, guaranteed)
     runner.warm_up()
-    return runner
+    return runner, guaranteed
 
 
 def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
