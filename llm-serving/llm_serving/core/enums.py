@@ -63,9 +63,7 @@ class SpreadName(enum.StrEnum):
 
 
 class QuantizationName(enum.StrEnum):
-    """`wNaM`: weights of N bits, activations of M bits. `blocks_a16`: blocks of a GGUF file, activations in the model
-    dtype.
-    """
+    """`wNaM`: weights of N bits, activations of M bits. `blocks_a16`: weights in the blocks of a GGUF file."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"

@@ -36,9 +36,7 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which an NPU adds in a fixed order. Without shuffling, each core starts a sum at element
-0.
-"""
+"""Environment variables with which an NPU adds in a fixed order. A shuffled sum does not start at element 0."""
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 * 1024
 """Minimum bytes of an allocation with a memory mapping of its own. It is glibc's initial threshold."""
@@ -53,9 +51,7 @@ _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temp
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of the package. `-P` keeps the working directory out of the module search
-    path.
-    """
+    """Return the command that runs a module of the package, without the working directory in the search path."""
     return [sys.executable, "-Pm", module, *arguments]
 
 
@@ -65,7 +61,7 @@ def die_with_parent() -> None:
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that MindSpore needs on an NPU, before MindSpore is imported.
+    """Set the environment variables that MindSpore needs on an NPU, before it is imported.
 
     Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
     """
@@ -79,7 +75,7 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of an optional package. Raise ConfigError, with `user` and `remedy`, if it is not installed."""
+    """Import a module of an optional package. Raise ConfigError, which names `user`, if it is not installed."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

@@ -40,7 +40,7 @@ class ConstraintMatcher(Protocol):
     ) -> list[Int32Array]: ...
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
-        """Return at most `count` tokens: the draft up to its first forbidden token, then the tokens that are forced."""
+        """Return at most `count` tokens: the draft up to its first forbidden token, then those that are forced."""
 
 
 class Constraint(Protocol):

@@ -230,9 +230,7 @@ class StepInput:
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0: none) and slot of each row, or empty. A slot that holds another adapter is filled
-    first.
-    """
+    """[B, 2], adapter number (0: none) and slot of each row, or empty. The slot is filled if it holds another."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 

@@ -46,10 +46,7 @@ class RequestLookup:
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with an id; empty: all of them have ended. Only the event loop may call this.
-
-        Raise RequestNotFoundError if no known request has this id, or if it belongs to another tenant.
-        """
+        """Return the open requests with an id, if any. Raise RequestNotFoundError if the tenant never had one."""
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
@@ -168,9 +165,7 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Start to check the files of adapters. Those that have changed are unloaded: a restarting WorkAgent cannot
-        read them.
-        """
+        """Start to check the files of adapters. Those that have changed are unloaded: no restart can read them."""
 
         async def check() -> None:
             for adapter in await asyncio.to_thread(registry.find_changed, number):

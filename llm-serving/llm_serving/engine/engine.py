@@ -241,9 +241,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether steps should wait for replies. A step formed ahead has no drafts, and leaves out some
-        requests.
-        """
+        """Return whether to wait for replies. A step formed ahead has no drafts, and leaves out some requests."""
         if self._max_steps_in_flight == 1:
             return True
         if self._drafter is not None and self._drafter.pays:

@@ -42,9 +42,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 
 class Inbox:
-    """Functions that the engine's thread calls in order between two steps. Other threads may call `post`, `wake`,
-    `end`.
-    """
+    """Functions that the engine's thread calls in order between two steps. Any thread may post one."""
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()
@@ -181,9 +179,7 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter into the WorkAgent; an empty `folder` unloads it. Raise WorkerDiedError if the engine has
-        ended.
-        """
+        """Load an adapter into the WorkAgent; an empty `folder` unloads it. Raise WorkerDiedError after the end."""
 
         def change() -> None:
             if not folder:

@@ -95,9 +95,7 @@ def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
-    """Return the scheduling rules. With `whole_prompts`, the token budget covers the longest request, also after a
-    reload.
-    """
+    """Return the scheduling rules. With `whole_prompts`, the token budget is at least the longest request."""
     scheduler, model = config.scheduler, config.model
     max_model_len = min(model.max_generate_length, max_request_tokens)
     policy = POLICIES[scheduler.policy](config)

@@ -92,14 +92,10 @@ class Executor(ABC):
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the oldest step's output. Raise StepFailedError if only this step failed, WorkerError if none
-        follows.
-        """
+        """Wait for the oldest step's output. Raise StepFailedError if only this step failed, else WorkerError."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return each request's draft tokens, none if the draft model fails. No step may be in flight. Raise
-        WorkerError.
-        """
+        """Return each request's draft tokens; no tokens if the draft model fails. No step may be in flight."""
         return [[] for _ in requests]
 
     def drop_cache(self) -> None:  # noqa: B027
@@ -113,10 +109,7 @@ class Executor(ABC):
         return None
 
     def restart(self, reason: str) -> None:
-        """Replace a lost WorkAgent. Its KV cache and all submitted steps are lost too. Step numbers restart at 0.
-
-        Raise RestartFailedError if this attempt failed, WorkerDiedError if no further attempt will be made.
-        """
+        """Replace a lost WorkAgent, from step 0. Raise RestartFailedError, or WorkerDiedError if no attempt follows."""
         raise WorkerDiedError(reason)
 
     def cancel_restarts(self) -> None:  # noqa: B027

@@ -55,9 +55,7 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of a model's files, and of a tokenizer that replaces its own. Raise ModelError if one is
-        missing.
-        """
+        """Record the state of a model's files and of a replaced tokenizer. Raise ModelError if one is missing."""
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
     def check(self) -> None:

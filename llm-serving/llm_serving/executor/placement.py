@@ -74,9 +74,7 @@ class Placement(Protocol):
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> StartedAgent:
-        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, is cancelled, or does not connect within
-        `timeout_s`.
-        """
+        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, is cancelled, or is late (`timeout_s`)."""
 
     def settings(self, settings: LoadModel) -> LoadModel: ...
 

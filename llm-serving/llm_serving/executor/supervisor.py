@@ -151,9 +151,7 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Make the WorkAgent load the model, after a check that it runs the master's code, which an upgrade may have
-    changed.
-    """
+    """Make the WorkAgent load the model, after a check that it runs the master's code, which may have been upgraded."""
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
     def receive() -> AgentMessage:

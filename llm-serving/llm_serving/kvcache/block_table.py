@@ -106,9 +106,7 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the prefix lengths, in blocks, after which later prompts probably differ: the shared, cached and whole
-    prefix.
-    """
+    """Return the prefix lengths, in blocks, after which later prompts probably differ from this one."""
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 

@@ -41,9 +41,7 @@ class Preemptor:
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt requests to make room for `request`, or return False. `parent`: the request whose blocks a fork
-        shares.
-        """
+        """Preempt requests to make room for `request`, or return False. `parent`: the one whose blocks it shares."""
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)

@@ -190,9 +190,7 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit waiting requests in order until one does not fit. `before`: only if their prompts come before this
-        class.
-        """
+        """Admit requests in order until one does not fit. `before`: only those that compute before this class."""
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:

@@ -70,9 +70,7 @@ class DraftModelProposer:
         )
 
     def propose(self, requested: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return request -> draft tokens. `requested`: (request, maximum number). Raise WorkerError if the WorkAgent
-        exits.
-        """
+        """Return request -> draft tokens. `requested`: (request, maximum). Raise WorkerError if the WorkAgent exits."""
         counts = [(request, min(count, self._room(request))) for request, count in requested]
         counts = [each for each in counts if each[1] > 0]
         if not counts:

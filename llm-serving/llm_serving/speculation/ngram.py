@@ -298,9 +298,7 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return the unmatched requests whose lookup gains more tokens than it costs. Remove all others from
-        `unmatched`.
-        """
+        """Return the unmatched requests whose lookup gains more than it costs. Remove the others from `unmatched`."""
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []

@@ -112,7 +112,6 @@ class FleetAccounting:
 
     @property
     def replicas(self) -> set[int]:
-        """Replicas in at least one of the accounts. Exact only while no engine runs a step."""
         parts = self.tenant_slots, self.limit_monitor, self.class_usage, self._lead_monitor
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 

@@ -240,9 +240,7 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start to transfer a request's blocks. Return False if that is impossible. A thread calls `done`: all blocks
-        arrived.
-        """
+        """Start to transfer a request's blocks, or return False. `done`: called with whether all blocks arrived."""
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
             count = self._num_requests[replica]

@@ -67,9 +67,7 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return the number of pairs (A, B) for which it breaks the rule. `leads`: across replicas, if
-        known.
-        """
+        """Add a step. Return the number of pairs (A, B) for which it breaks the rule of this class."""
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
             self._queue, self.excess = scheduler.waiting, {}

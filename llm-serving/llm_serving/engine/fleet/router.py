@@ -197,10 +197,7 @@ class Router:
         return None if index is None else Route(index, opened.engine, num_shared)
 
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
-        """Return the replicas that may continue a computed prompt, best first.
-
-        The order: not drained, decode only, WorkAgent not restarting, `preferred`, fewest requests.
-        """
+        """Return the replicas that may continue a request whose prompt is computed, best first."""
         return sorted(
             self._replicas.living().items(),
             key=lambda each: (
@@ -216,9 +213,7 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the route's replica. Its speed is unknown during a restart; if unmeasured, that of another
-        is used.
-        """
+        """Return the load of the route's replica. `speed_of_another`: used if too few of its steps were measured."""
         index, engine, num_cached_tokens = route
         speed = None
         if engine.restarting is None:

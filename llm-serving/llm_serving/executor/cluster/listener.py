@@ -121,7 +121,7 @@ class ExpectedConnection:
 
 
 class Listener:
-    """Accepts connections of WorkAgents that present their start's token. Raise OSError for an unusable address."""
+    """Accepts connections of WorkAgents that present the token of their start. Raise OSError for a bad address."""
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:
         self._context = identity.server_context()

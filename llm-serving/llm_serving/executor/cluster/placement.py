@@ -38,9 +38,7 @@ POLL_INTERVAL_S: Final = 0.2
 
 class AgentStarter(Protocol):
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent` for each rank of a WorkAgent, all on one machine, or raise
-        WorkerDiedError.
-        """
+        """Run `python -m llm_serving.work_agent` for each rank, all on one machine, or raise WorkerDiedError."""
 
     def close(self) -> None: ...
 
