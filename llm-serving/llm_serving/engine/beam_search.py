@@ -75,7 +75,10 @@ class BeamSearch:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by a token. `choices`: at least `2 * width` likely tokens for each sequence."""
+        """Continue every live sequence by one token. Return for each new sequence the index of the old one.
+
+        `choices`: for each old sequence, its `2 * width` most likely tokens or more, or the whole vocabulary.
+        """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
         for index, (beam, likely) in enumerate(zip(self.live, choices, strict=True)):

@@ -72,7 +72,7 @@ class Deadlines:
         """End the waiting requests that would miss their deadline even if they were next in their class."""
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
-            return
+            return  # without a running request, the next one starts at once, and its step updates the predictor
         num_running = len(scheduler.running)
         for request in self.unscheduled(MAX_CHECKED):
             first = _first_to_compute(request)

@@ -179,7 +179,7 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter into the WorkAgent; an empty `folder` unloads it. Raise WorkerDiedError after the end."""
+        """Load an adapter, or unload it if `folder` is empty. Raise WorkerDiedError if the engine has ended."""
 
         def change() -> None:
             if not folder:

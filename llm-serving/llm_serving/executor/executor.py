@@ -109,7 +109,7 @@ class Executor(ABC):
         return None
 
     def restart(self, reason: str) -> None:
-        """Replace a lost WorkAgent, from step 0. Raise RestartFailedError, or WorkerDiedError if no attempt follows."""
+        """Replace a lost WorkAgent; steps count from 0 again. Raise RestartFailedError; WorkerDiedError: no retry."""
         raise WorkerDiedError(reason)
 
     def cancel_restarts(self) -> None:  # noqa: B027

@@ -157,7 +157,7 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return by how many steps a prompt token of one request delays another's. `chunk`: prompt tokens per step."""
+    """Return by how many steps, at most, a prompt token of one request delays a token of another."""
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
     rates = [Fraction(_prompt_gap(limits, policy) + 2, min(budget, chunk))]
