@@ -54,12 +54,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
         self._use_components(SchedulerComponents(rules, blocks, self._requests))
-        self._num_beams = 0
-        self._num_with_drafts = 0
-        self._num_with_prompt_results = 0
-        self._num_migrating = 0
-        self._step = 0
-        self._usage_step = 0
+        self._num_beams = self._num_with_drafts = self._num_with_prompt_results = self._num_migrating = 0
+        self._step = self._usage_step = 0
         self.blocked: Blocked | None = None
 
     def _use_components(self, components: SchedulerComponents) -> None:
