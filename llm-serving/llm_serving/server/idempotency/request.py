@@ -69,6 +69,10 @@ class Position(NamedTuple):
         num_read = tuple(map(int, counts.split(".")))
         return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
 
+    def check(self, num_choices: int) -> None:
+        if self.num_read and len(self.num_read) != num_choices:
+            raise RequestError("Last-Event-ID", f"must have one number for each of {num_choices} choices")
+
 
 BEGINNING: Final = Position()
 
@@ -221,8 +225,7 @@ async def claim_request(
         longest = engine.max_model_len, engine.config.model.max_input_len
         state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest, caller.adapter)
         if record is not None:
-            if position.num_read and len(position.num_read) != num_streams:
-                raise RequestError("Last-Event-ID", f"must have one number for each of {num_streams} choices")
+            position.check(num_streams)
             if record.model != state:
                 raise GoneError("the request was accepted by another model or adapter, or with other kernels")
             request.seed, request_id, name = record.seed, record.request_id, engine.config.model.model_name

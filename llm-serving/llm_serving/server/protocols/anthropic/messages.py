@@ -48,7 +48,6 @@ _ERROR_TYPES: Final[tuple[tuple[type[errors.LLMServingError], str], ...]] = (
     (errors.UnavailableError, "overloaded_error"),
     (errors.TimedOutError, "timeout_error"),
 )
-"""(exception class, error type). The first match is used."""
 _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
 """Response headers with the request id. Clients of this protocol read the second one."""
 

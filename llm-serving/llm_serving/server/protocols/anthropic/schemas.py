@@ -46,13 +46,11 @@ class AnthropicTool(Struct, kw_only=True):
     description: str | None = None
     input_schema: JsonObject | None = None
     type: str | None = None
-    """`custom` or null."""
     strict: bool | None = None
 
 
 class ToolChoice(Struct, kw_only=True):
     type: str
-    """`auto`, `any`, `tool` or `none`."""
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
@@ -69,7 +67,6 @@ class OutputConfig(Struct, kw_only=True):
 
 class Thinking(Struct, kw_only=True):
     type: str
-    """`enabled`, `adaptive` or `disabled`."""
     budget_tokens: int | None = None
 
 

@@ -64,8 +64,6 @@ def streamed_usage(request: GenerationRequest) -> StreamedUsage:
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    """Base of the builders of completions and chat."""
-
     def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
         self._streamed_usage = usage
         self._n = n
