@@ -149,9 +149,9 @@ def test_batches_wait_only_while_no_model_serves() -> None:
     engines = engine("one"), engine("two")
     site = build_site(engines[0], others=[OpenedModel(engines[1])], open_model=opened)
     engines[0].ready = False
-    assert site.internal._ready()
+    assert site.internal.ready()
     engines[1].ready = False
-    assert not site.internal._ready()
+    assert not site.internal.ready()
 
 
 def test_models_are_changed_by_administrators_only() -> None:
