@@ -124,7 +124,7 @@ def lower(
 
 
 class LoweredMtp(NamedTuple):
-    """The layer for multi-token prediction (`models.mtp`) as two graphs."""
+    """The layer for multi-token prediction (`models.layers`) as two graphs."""
 
     embedding: nn.Cell
     """Graph from the step inputs to the model's token embeddings, float32 [S, H]."""

@@ -35,7 +35,7 @@ _LEAST_NUMBER: Final = 1e-30
 
 class ConfigReader:
     """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError.
-    `of_mtp`: whether the family describes the layer for multi-token prediction (`models.mtp`) instead of the network.
+    `of_mtp`: whether the family describes the MTP layer (`models.layers`) instead of the network.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, *, of_mtp: bool = False) -> None:

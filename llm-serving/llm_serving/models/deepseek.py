@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.latent_attention import Indexing, LatentAttention
-from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.layers import NEXTN, decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
-from llm_serving.models.mtp import NEXTN
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value

@@ -4,9 +4,8 @@ have experts, and rotate without interleaving.
 
 from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network, gated_mlp, pre_norm
+from llm_serving.models.layers import NEXTN, decoder, empty_network, gated_mlp, pre_norm
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
-from llm_serving.models.mtp import NEXTN
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

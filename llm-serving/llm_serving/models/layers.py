@@ -1,11 +1,17 @@
-"""The skeleton of networks of all model families: embedding, layers, feed-forward blocks and head."""
+"""The skeleton of networks of all model families: embedding, layers, feed-forward blocks, head, and MTP layer.
+
+The layer for multi-token prediction (MTP; DeepSeek-V3, 2024, section 2.2) proposes draft tokens. It predicts the token
+after the next one, from the hidden state of a token and the embedding of the next token. Both are normalised, joined,
+projected to the hidden size and passed through a layer like those of the model. The token embedding and the LM head are
+the model's own. To predict further tokens, the result of the layer replaces the hidden state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from llm_serving.models import mtp
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Transform, Value
@@ -19,6 +25,42 @@ Norm = Callable[[Value, str], Value]
 """(hidden state, tensor name prefix) -> normalised hidden state."""
 Layer = Callable[[Value, int, str], Value]
 """(hidden state, layer index, tensor name prefix) -> hidden state after the layer."""
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Tensor name prefixes of an MTP layer: norms of the embedding and of the hidden state (`inputs`), the linear layer
+    from both to the hidden size, and the norm of the result.
+
+    Attributes:
+        count_key, default: Configuration key of the number of MTP layers, of which the first is used, and its default.
+        layer: Prefix of the layer; None: the model's prefix of layers with the number after the last layer, which then
+            precedes the other names too.
+    """
+
+    count_key: str
+    default: int
+    layer: str | None
+    inputs: tuple[str, str]
+    projection: str
+    norm: str
+
+    def count(self, c: ConfigReader) -> int:
+        return c.integer(self.count_key, self.default, least=0)
+
+
+NEXTN: Final = MtpNames("num_nextn_predict_layers", 0, None, ("enorm", "hnorm"), "eh_proj", "shared_head.norm")
+"""Names in DeepSeek-V3 and later, and in GLM-4.5 and later."""
+MTP: Final = MtpNames(
+    "mtp_num_hidden_layers",
+    1,
+    "mtp.layers.0.",
+    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
+    "mtp.fc",
+    "mtp.norm",
+)
+SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
+"""A tensor of MTP layers whose experts are not stacked, as in Qwen3.5. Qwen3.6 stacks them."""
 
 
 def layer_kinds(c: ConfigReader, every: int) -> list[str]:
@@ -65,7 +107,7 @@ def decoder(
     lm_head_transform: Transform | None = None,
     head_bias: bool = False,
     normalize: Norm | None = None,
-    mtp_names: mtp.MtpNames | None = None,
+    mtp_names: MtpNames | None = None,
 ) -> Network:
     """Add the token embedding, the layers, the final norm and the LM head to `net`, and return it.
 
@@ -78,8 +120,8 @@ def decoder(
     """
     count = c.integer("num_hidden_layers")
     if c.of_mtp and mtp_names is not None and mtp_names.count(c):
-        hidden, at = mtp.joined_input(net, mtp_names, f"{layers}.{count}.")
-        return mtp.finish(net, mtp_names, layer(hidden, count, at), at)
+        hidden, at = _begin_mtp(net, mtp_names, f"{layers}.{count}.")
+        return _end_mtp(net, mtp_names, layer(hidden, count, at), at)
     hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
     for index in range(count):
         hidden = layer(hidden, index, f"{layers}.{index}.")
@@ -98,6 +140,21 @@ def decoder(
         net.scores(net.linear(hidden, "score", count), count)
         return net
     net.lm_head(hidden, head, scale=scale, cap=cap, transform=lm_head_transform, bias=head_bias)
+    return net
+
+
+def _begin_mtp(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
+    """Begin the network of an MTP layer, whose input rows are [embedding, hidden state]. Return the input of its
+    decoder layer, and the prefix of that layer's tensor names. `after`: prefix of a layer after the model's last one.
+    """
+    at = after if names.layer is None else ""
+    given = net.given_rows(2 * net.hidden)
+    x = net.rms_norm(given, [at + name for name in names.inputs], group=net.hidden, of_row=True)
+    return net.linear(x, at + names.projection, net.hidden), after if names.layer is None else names.layer
+
+
+def _end_mtp(net: Network, names: MtpNames, x: Value, at: str) -> Network:
+    net.result(net.rms_norm(x, (at if names.layer is None else "") + names.norm))
     return net
 
 
@@ -124,7 +181,7 @@ def pre_norm(
     *,
     tied: bool = False,
     normalize: Norm | None = None,
-    mtp_names: mtp.MtpNames | None = None,
+    mtp_names: MtpNames | None = None,
 ) -> Network:
     """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block.
     `attention` gets the tensor name prefix of its layer, `feed_forward` this prefix followed by `mlp.`.

@@ -13,8 +13,7 @@ from llm_serving.models.attention import (
 )
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gemma import plus_one
-from llm_serving.models.layers import FULL, decoder, empty_network
-from llm_serving.models.mtp import MTP
+from llm_serving.models.layers import FULL, MTP, decoder, empty_network
 from llm_serving.models.qwen import feed_forward
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertStacks

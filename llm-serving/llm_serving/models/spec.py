@@ -20,9 +20,8 @@ from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.models import chatglm
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gguf import is_gguf, read_config
-from llm_serving.models.layers import SCORE_TOKENS
+from llm_serving.models.layers import SCORE_TOKENS, SEPARATE_EXPERT
 from llm_serving.models.mindformers import config_from_mindformers
-from llm_serving.models.mtp import SEPARATE_EXPERT
 from llm_serving.models.pooling import is_embedding_model, max_seq_length, score_tokens
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.adapters import AdaptedLinear, with_adapters
@@ -66,7 +65,7 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec of the layer for multi-token prediction (`models.mtp`), if the folder's tensors allow it."""
+        """Return the spec of the MTP layer (`models.layers`), if the folder's tensors (`stored`) allow it."""
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
         spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))

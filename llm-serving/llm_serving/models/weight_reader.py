@@ -223,7 +223,7 @@ def check_folder(folder: Path) -> ModelSpec:
 
 
 def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
-    """Return the spec of a model's MTP layer (`models.mtp`). Raise ModelError if it or its tensors are missing."""
+    """Return the spec of a model's MTP layer (`models.layers`). Raise ModelError if it or its tensors are missing."""
     rule = "scheduler_config.speculative_method: mtp needs a layer for multi-token prediction"
     stored = reader.shapes()
     layer = spec.mtp(stored)

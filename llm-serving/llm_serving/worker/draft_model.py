@@ -1,5 +1,5 @@
 """Draft tokens from a small model (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-2023), or from the model's own layer for multi-token prediction, MTP (`models.mtp`).
+2023), or from the model's own layer for multi-token prediction, MTP (`models.layers`).
 
 Both sample with the random number that the request uses at the same position, to propose the served model's token
 wherever the distributions agree. The served model verifies each token, so answers do not depend on drafts.
