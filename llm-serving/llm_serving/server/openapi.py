@@ -54,7 +54,7 @@ LIMITS: Final[dict[str, str]] = {
     "configuration": "Keys of the server's own YAML, when it is read again.",
     "replica": "0 to the number of replicas - 1; not the last one that serves, if it is to leave.",
     "response_id": "Id of a stored response; only one with `background` can be cancelled.",
-    "resume_from": "The id of an event of the stream, or its part after the colon; ignored with `Last-Event-ID`.",
+    "resume_from": "An event id of the stream, or the part of the id after the colon; ignored with `Last-Event-ID`.",
     "stream_id": "Id of a stream whose request is still known; `serving_config.resume_streams` must be on.",
     "background": "Not with `stream`, and not without `store`.",
     "metadata": "Up to 16 pairs, keys of up to 64 characters, values of up to 512.",

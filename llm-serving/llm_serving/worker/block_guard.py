@@ -1,4 +1,4 @@
-"""Checks of each step: moves stay inside their memories, and rows read only blocks and states written for them."""
+"""Checks of each step: block moves name existing blocks, and rows read only blocks and states written for them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError if a move leaves its memories. With `exports`, all moves must be exports, otherwise none."""
+    """Raise WorkerError if a move names a block that does not exist in its source or target (`SOURCE_AND_TARGET`), or
+    if its kind is wrong: with `exports`, all moves must be exports, otherwise none may be.
+    """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
     if not len(block_moves):
@@ -67,12 +69,12 @@ def check_block_moves(
     }
     for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
         moves = block_moves[kinds == kind]
-        for column, end, memory in zip((1, 2), ("from", "to"), SOURCE_AND_TARGET[kind], strict=True):
+        for column, end, memory in zip((1, 2), ("source", "target"), SOURCE_AND_TARGET[kind], strict=True):
             ids, size = moves[:, column], sizes[memory]
             outside = (ids < 0) | (ids >= size)
             if outside.any():
                 raise WorkerError(
-                    f"block_moves: {kind.name} {end} a block of the {memory} must name one below `{_SIZES[memory]}` "
+                    f"block_moves: the {end} of {kind.name} must be a block of the {memory} below `{_SIZES[memory]}` "
                     f"{size}. Given: {ids[outside][0]}"
                 )
 
@@ -117,7 +119,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check the sources of moves and tag their targets, before the moves. Raise WorkerError for a wrong source."""
+        """Check the sources of the next moves and tag their targets. Raise WorkerError for a wrong source."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -250,5 +252,7 @@ class StateGuard:
         others = self._num_tokens[slots] != step.num_computed[rows]
         if any_true(others):
             row, slot = rows[others][0], slots[others][0]
-            found = self._num_tokens[slot]
-            raise WorkerError(f"row {row} would read slot {slot}, whose state covers {found} tokens, not the row's")
+            found, expected = self._num_tokens[slot], step.num_computed[row]
+            raise WorkerError(
+                f"row {row} would read slot {slot}, whose state covers {found} tokens instead of {expected}"
+            )

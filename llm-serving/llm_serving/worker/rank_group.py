@@ -26,10 +26,10 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 HOST: Final = "127.0.0.1"
-"""Address of the scheduler process and the ranks. Other machines cannot reach it."""
+"""Address of the ranks and of MindSpore's scheduler process. Other machines cannot reach it."""
 JOIN_TIMEOUT_S: Final = 600
 POLL_INTERVAL_S: Final = 1
-"""Seconds between two polls of the scheduler process. MindSpore's default of 3 to 5 s is for large clusters."""
+"""Seconds between two polls of MindSpore's scheduler process. MindSpore's default of 3 to 5 s is for large clusters."""
 RECEIVE_TIMEOUT_S: Final = 24 * 3600
 """Seconds that MCCL waits for another rank. The shorter `serving_config.step_timeout_s` takes effect first."""
 
@@ -53,7 +53,7 @@ class CollectiveGroup:
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined. `port`: of the scheduler process. `rank_table`: of HCCL, if needed."""
+        """Wait until all ranks have joined. `port`: of MindSpore's scheduler. `rank_table`: of HCCL, if needed."""
         if rank_table is not None:
             os.environ["RANK_TABLE_FILE"] = rank_table
         os.environ.update(
@@ -91,14 +91,16 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start the scheduler process in rank 0. If it exits, exit too, because the ranks would wait forever."""
+    """Start MindSpore's scheduler process. If it exits, this rank exits too: the ranks would wait forever."""
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603
 
     def watch() -> None:
         code = scheduler.wait()
-        logger.error("the scheduler process of the ranks (port %d) exited: %s", port, describe_exit(code))
+        logger.error(
+            "MindSpore's scheduler process (port %d) exited, so rank 0 exits too: %s", port, describe_exit(code)
+        )
         os._exit(1)
 
     threading.Thread(target=watch, name="scheduler", daemon=True).start()

@@ -248,19 +248,22 @@ def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
 
 
 def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> bool:
-    form = _format_of_parts(engine)
+    form = _delimiting_format(engine)
     return (offered is not None and offered.format.special_tokens) or (form is not None and form.special_tokens)
 
 
-def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the reasoning's format. A format with channels (gpt-oss) counts even if reasoning stays in the content."""
+def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:
+    """Return the format of the delimiters around reasoning; None: they are not parsed.
+
+    Even if reasoning stays in the content, return a format with channels (gpt-oss): its content has delimiters too.
+    """
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 
 
 def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
     """Return how the reasoning of an answer starts; None: the answer has neither reasoning nor channels."""
-    form = _format_of_parts(engine)
+    form = _delimiting_format(engine)
     if form is None:
         return None
     if reasoning_format(engine) is None:
@@ -274,7 +277,7 @@ def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
     choice = request.tool_choice
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not request.tools:
-            raise RequestError("tool_choice", "must not be required without `tools`")
+            raise RequestError("tool_choice", "must be auto or none without `tools`", choice)
         return str(choice or "auto"), None
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(choice, dict) or not isinstance(function, dict):

@@ -64,7 +64,7 @@ class Position(NamedTuple):
     def read(cls, field: str, text: str) -> Position:
         found = _POSITION.fullmatch(text)
         if found is None:
-            raise RequestError(field, "must be the id of an event of this stream, or its part after the colon", text)
+            raise RequestError(field, "must be an event id of this stream, or the part of the id after the colon", text)
         counts, closing = found.groups()
         num_read = tuple(map(int, counts.split(".")))
         return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
@@ -286,7 +286,7 @@ def resumed_by(
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:
-        raise RequestError(field, "must be the id of an event of this stream, or its part after the colon", event_id)
+        raise RequestError(field, "must be an event id of this stream, or the part of the id after the colon", event_id)
     key = api_key_of(http_request)
     record = accepted.find(field, stream_id or named, None if key is None else key.name)
     return ResumedStream(record, Position.read(field, text) if text else BEGINNING)
