@@ -227,11 +227,15 @@ class Backend(Protocol):
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return caches of 8-bit values for programs, with each head's scale after its values, or raise ModelError."""
+        """Return caches of 8-bit values, in which each head's scale follows its values. Raise ModelError if this
+        backend cannot run programs, because its Cells do not read such caches.
+        """
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return a program operation's zeroed states, float32 [num_slots, *shape]. Raise ModelError if unsupported."""
+        """Return the zeroed states of one operation, float32 [num_slots, *shape]. Raise ModelError if this backend
+        cannot run programs, because its Cells use no states.
+        """
         raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

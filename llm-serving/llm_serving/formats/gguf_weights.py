@@ -1,13 +1,14 @@
-"""The tensors of a GGUF file under Hugging Face's names, and in its layout.
+"""The tensors of a GGUF file with the names and layouts of Hugging Face.
 
-llama.cpp uses the same tensor names for every architecture. It stores some tensors in a layout of its own:
+llama.cpp uses the same tensor names for every architecture. It stores some tensors in a layout of its own. `pairs`,
+`plus_one` and `more` are fields of `Naming`, which describes one architecture:
     rows of query and key   `pairs`: two rows that rotate together are adjacent; in Hugging Face's layout they are half
                             a head apart
     norm weights            `plus_one`: the stored weight is that of Hugging Face's folders plus 1
     experts                 one tensor of three dimensions for all experts of a layer; until 2024 one for each expert
     stacked projections     some files have one tensor for query, key and value
     latent keys, values     DeepSeek: two tensors with a matrix for each head; the matrices of the keys are transposed
-    other tensors           `Naming.more` has the function of `gguf_layouts` that converts a tensor
+    other tensors           `more`: has the function of module `gguf_layouts` that converts a tensor
 """
 
 from __future__ import annotations

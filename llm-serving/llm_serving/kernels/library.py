@@ -220,7 +220,9 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The table that the C++ class `AddressedCall` reads, int64 [arrays, 7]. Its address never changes."""
+    """The arrays of an operator call, as the C++ class `AddressedCall` reads them: int64 [arrays, 7]. A row has the
+    address, the type, the rank and up to four dimensions of one array. The address of the table never changes.
+    """
 
     def __init__(self, num_parameters: int) -> None:
         table = (_Row * num_parameters)()

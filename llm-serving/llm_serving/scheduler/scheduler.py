@@ -158,7 +158,7 @@ class Scheduler:
         )
 
     def _end_step(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Advance the clocks after a formed step. Return how many waits and gaps exceed their bound since."""
+        """Advance the clocks after a formed step. Return `Schedule.num_bound_violations` of the step."""
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
         num_violations = self.decode.count_gap_violations(plan, running, has_prompts)

@@ -1,7 +1,7 @@
 """All messages between master and WorkAgent.
 
 master                                 WorkAgent
-  |  <- Attach(token) -----------------  |   only over TLS, from another machine: names the start that expects it
+  |  <- Attach(token) -----------------  |   only over TLS, from another machine; `token` identifies the WorkAgent
   |  -- Hello(version) --------------->  |
   |  <- Welcome(version, pid, ...) ----  |
   |  -- LoadModel(settings) ---------->  |
@@ -14,7 +14,7 @@ master                                 WorkAgent
   |  -- Propose(requests) ------------>  |   if there is a draft model; only while no step is in flight
   |  <- Proposed(token_ids, error) ----  |
   |  -- DropCache --------------------->  |   only while no step is in flight; no reply
-  |  -- LoadAdapter(number, folder) -->  |   at any time, without an answer
+  |  -- LoadAdapter(number, folder) -->  |   at any time; no reply
   |  -- Shutdown ---------------------->  |
 
 A second connection transfers KV blocks between machines; replies come in the order of the requests:
@@ -108,7 +108,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     rank_table: str | None = None
     uses_mtp: bool = False
     groups_layers: bool = False
-    """Whether layers with different windows may form groups, each with its own block tables."""
+    """Whether layers with the same window may form a group with its own block tables; if not, all are in one group."""
     has_group_blocks: bool = False
     """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers; if not, of all layers."""
 

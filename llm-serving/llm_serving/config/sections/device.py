@@ -161,8 +161,8 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def groups_layers(target: str, kernels: str, disk_cache: object | None) -> bool:
-    """Return whether layers with different windows may form groups with own block tables: only programs support these,
-    and a disk cache stores each block for all layers.
+    """Return whether layers with the same window may form a group with its own block tables. Only programs support
+    such groups, and only without a disk cache, which stores each block for all layers.
     """
     return _runs_programs(target, kernels) and disk_cache is None
 

@@ -36,14 +36,16 @@ class TenantUsage:
         self._snapshot_versions: dict[int, int] = {}
         self._snapshots: dict[int, list[int]] = {}
         self._known: dict[int, list[int]] = {}
-        """Replica -> the part of the totals that the replica knows: its service, and what `pop_remote` returned."""
+        """Replica -> the part of the totals that `pop_remote` does not return to it: the totals when it joined, its
+        own service since then, and what `pop_remote` has already returned.
+        """
 
     @property
     def replicas(self) -> set[int]:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica. It gets only service that is recorded after this call."""
+        """Add a replica. `pop_remote` returns to it only service that is recorded after this call."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 
