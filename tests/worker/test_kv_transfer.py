@@ -90,9 +90,9 @@ def test_a_transferred_block_arrives_in_all_layers(here: TransferMemory, there: 
         ([0, 3], [5, 8], "block 3 of the transfer pool has another owner"),
         ([4], [5], "blocks of the transfer pool must be from 0 to 3. Given: [4]"),
         ([-1], [8], "blocks of the transfer pool must be from 0 to 3. Given: [-1]"),
-        ([0, 0], [5, 5], "each block of the transfer pool must be given once, with its epoch. Given: [0, 0]"),
-        ([0, 1], [5], "each block of the transfer pool must be given once, with its epoch. Given: [0, 1]"),
-        ([], [], "each block of the transfer pool must be given once, with its epoch. Given: []"),
+        ([0, 0], [5, 5], "each block of the transfer pool must be given once, with its epoch. Given: blocks [0, 0]"),
+        ([0, 1], [5], "each block of the transfer pool must be given once, with its epoch. Given: blocks [0, 1]"),
+        ([], [], "each block of the transfer pool must be given once, with its epoch. Given: blocks []"),
     ],
 )
 def test_reading_a_missing_block_is_an_error(

@@ -156,8 +156,9 @@ def _windows(groups: CacheGroups) -> str:
     texts = []
     for window, count in Counter(groups.windows).items():
         unit = "chunks of " if window.is_chunked else ""
-        texts.append(f"{count} of {f'{unit}{window.num_tokens} tokens' if window.is_sliding else 'all tokens'}")
-    return f"its layers form {len(groups.windows)} groups, which see {', '.join(texts)}"
+        seen = f"{unit}{window.num_tokens} tokens" if window.is_sliding else "all tokens"
+        texts.append(f"{count} {'sees' if count == 1 else 'see'} {seen}")
+    return f"its layers form {len(groups.windows)} groups: {', '.join(texts)}"
 
 
 def build_drafter(
@@ -199,9 +200,10 @@ def build_engine(
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)
-    logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
+    text = "replica %d: the KV cache has %d blocks of %d tokens; %s"
+    logger.info(text, index, num_blocks, config.pa.block_size, longest)
     if (states := scheduler.blocks.states) is not None:
-        text = "replica %d: %d state slots, %d reserved for running requests"
+        text = "replica %d has %d state slots, of which %d are reserved for running requests"
         logger.info(text, index, states.pool.num_blocks, states.max_running)
     if (num_disk := config.num_disk_blocks) > 0:
         epoch = next(_POOL_NUMBERS) * EPOCHS_PER_POOL

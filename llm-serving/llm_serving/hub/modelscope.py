@@ -78,7 +78,7 @@ def _translated_errors(name: str, revision: str) -> Iterator[None]:
             ) from None
         if status in (401, 403):
             raise ModelError(
-                f"{where} may not be read: accept its conditions on its page, then set MODELSCOPE_API_TOKEN to a token "
-                f"of that account"
+                f"{where} may not be read: accept the conditions on its page with a ModelScope account, then set "
+                f"MODELSCOPE_API_TOKEN to a token of that account"
             ) from None
         raise ModelError(f"{where} cannot be read: {kind}: {text}. Start again to resume the download") from None

@@ -93,10 +93,10 @@ class TransferMemory:
             rule = (
                 f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, and a number of tokens for each"
             )
-            raise WorkerError(f"{rule}. Given: {len(content)} bytes, {len(num_written)} numbers")
+            raise WorkerError(f"{rule}. Given: {len(content)} bytes, {len(num_written)} numbers of tokens")
         if not all(0 < each <= MAX_TOKENS_PER_BLOCK for each in num_written) or max(epochs) > _MAX_EPOCH:
             rule = f"blocks must have 1 to {MAX_TOKENS_PER_BLOCK} tokens each and epochs up to {_MAX_EPOCH}"
-            raise WorkerError(f"{rule}. Given: {list(num_written)}, epochs {list(epochs)}")
+            raise WorkerError(f"{rule}. Given: tokens {list(num_written)}, epochs {list(epochs)}")
         self.num_written[ids] = 0
         offset = 0
         for array in self.arrays:
@@ -111,7 +111,7 @@ class TransferMemory:
         ids = list(block_ids)
         if not ids or len(set(ids)) != len(ids) or len(epochs) != len(ids):
             rule = "each block of the transfer pool must be given once, with its epoch"
-            raise WorkerError(f"{rule}. Given: {ids}, epochs {list(epochs)}")
+            raise WorkerError(f"{rule}. Given: blocks {ids}, epochs {list(epochs)}")
         if not 0 <= min(ids) <= max(ids) < self.num_blocks:
             raise WorkerError(f"blocks of the transfer pool must be from 0 to {self.num_blocks - 1}. Given: {ids}")
         return ids

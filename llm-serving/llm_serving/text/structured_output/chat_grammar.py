@@ -80,7 +80,8 @@ def _thought_rule(reasoning: AnswerReasoning, delimiters: Delimiters) -> str:
     if budget is None:
         return delimiters.up_to("thought", closing)
     if not delimiters.are_special(delimiters.parts(closing)[0]):
-        raise GrammarError(f"cannot be enforced: the model has no token for {closing}; omit the reasoning budget")
+        reason = f"the model has no token for {closing}, which a limit on the reasoning requires"
+        raise GrammarError(f"cannot be enforced: {reason}; leave the field out")
     bounded = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
     return f"thought: {'thinking' if budget else ''} {delimiters(closing)}\n{bounded}"
 
