@@ -63,7 +63,9 @@ class DrainRate:
 
 
 class QueueLimit(NamedTuple):
-    """A limit that applies to a group of requests at admission. `unit`: such as "requests of class batch"."""
+    """A limit on the waiting queue, for requests that are submitted together. `unit` names what the limit counts, for
+    example "requests of class batch".
+    """
 
     name: str
     """One of `LIMITS`, which is also the reason in the metric of refusals."""
@@ -72,6 +74,7 @@ class QueueLimit(NamedTuple):
     used: int
     limit: int
     amount: int
+    """How much, in `unit`, the new requests add."""
     drain_rate: DrainRate
     amount_per_request: float = 1.0
     """How much, in `unit`, a finished request frees."""
@@ -211,7 +214,7 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of a replica (None: all together) in the classes up to rank `max_rank` (None: all)."""
+        """Return the load of a replica (None: of all replicas) in the classes up to rank `max_rank` (None: all)."""
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))
@@ -251,7 +254,9 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits on a group with `num_tokens` prompt tokens. The limit of the whole queue is first."""
+        """Return all limits on requests that are submitted together. `num_tokens`: number of their prompt tokens. The
+        limit on the requests of the whole queue is first.
+        """
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

@@ -10,9 +10,9 @@ from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 STEP_MEMORY: Final = 128
-"""Time constant of the average step times, in steps of one kind."""
+"""Time constant, in steps, of the moving averages of step times. Decode-only steps have an average of their own."""
 FINISH_MEMORY: Final = 1024
-"""Time constant of the finish rate, in steps. It is longer than `STEP_MEMORY`, because requests finish in few steps."""
+"""Time constant of the finish rate, in steps. It is longer than `STEP_MEMORY`, because few steps finish a request."""
 MIN_STEPS: Final = 32
 MIN_FINISHED: Final = 8
 MIN_SPREAD: Final = 0.1

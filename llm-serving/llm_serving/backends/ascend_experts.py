@@ -52,7 +52,9 @@ class AscendRouter(nn.Cell):
 
 
 class ExpertDispatch(nn.Cell):
-    """(x [T, H], topk_ids [T, k]) -> rows [T*k, H] sorted by expert, destinations [T*k], rows of each expert."""
+    """Copies each token once for each of its experts, and sorts the copies by expert: (x [T, H], topk_ids [T, k]) ->
+    (sorted rows [T*k, H], index among them of each copy in token order [T*k], number of rows of each expert [experts]).
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -65,7 +67,9 @@ class ExpertDispatch(nn.Cell):
 
 
 class GroupedMatmul(nn.Cell):
-    """(x [T*k, K], weight [experts, K, N], int64 [experts]) -> [T*k, N]; int32 for quantized values."""
+    """Multiplies the rows of each expert by its weight: (x [T*k, K], weight [experts, K, N], number of rows of each
+    expert, int64 [experts]) -> [T*k, N], int32 for quantized values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +100,9 @@ class AscendExperts(nn.Cell):
 
 
 class QuantizedGroupedMatmul(nn.Cell):
-    """(x [T*k, K], qvalues [experts, K, N], scales [experts, N], rows of each expert, experts of rows) -> [T*k, N]."""
+    """Does the same as `GroupedMatmul` for int8 weights: (x [T*k, K], qvalues [experts, K, N], scales [experts, N],
+    number of rows of each expert [experts], expert of each row [T*k]) -> [T*k, N].
+    """
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()

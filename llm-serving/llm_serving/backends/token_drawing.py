@@ -63,7 +63,9 @@ def _int64(number: int) -> ms.Tensor:
 
 
 def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
-    """Return 24 digits and the index of a power of two for `numbers` [S], each 0 or at least `LEAST_FLOAT`."""
+    """Return (digits [S], powers [S]) of `numbers` [S] = digits * 2^(powers - 126). The digits are integers below 2^24.
+    Each number must be 0 or at least `LEAST_FLOAT`.
+    """
     fractions, exponents = np.frexp(numbers)
     digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
     return digits, np.maximum(exponents - (_DIGITS + _LEAST_POWER), 0).astype(np.int32)
@@ -210,8 +212,8 @@ class TokenDrawing(nn.Cell):
     ids int32 [S], `largest` with the ids of the drawn tokens in its first column).
 
     `largest` is the second result of `Backend.largest_logits`, `largest_values` a Cell class such as
-    `AscendLargestValues`. A row with NaN or infinity gets any valid id. A row may have `top_k` up to `num_candidates`,
-    and then `top_p`.
+    `AscendLargestValues`. A row with NaN or infinity gets any valid id. A row may have `top_k` up to `num_candidates`.
+    Only a row with `top_k` may have `top_p`.
     """
 
     def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, num_candidates: int) -> None:

@@ -28,7 +28,9 @@ class Converted(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A key of MindIE without a counterpart, and why. Empty `reason`: a different key covers it; no note is needed."""
+    """A MindIE key without a direct counterpart. A note lists the key with its value and `reason`. Empty `reason`: no
+    note, because the key has no effect here, or a separate function converts it.
+    """
 
     reason: str
     usual: tuple[Any, ...] = ()
@@ -114,7 +116,9 @@ def _convert_devices(path: Path, given: Mapping[str, Any], imported: Imported) -
             "cluster_config.tensor_parallel for ranks, serving_config.agent_ports for further replicas"
         )
     elif [group[0] for group in groups] != list(range(groups[0][0], groups[0][0] + len(groups))):
-        imported.notes.append(f"{_BACKEND}npuDeviceIds: {shorten(devices)} has gaps; WorkAgents use following devices")
+        imported.notes.append(
+            f"{_BACKEND}npuDeviceIds: {shorten(devices)} has gaps; WorkAgents use consecutive devices"
+        )
 
 
 def _convert_certificates(given: Mapping[str, Any], imported: Imported) -> None:
@@ -192,9 +196,9 @@ KEYS: Final[Mapping[str, Converted | Dropped]] = {
     f"{_SCHEDULE}maxQueueDelayMicroseconds": Converted(
         "model_config.batch_waiting_time", lambda value: float(value) / 1e6
     ),
-    f"{_SCHEDULE}maxFirstTokenWaitTime": Dropped("is in ms: request_classes have a ttft_slo_s"),
+    f"{_SCHEDULE}maxFirstTokenWaitTime": Dropped("is in ms: a request class has a `ttft_slo_s`, in seconds"),
 }
-"""Dotted name of a MindIE key -> its counterpart, or why it has none."""
+"""Dotted name of a MindIE key -> its counterpart, or the reason why it has none."""
 PREFIXES: Final[Mapping[str, str]] = {
     "LogConfig.": "has no counterpart: logs go to the standard error, `start` keeps them in its run folder",
     "ServerConfig.tls": "has no counterpart: clients authenticate by API keys, not by certificates",

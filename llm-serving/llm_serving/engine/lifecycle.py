@@ -104,12 +104,14 @@ class Lifecycle:
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Hold or refuse new requests, and settle accepted ones. Raise RequestError if the model sleeps."""
+        """Make new requests wait, or refuse them. Let accepted requests finish, abort them or freeze them, as `running`
+        says. Raise RequestError if the model sleeps.
+        """
         with self._ended_by_shutdown():
             self._check_awake()
             self._check_running(running)
             self._close("the model is paused", new_requests)
-            await self._settle(running)
+            await self._stop_accepted(running)
             await self._note("paused")
 
     async def resume(self) -> None:
@@ -131,7 +133,7 @@ class Lifecycle:
             self._check_running(running)
             level = max(level, self.level)
             self._close(f"the model sleeps at level {level}", new_requests)
-            await self._settle(running)
+            await self._stop_accepted(running)
             await self._note(f"sleep level {level}")
             if drops_weights:
                 await self._suspend()
@@ -162,7 +164,7 @@ class Lifecycle:
             self._check_running(running)
             reason = "" if self.gate is None else self.gate.reason
             self._close("the weights are being replaced", new_requests)
-            await self._settle(running)
+            await self._stop_accepted(running)
             await self._note(f"replacing the weights by {new}")
             await self._suspend()
             self._dispatcher.coalesced.clear()
@@ -267,7 +269,8 @@ class Lifecycle:
             self.gate = None
         logger.info("the model serves again")
 
-    async def _settle(self, running: Running) -> None:
+    async def _stop_accepted(self, running: Running) -> None:
+        """Freeze accepted requests, or wait until all have finished or are aborted."""
         requests = self._dispatcher.requests.by_id
         if running == "freeze":
             await self._freeze(True)

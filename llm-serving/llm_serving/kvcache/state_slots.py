@@ -48,7 +48,9 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request may continue from this block's checkpoint. Without users, it takes a spare slot."""
+        """Return whether a request can continue from the checkpoint after this block. If no request uses the
+        checkpoint, its slot is free, and reusing it takes one of the spare slots.
+        """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
@@ -62,8 +64,9 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        It stores a checkpoint after the last full block of its prompt, and one after the cached prefix, because later
-        requests probably share this prefix. `hashes`: of all blocks that it may share; None: it uses no checkpoints.
+        The request stores a checkpoint after the last full block of its prompt, and one after the cached prefix,
+        because later requests probably share this prefix. `hashes`: those of all blocks that the request may share;
+        None: it uses no checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -146,7 +149,7 @@ class StateSlots:
             self._access(row, last, own)
 
     def pop_accesses(self) -> list[StateAccess]:
-        """Return the reads and writes since the last call, and free the checkpoints that are read."""
+        """Return the reads and writes since the last call, and release the checkpoints that they read."""
         accesses, self._accesses = self._accesses, []
         self.pool.free(self._read)
         self._read.clear()
@@ -163,7 +166,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the request's stored checkpoints. `hashes`: of its first computed blocks."""
+        """Let other requests find the request's stored checkpoints. `hashes`: those of its first computed blocks."""
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -172,8 +175,10 @@ class StateSlots:
                 self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
 
     def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
-        assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
-        assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
+        assert self._swapped == set(swapped), "the requests with swapped states are not the swapped requests"
+        assert self._own.keys() == {*with_table, *self._swapped}, (
+            "a request has blocks and no state, or a state and no blocks"
+        )
         assert self.num_spare >= 0, "too few slots are free for the states of further running requests"
         unconfirmed = (slot for each in self._unconfirmed.values() for _, slot in each)
         drafts = chain.from_iterable(self._drafts.values())

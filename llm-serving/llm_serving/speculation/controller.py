@@ -98,7 +98,9 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the draft length whose last token gains its cost. `proposing_s`: seconds to propose one token."""
+        """Return the largest draft length at which the expected gain of the last token covers its cost; 0: none does.
+        `proposing_s`: seconds to propose one token.
+        """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
         if price >= first:
@@ -106,7 +108,7 @@ class GainModel:
         return min(self._max_length, 1 + int(math.log(max(price, MIN_PRICE) / first) / math.log(further)))
 
     def plan(self, acceptance: Acceptance) -> tuple[int, float]:
-        """Return (draft length, expected number of accepted tokens) of the best draft, if a proposal takes no time."""
+        """Return (draft length, expected number of accepted tokens) of the best draft, if proposing takes no time."""
         key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
         if (plan := self._plans.get(key)) is None:
             acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
@@ -125,9 +127,10 @@ class GainModel:
     ) -> bool:
         """Return whether drafts raise the throughput of a step, and set the best maximum length.
 
-        `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: number of requests that have just lost their draft,
-        which do not count as delayed. `pass_s`: seconds in which the draft model computes one token of each request.
-        `prompt_share`: share of steps that compute prompts; new requests wait until the current step has finished.
+        `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: number of requests that have just lost their
+        n-gram match, which do not count as delayed. `pass_s`: seconds in which the draft model computes one token of
+        each request. `prompt_share`: share of steps that compute prompts; new requests wait until the current step has
+        finished.
         """
         if not self.step_s or not num_rows:
             return True

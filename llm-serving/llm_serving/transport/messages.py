@@ -1,7 +1,7 @@
 """All messages between master and WorkAgent.
 
 master                                 WorkAgent
-  |  <- Attach(token) -----------------  |   only over TLS, from another machine; `token` identifies the WorkAgent
+  |  <- Attach(token) -----------------  |   only over TLS, from another machine; `token` says which start it belongs to
   |  -- Hello(version) --------------->  |
   |  <- Welcome(version, pid, ...) ----  |
   |  -- LoadModel(settings) ---------->  |
@@ -110,7 +110,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     groups_layers: bool = False
     """Whether layers with the same window may form a group with its own block tables; if not, all are in one group."""
     has_group_blocks: bool = False
-    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers; if not, of all layers."""
+    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers; False: blocks of all layers."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -146,15 +146,18 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
 
 
 class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
-    """The allowed tokens of a step's samples. They follow the step's arrays in its buffer."""
+    """The allowed tokens of a step's samples, sent after a `RunStep` with `allowed_follow`."""
 
     step: int
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
+    """The arrays of the allowed tokens; empty: they are in the step's shared buffer, after the arrays of the step."""
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end, or, if the backend cannot report this, begins. The master should form the next one."""
+    """The step is about to end, or to begin if the backend cannot report when a step ends. The master should form the
+    next step now.
+    """
 
     step: int
 

@@ -69,7 +69,7 @@ class ModelInputs:
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
     slot_mapping: Int32Array  # [G * T], for each group of layers block * block_size + offset of each token's key
-    block_tables: Int32Array  # [G * B, W], times the group's parts; where a step names no block: 0, which is not read
+    block_tables: Int32Array  # [G * B, W], times the group's parts; 0, which is not read, where the step has no block
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
@@ -207,7 +207,9 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with block 0 before the sliding window. Raise WorkerError for other invalid entries."""
+    """Return the block tables with 0 instead of `NO_BLOCK` before the window of each row, where blocks have been freed.
+    Raise WorkerError if any other entry is not the id of a block.
+    """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

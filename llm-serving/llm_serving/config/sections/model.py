@@ -276,7 +276,7 @@ _FOR_MINDFORMERS: Final = (
     ("quant_config.quantization", (None,), "its matrix products take weights in model_dtype"),
     ("quant_config.kv_cache_dtype", ("auto",), "its attention reads keys and values in model_dtype"),
     (MINDIR_PATH, (None,), "exported graphs are those of the native network"),
-    ("model_config.model_dtype", _ASCEND_DTYPES, "ApplyRotaryPosEmb, which it uses, has no other"),
+    ("model_config.model_dtype", _ASCEND_DTYPES, "its ApplyRotaryPosEmb supports no other type"),
 )
 
 
@@ -304,7 +304,9 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """Check the settings with MindFormers' classes, raise ConfigError, or set `kernels` to `primitives`."""
+    """With a class of MindFormers, set `kernels` to `primitives`. Raise ConfigError if the class does not support a
+    setting or the model.
+    """
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
         return

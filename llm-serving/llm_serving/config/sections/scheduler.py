@@ -116,7 +116,9 @@ CPU_STEP_OPERATIONS: Final = 1.2e12
 CPU_STEP_TOKENS: Final = 512
 """Default token budget on a CPU; larger steps are no faster per token and delay streams."""
 MIN_PROMPT_TOKENS: Final = 128
-"""The default token budget has room for this many prompt tokens: products of so many rows reach 90 % of full speed."""
+"""Minimum number of prompt tokens in the default token budget, besides one token for each running request. Matrix
+products with this many rows reach 90 % of full speed.
+"""
 MAX_WHOLE_TOKENS: Final = 8192
 """Default limit on an input of an encoder, in tokens; a larger `max_prefill_tokens` raises it."""
 SEPARATE_PREFILL_STEPS: Final = 4

@@ -102,9 +102,11 @@ class FairThreads:
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Work]] = {}
         self._used_s: dict[str, float] = {}
-        """Client -> seconds used, if more than `_served_s`."""
+        """Client -> thread time used, in seconds, if more than `_served_s`."""
         self._served_s = 0.0
-        """Seconds that the client served last had used before its work started."""
+        """Thread time, in seconds, that the client of the work started last had used before that work. A client that
+        has used less counts as having used this much.
+        """
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
         """Queue work of a client. If the future is cancelled before the work starts, the work is removed."""

@@ -41,7 +41,9 @@ _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "n
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. Raise RequestError for a block whose type is not allowed there."""
+    """Return the conversation as chat messages. Raise RequestError for a content block that is invalid, or whose type
+    is not allowed in the system prompt or for the role of its turn.
+    """
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
     return system_messages + messages

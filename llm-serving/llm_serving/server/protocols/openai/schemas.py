@@ -69,7 +69,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     n: int | None = None
     best_of: int | None = None
-    """The best `n` of this number of sequences are returned. The width of a beam search."""
+    """Number of sequences to generate, of which the best `n` are returned. With `use_beam_search`: number of beams."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
