@@ -18,6 +18,7 @@ from llm_serving.core.request import DiskPrefix, Transfer
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import RecordingError
 from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.recording.upgrade import OLD_FORMATS
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
@@ -234,8 +235,9 @@ class Reader:
             raise RecordingError("ends within its header, so there is nothing to replay")
         if not isinstance(first.record, Header):
             raise RecordingError("does not begin with a header")
-        if first.record.format != FORMAT:
-            raise RecordingError(f"has format {first.record.format}; this version reads format {FORMAT}")
+        if first.record.format not in (FORMAT, *OLD_FORMATS):
+            readable = ", ".join(map(str, (*OLD_FORMATS, FORMAT)))
+            raise RecordingError(f"has format {first.record.format}; this version reads formats {readable}")
         self.header = first.record
         self.header_payload = first.payload
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
@@ -38,7 +39,8 @@ from llm_serving.recording.records import (
     Updated,
 )
 from llm_serving.recording.report import describe_decision, describe_state, describe_waiting
-from llm_serving.recording.snapshot import restore
+from llm_serving.recording.snapshot import Layouts, restore
+from llm_serving.recording.upgrade import OLD_FORMATS, upgrade_scheduler, upgrade_snapshot
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -57,10 +59,12 @@ class Replay:
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
         self.on_request: Callable[[Request], None] = lambda request: None
         self._reader = reader
-        state = restore(reader.header.layouts, reader.header.nodes)
+        state = self._restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
         try:
             attributes, self._open = state
+            if reader.header.format in OLD_FORMATS:
+                attributes = upgrade_scheduler(reader.header.format, attributes)
             vars(self.scheduler).update(attributes)
             self._requests: dict[int, Request] = {each.sequence: each for each in self.scheduler._requests.values()}
             self._encoder = DecisionEncoder(self.scheduler.blocks)
@@ -171,7 +175,7 @@ class Replay:
             case ClassesDeprioritized(classes):
                 scheduler.deprioritize(classes)
             case Reloaded(layouts, nodes):
-                scheduler.reload(restore(layouts, nodes))
+                scheduler.reload(self._restore(layouts, nodes))
             case CacheReset():
                 scheduler.reset_cache()
                 self._open.clear()
@@ -179,6 +183,12 @@ class Replay:
                 pass
             case _:
                 raise ValueError("expected a recorded event, got another record")
+
+    def _restore(self, layouts: Layouts, nodes: list[Any]) -> Any:
+        version = self._reader.header.format
+        if version in OLD_FORMATS:
+            layouts, nodes = upgrade_snapshot(version, layouts, nodes)
+        return restore(layouts, nodes)
 
     def _failed(self, entry: Entry, error: Exception) -> ReplayDiffersError:
         name = type(entry.record).__struct_config__.tag
