@@ -12,6 +12,7 @@ from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.errors import ConfigError, KernelError, WorkerError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.worker import loading
+from llm_serving.worker.exactness import guarantee
 from llm_serving.worker.kv_cache import GraphOwnedCache
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
@@ -67,7 +68,7 @@ def steps():
 def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite, monkeypatch):
     monkeypatch.setattr(ascend_cells, "AscendColumns", CpuColumns)
     runner, notice = load_runner(settings_of(folders, "serving_config.start_device_id=3"), lambda text: None)
-    assert (notice, runner.compute_fingerprint.kernels) == ("", "ge")
+    assert (notice, runner.compute_fingerprint.kernels) == (guarantee("exact", "ascend"), "ge")
     options = {"ascend_context": {"plugin_custom_ops": "All"}}
     assert [(each.name, each.device_id, each.rank_id, each.options) for each in lite.Model.built] == [
         ("states_graph.mindir", 3, 0, options),
