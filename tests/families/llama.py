@@ -80,7 +80,7 @@ def models() -> dict[str, Model]:
             {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
             head_dim=24,
         ),
-        "llama-yarn-given": _stretched(
+        "llama-yarn-told": _stretched(
             {
                 "rope_type": "yarn",
                 "factor": 4.0,

@@ -10,7 +10,7 @@ from llm_serving.models.spec import ModelSpec
 
 WIDER = {"qwen2": {"hidden_size": 96}, "qwen2-tied": {"hidden_size": 96}}
 """Changes that give the heads of these models 16 elements."""
-SERVED = {"llama2", "llama3.1", "llama-yarn-given", "qwen3", "qwen3-tied", "qwen3-moe", "glm4", *WIDER}
+SERVED = {"llama2", "llama3.1", "llama-yarn-told", "qwen3", "qwen3-tied", "qwen3-moe", "glm4", *WIDER}
 
 
 def spec_of(name, **changes):

@@ -251,7 +251,7 @@ def test_check_block_moves_names_the_wrong_move(move, message):
 
 def test_exports_must_stay_inside_the_transfer_pool():
     check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 3)), 10, 3, 4, exports=True)
-    with pytest.raises(WorkerError, match="EXPORT to a block of the transfer pool"):
+    with pytest.raises(WorkerError, match="target of EXPORT must be a block of the transfer pool"):
         check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 4)), 10, 3, 4, exports=True)
     with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT, 5 EXPORT_STATE\. Given: 0"):
         check_block_moves(block_moves((COPY, 9, 3)), 10, 3, 4, exports=True)

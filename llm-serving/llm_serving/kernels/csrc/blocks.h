@@ -130,7 +130,7 @@ LLM_INLINE CodeFactor factors_of(const uint8_t* planes, size_t line) {
 }
 
 // What products of lines need to know of the number of bits: without vpmaddubsw, nothing.
-constexpr size_t product_bits(size_t bits) {
+constexpr size_t product_bits([[maybe_unused]] size_t bits) {
 #if defined(LLM_BYTE_PAIRS)
   return bits <= 5 ? 5 : bits;
 #else
@@ -143,8 +143,8 @@ constexpr size_t product_bits(size_t bits) {
 // of 8 bits: their magnitudes are multiplied by the row's qvalues with their signs, so two products are at most
 // 2 * 127 * 128.
 template <size_t kBits>
-LLM_INLINE void add_line(size_t line, const CodeFactor& weights, const CodeFactor& four, CodeFactor& halves,
-                         Floats& sum) {
+LLM_INLINE void add_line([[maybe_unused]] size_t line, const CodeFactor& weights, const CodeFactor& four,
+                         [[maybe_unused]] CodeFactor& halves, Floats& sum) {
 #if defined(LLM_BYTE_PAIRS)
   if constexpr (kBits < 8 || kLineOffset<kBits> == 128) {
     constexpr size_t kLines = kBits <= 5 ? 4 : kBits == 6 ? 2 : 1;
