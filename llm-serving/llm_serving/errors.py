@@ -2,7 +2,7 @@
 
 ```
 LLMServingError
-├── ConfigError                 the YAML, an override or a model folder cannot be served
+├── ConfigError                 the YAML, an override or a model folder is invalid
 │   └── ModelError              a model folder is missing, unreadable or of an unknown family
 │       └── NotFiniteError      a weight has an infinite or NaN element
 ├── AuthenticationError   401   the API key is missing or unknown
@@ -27,10 +27,10 @@ LLMServingError
 │   ├── WorkerDiedError         the WorkAgent's process exited, or its channel broke
 │   ├── RankLostError           another rank of the replica ended or runs a different step
 │   └── StepMismatchError       a reply does not match the step in flight
-├── ReceiptError                a receipt cannot be read
+├── ReceiptError                the verifiable record of a response is malformed
 ├── RecordingError              a recording of the scheduler is damaged or cannot be replayed
-├── KernelError                 the operator library cannot be built or loaded, or has no memory
-└── TransportError              a channel between master and WorkAgent
+├── KernelError                 the operator library cannot be built or loaded, or has too little memory
+└── TransportError              a channel between master and WorkAgent failed
     ├── ProtocolError           a frame is malformed, too long or of a different version
     ├── ChannelClosedError      the peer has closed the channel
     └── DeadlineExceededError   the peer did not reply in time
@@ -239,7 +239,7 @@ class StepMismatchError(WorkerError):
 
 
 class ReceiptError(LLMServingError):
-    """A receipt is malformed or of a different version."""
+    """A receipt, the verifiable record of a response, is malformed or of a different version."""
 
 
 class RecordingError(LLMServingError):

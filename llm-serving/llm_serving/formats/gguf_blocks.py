@@ -42,7 +42,9 @@ _LINE: Final = 64
 
 
 class _Numbers(NamedTuple):
-    """The numbers of n blocks: [n, elements] quantized values, [n, groups] scales and minima, [n, 1] units."""
+    """The numbers of n blocks: quantized values [n, elements], and scales and minima of groups [n, groups]. If the
+    latter are integers, `units` and `minimum_units` [n, 1] are their factors: d and m of the block.
+    """
 
     qvalues: Uint8Array
     scales: NDArray[Any]

@@ -220,7 +220,9 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file, without an incomplete last one. Raise RecordingError for another file."""
+    """Reads the records of one recording, except an incomplete last one. Raise RecordingError if the file is damaged,
+    or is not a recording of a supported format.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

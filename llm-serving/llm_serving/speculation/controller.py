@@ -40,7 +40,9 @@ RATE_PARTS: Final = 64
 MAX_DELAY: Final = 0.03
 """Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
 MAX_ARRIVAL_DELAY: Final = 0.1
-"""Maximum product of the share of steps with prompts and the fraction by which drafts prolong a step."""
+"""Maximum of (share of steps with prompts) * (time that drafts add to a step) / (step time). This limits the delay of
+new requests, because they wait until the current step has finished.
+"""
 HOST_MEMORY: Final = 16
 PROPOSAL_S: Final = 3e-6
 MIN_SEARCH_STEP_S: Final = 0.004

@@ -104,8 +104,8 @@ class FairThreads:
         self._used_s: dict[str, float] = {}
         """Client -> thread time used, in seconds, if more than `_served_s`."""
         self._served_s = 0.0
-        """Thread time, in seconds, that the client of the work started last had used before that work. A client that
-        has used less counts as having used this much.
+        """Virtual time in seconds. When work starts, it becomes the thread time that the work's client has used before.
+        A client that has used less than the virtual time counts as having used that much.
         """
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:

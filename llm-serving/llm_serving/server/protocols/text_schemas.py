@@ -1,4 +1,4 @@
-"""Bodies of the routes of TGI and of the older servers."""
+"""Request bodies of the routes of Text Generation Inference (TGI) and of the older `llm-serving` server (`legacy`)."""
 
 from __future__ import annotations
 
