@@ -62,8 +62,8 @@ def test_a_notice_reports_missing_batch_invariant_products(made, caplog):
     backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16")
     assert backend == "ascend"
     assert notice.startswith("bit-identical answers are not guaranteed on Ascend: ")
-    assert notice.endswith("; products may add in another order in another batch: no ms_custom_ops")
-    assert "products may add in another order in another batch: no ms_custom_ops" in caplog.messages
+    assert notice.endswith("; the order of the sums in matrix products may depend on the batch: no ms_custom_ops")
+    assert "the order of the sums in matrix products may depend on the batch: no ms_custom_ops" in caplog.messages
 
 
 def test_exactness_fast_selects_the_fast_ascend_backend(made):

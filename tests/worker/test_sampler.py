@@ -71,7 +71,7 @@ def test_row_without_a_choice_fails_alone(bad):
     output = choose([[1, 2], [bad, 2], [3, 2]], num_logprobs=0)
     assert output.token_ids.tolist() == [1, -1, 0]
     assert list(output.row_errors) == [1]
-    assert f"allow no choice: the largest is {bad}" in output.row_errors[1]
+    assert f"no token can be sampled: the largest logit is {bad}" in output.row_errors[1]
     assert output.logprobs[0] == pytest.approx(-math.log1p(math.exp(-1)))
 
 
@@ -193,7 +193,7 @@ def test_bias_can_forbid_and_force_tokens():
 
 def test_bias_that_forbids_everything_is_an_error_of_its_row():
     output = choose([[5, 4]] * 2, bias={0: {0: -INF, 1: -INF}}, temperature=1)
-    assert output.row_errors == {0: "penalties, bias and allowed tokens leave no token to choose"}
+    assert output.row_errors == {0: "penalties, bias and allowed tokens leave no token to sample"}
     assert output.token_ids[0] == -1
 
 

@@ -151,7 +151,7 @@ def test_nan_logits_only_fail_their_result():
     results = scoring_input(([0], 1), ([0], 1), ([0], 1))
     scores, errors = score(np.zeros((3, 2), np.float32), results, lambda _: logits, 2, sampling_reference.choose_tokens)
     assert list(errors) == [1]
-    assert "allow no log-probabilities: the largest is nan" in errors[1]
+    assert "log-probabilities cannot be computed: the largest logit is nan" in errors[1]
     assert np.isfinite(scores.logprobs[[0, 2]]).all()
 
 

@@ -1,4 +1,4 @@
-"""Without a compiler MindSpore's own operations serve, and the operator library is not loaded."""
+"""Without a compiler MindSpore's own operations are used, and the operator library is not loaded."""
 
 import os
 import subprocess
@@ -57,5 +57,5 @@ def test_the_plain_backend_serves_with_a_notice(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["plain"]
-    assert "MindSpore's own operations serve, many times slower" in done.stderr
+    assert "MindSpore's own operations are used, many times slower" in done.stderr
     assert "no-compiler" in done.stderr

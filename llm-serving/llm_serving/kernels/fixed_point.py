@@ -66,7 +66,7 @@ def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
     """Return the matrix product [M, N] of integers as exact 32-bit sums, rounded to float32 once."""
-    assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
+    assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a partial sum of products may need more than 32 bits"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 
 

@@ -95,7 +95,7 @@ def load() -> ctypes.CDLL:
 
 
 def _best_kernels() -> int:
-    failure = KernelError("this process may use no instruction set that the kernels are written for")
+    failure = KernelError("the operating system permits none of the instruction sets for which there are kernels")
     for isa in preferred_isas():
         try:
             kernels = _kernels(isa)

@@ -97,7 +97,7 @@ def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> 
     except KernelError as error:
         if device.kernels != "auto":
             raise
-        notice = f"no operator library, MindSpore's own operations serve, many times slower: {error}"
+        notice = f"without the operator library, MindSpore's own operations are used, many times slower: {error}"
         logger.warning("%s", notice)
         return create_backend("plain", dtype), notice
 
@@ -110,6 +110,6 @@ def _on_ascend(device: DeviceConfig, dtype: str, is_native: bool) -> tuple[Backe
     try:
         return create_backend("ascend_invariant", dtype), ""
     except KernelError as error:
-        reason = f"products may add in another order in another batch: {error}"
+        reason = f"the order of the sums in matrix products may depend on the batch: {error}"
         logger.warning("%s", reason)
         return create_backend("ascend", dtype), f"{ATTENTION_SPLITS}; {reason}"

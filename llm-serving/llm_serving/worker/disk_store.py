@@ -80,7 +80,7 @@ class DiskStore:
         except OSError as error:
             self._record_failure(error)
         else:
-            text = "disk cache: %.1f of %.1f MiB in %s, model %s"
+            text = "disk cache: %.1f of %.1f MiB used in %s, fingerprint %s"
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:

@@ -93,10 +93,10 @@ def choose_tokens_for(backend_name: str) -> ChooseTokens:
 _REALS = {name: rule for name in SAMPLE_FIELDS if isinstance(rule := RULES.get(name), Real)}
 _REALS_LOW = np.array([[rule.low] for rule in _REALS.values()], np.float32)
 _REALS_HIGH = np.array([[rule.high] for rule in _REALS.values()], np.float32)
-# NaN, which equals no number, if `low` itself is allowed.
+# `low` if it is excluded, otherwise NaN, which equals no number.
 _REALS_EXCLUDED = np.array([[rule.low if rule.above_low else np.nan] for rule in _REALS.values()], np.float32)
-# Integers. `seed` needs no check, as its type is its range.
 _BIAS_HIGH = LOGIT_BIAS.high
+# Minima of integer parameters. `seed` is not checked, because every value of its type is valid.
 _WHOLE = {"top_k": 0, "position": 0, "num_logprobs": -1, "history_prompt_lens": 0}
 _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
@@ -202,7 +202,7 @@ def _row_errors(choices: SampledTokens) -> dict[int, str]:
     row_errors: dict[int, str] = {}
     for row in np.flatnonzero(choices.failures).tolist():
         if choices.failures[row] == SamplingFailure.LOGITS:
-            row_errors[row] = f"the model's logits allow no choice: the largest is {choices.largest[row]}"
+            row_errors[row] = f"no token can be sampled: the largest logit is {choices.largest[row]}"
         else:
-            row_errors[row] = "penalties, bias and allowed tokens leave no token to choose"
+            row_errors[row] = "penalties, bias and allowed tokens leave no token to sample"
     return row_errors

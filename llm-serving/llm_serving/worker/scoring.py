@@ -51,7 +51,7 @@ def score(
         choices = choose_tokens(logits, sampling, NO_TOKENS)
         for index in np.flatnonzero(choices.failures != SamplingFailure.NONE).tolist():
             largest = choices.largest[index]
-            errors[start + index] = f"the model's logits allow no log-probabilities: the largest is {largest}"
+            errors[start + index] = f"log-probabilities cannot be computed: the largest logit is {largest}"
         _, top = logprobs_of(logits, choices.token_ids, choices.top_token_ids, choices.largest, choices.total_weights)
         tops.append(top)
         given = slice(scoring.offsets[start], scoring.offsets[end])

@@ -82,6 +82,7 @@ def check_lora(values: Values, spec: ModelSpec | None) -> None:
         raise values.error(MODULES, "must have other names than `model_config.model_name` and `model_aliases`")
     most = values[MAX_CPU_LORAS]
     if most is not None and most < max(len(modules), values[MAX_LORAS]):
-        raise values.error(MAX_CPU_LORAS, f"must be at least `max_loras` and the {len(modules)} of `lora_modules`")
+        rule = f"must be at least `max_loras` and the number of `lora_modules` ({len(modules)})"
+        raise values.error(MAX_CPU_LORAS, rule)
     for folder in modules.values():
         read_config(folder)
