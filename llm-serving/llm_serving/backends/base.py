@@ -58,7 +58,7 @@ class Backend(Protocol):
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return what the network needs and this backend's Cells lack; None: they lack nothing."""
+        """Return the feature that the network needs and this backend's Cells lack; None: they lack none."""
 
     def embedding(self) -> nn.Cell:
         """Rows of a table from `table` or `linear_weight`: (token_ids int32[T], table [V, H]) -> [T, H]."""
@@ -165,7 +165,7 @@ class Backend(Protocol):
         """(a [T, H], b [T, H] or [H]) -> a + b."""
 
     def all_reduce(self) -> nn.Cell:
-        """(x [T, N]) -> its sum over all ranks. Raise ModelError without tensor parallelism."""
+        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError without tensor parallelism."""
         raise ModelError(f"the operations of {self.name} do not support tensor parallelism")
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:

@@ -88,7 +88,7 @@ def weight_memory(size: int) -> NDArray[np.uint8]:
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter of zeros: on an NPU in device memory, else in pages provided on first access."""
+    """Return a Parameter of zeros: on an NPU in device memory, else in pages that the system provides on access."""
     if is_on_npu():
         return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
     return parameter_over(zeroed_array(shape, dtype), dtype, name)
@@ -149,8 +149,8 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """Copy blocks between Parameters in this process's memory (`Backend.copy_blocks`): runs of adjacent blocks at once
-    between two memories, one block at a time within one memory, to keep the order.
+    """Copy blocks between Parameters in this process's memory, as `Backend.copy_blocks` does. Between two memories,
+    copy each run of adjacent blocks at once. Within one memory, copy one block at a time, because the order matters.
     """
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:
@@ -162,7 +162,7 @@ def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32
 
 
 def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Yield source and target slices of pairs whose block ids both step by 1, or by -1."""
+    """Yield source and target slices of runs of pairs in which both block ids step by 1 or by -1 from pair to pair."""
     steps = np.diff(pairs, axis=0)
     continues = (np.abs(steps) == 1).all(axis=1)
     continues[1:] &= (steps[1:] == steps[:-1]).all(axis=1)

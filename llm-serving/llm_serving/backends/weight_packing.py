@@ -19,8 +19,8 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
 def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
-    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, as `quantize_w8` and `quantize_w4` do, with their
-    errors. The weight is float32, float16, or bfloat16 as uint16 bits; it is not copied if it is C-contiguous.
+    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, with the results and errors of `quantize_w8` and
+    `quantize_w4`. The weight is float32, float16, or bfloat16 as uint16 bits; it is not copied if it is C-contiguous.
     `group_size`: columns with one scale, a divisor of the columns; None: all. `rotates`: see `QuantizedTensor.rotated`.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:

@@ -125,7 +125,7 @@ def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[st
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
-    """Return `parts` that one compiler built earlier from these sources. If one is missing, raise `error`."""
+    """Return the paths of `parts`, all built earlier by one compiler from these sources. Otherwise, raise `error`."""
     for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
         found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
         if len(found) == len(parts):

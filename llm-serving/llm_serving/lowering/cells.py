@@ -190,13 +190,15 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on registers. `writes`: register -> index of the result. MindSpore would compile loops slowly."""
+    """Runs `cell` on registers. `writes`: register -> index of the result of `cell` that it gets. The code has no loop
+    over registers, because MindSpore compiles loops slowly.
+    """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
         super().__init__()
         self.cell = cell
         self.r, self.s, self.t, self.u = (*reads, *(0,) * (MAX_READS - len(reads)))
-        # Indices into the registers followed by the values that the Cell returns.
+        # Indices into a tuple of all registers and, after them, the values that `cell` returns.
         sources = [NUM_REGISTERS + writes[at] if at in writes else at for at in range(NUM_REGISTERS)]
         self.a, self.b, self.c, self.d, self.e, self.f, self.g, self.h = sources
 

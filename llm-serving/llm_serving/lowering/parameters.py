@@ -136,9 +136,11 @@ def _not_finite(weight: Weight, reader: WeightReader) -> ModelError:
 def _quantized_values(
     weight: Weight, reader: WeightReader, schemes: Sequence[QuantizationName], group_size: int, *, as_cells: bool
 ) -> tuple[Stored, QuantizationName]:
-    """Return a weight and its quantization scheme. Stored integers stay integers if products of one of `schemes` can
-    use them, else they are dequantized. Other values are quantized by the first scheme. Cells always get quantized
-    values, because their products are chosen before the weights are read.
+    """Return a weight and its quantization scheme.
+
+    If the files store integers that matrix products of one of `schemes` can use, return them. Dequantize other stored
+    integers, because rounding them again would lose accuracy. Quantize floating-point values by the first scheme.
+    `as_cells`: also quantize dequantized values, because Cells choose their products before the weights are read.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:

@@ -22,7 +22,7 @@ from llm_serving.network.operations import Float32Array, Operation, Weight
 from llm_serving.network.weights import picked
 
 PANEL: Final = 16
-"""Rows of a matrix that products read together: kPanelWidth of csrc/kernels.h."""
+"""Number of weight rows that a matrix product reads together: kPanelWidth of csrc/kernels.h."""
 SUFFIX: Final = ".weight"
 
 
@@ -98,7 +98,9 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network with adapter slots in its linear operations, unless weights are transformed, and the slots."""
+    """Return a copy of the network whose linear operations have adapter slots, and these slots. Operations of the head
+    have none, nor do those with a weight that is transformed, transposed or separate for each head.
+    """
     adapted = copy(network)
     head = network.head_operations
     operations: list[Operation] = []
@@ -179,7 +181,9 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """The initial zeros of one operation's slots. Weights with different `name` differ, so they share no parameter."""
+    """Generates the initial zeros of one operation's slots. `name` makes them different from the zeros of other
+    operations, because equal weights share a parameter.
+    """
 
     name: str
     shape: tuple[int, ...]

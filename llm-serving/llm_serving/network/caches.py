@@ -56,7 +56,7 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """A part of a pair of key and value tensors, for a layer whose tokens need less memory than the pair has."""
+    """A part of a pair of key and value tensors, for a layer that needs less memory for a token than the pair has."""
 
     tensors: int
     part: int
@@ -76,7 +76,7 @@ class CacheLayout:
     windows: tuple[LayerWindow, ...]
     """Window of each group, the largest one first."""
     layer_tensors: tuple[tuple[int, int], ...]
-    """(group, cache) of each layer. A cache is an index into the pairs of tensors, followed by the views."""
+    """(group, cache) of each layer. A cache is an index into the pairs of tensors and, after them, the views."""
     shapes: tuple[CacheShape, ...]
     views: tuple[CacheView, ...] = ()
     group_parts: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks of one group fit into the memory of `num_tables` blocks of all layers."""
+        """Return how many blocks fit into the memory of `num_tables` blocks that hold all layers, as without groups."""
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
         return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)
@@ -98,7 +98,9 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return the layout of one group, whose window is the widest one of the layers."""
+    """Return a layout with all layers in one group, whose window is the widest one of the layers. If a layer attends
+    within chunks, the group has no window.
+    """
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
@@ -107,7 +109,7 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
     """Return the layout of up to `MAX_GROUPS` groups with which a request of `max_model_len` tokens needs least memory.
-    It has one group if more would save nothing, or if the shape of a layer does not divide the largest one.
+    It has one group if more groups would save no memory, or if the shape of a layer does not divide the largest shape.
     """
     largest = max(shapes, key=lambda each: each.num_elements, default=ONE_LAYER.shapes[0])
     seen = [each if 0 < each.num_tokens < max_model_len else LayerWindow() for each in windows]

@@ -77,7 +77,7 @@ def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int)
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight; None: products of `scheme` cannot use them."""
+    """Return the stored quantized values of a weight; None: no matrix product of `scheme` can use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -111,7 +111,7 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight, one tensor after another; None: products cannot use them."""
+    """Return the stored GGUF blocks of a weight, one tensor after another; None: no matrix product can use them."""
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
         return None

@@ -185,7 +185,7 @@ def _is_head_norm(norm: Operation) -> bool:
 
 
 def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
-    """If only one product reads a value, store the value in the tiled layout of that product."""
+    """If only one matrix product reads a value, store the value in the tiled layout that this product reads."""
     if operation.kind not in ("rms_norm", "linear", "attention") or "consumer" in operation.weights:
         return {}
     is_gate = operation.kind != "linear" or operation.attributes["function"]

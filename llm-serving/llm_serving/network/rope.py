@@ -53,7 +53,9 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies; None: `own`, the maximum, includes the factor."""
+        """Return the context length before scaling, which `factor` multiplies. None: `own`, the maximum of the model's
+        configuration, is already scaled.
+        """
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
@@ -99,7 +101,7 @@ class Rotary:
         return self._table(np.sin, num_positions)
 
     def mean_rotated(self, values: Float32Array) -> Float32Array:
-        """Return the mean of a vector of heads rotated to each of the first `MEAN_POSITIONS` positions."""
+        """Rotate a vector of heads to each of the first `MEAN_POSITIONS` positions, and return the mean."""
         cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
         heads = values.reshape(-1, 2, self.head_dim // 2)
         turned = np.stack([-heads[:, 1], heads[:, 0]], axis=1).reshape(-1, self.head_dim)
@@ -159,7 +161,7 @@ def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_position
 
 
 def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
-    """Do the same as `_yarn`, with the limits of `apply_scaling` in meta-llama/llama-models."""
+    """Scale frequencies like `_yarn`, with the limits of `apply_scaling` in meta-llama/llama-models."""
     wavelengths = 2 * math.pi / plain
     # 0 where the wavelength is original/low or longer, 1 where it is original/high or shorter.
     kept = np.clip((scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)

@@ -157,7 +157,9 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of a product that hold these heads, and the result of a norm over all heads, or None."""
+        """Follow heads back to the matrix product that computes them. Return its columns that hold the heads and, if a
+        norm over all heads is in between, the norm's result.
+        """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:

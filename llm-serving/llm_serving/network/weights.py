@@ -29,7 +29,7 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the order from [group][part] to [part][group]. `start`: first element. `widths`: elements of each part."""
+    """Return the order that turns [group][part] into [part][group]. `start`: first element. `widths`: part sizes."""
     elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]

@@ -184,7 +184,9 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if a block's epoch is not the one in `owners`, which is in the order of `reads`."""
+        """Raise WorkerError if the epoch of a block differs from `owners`. `reads`: mask of the block table entries
+        from which `blocks` and `owners` were taken.
+        """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)

@@ -24,7 +24,7 @@ from llm_serving.models.spec import ModelSpec
 
 try:
     from mindspore.graph.api import _cell_graph_executor
-except ImportError:  # another release
+except ImportError:  # this release of MindSpore has no such name
     _cell_graph_executor = None
 
 
@@ -72,7 +72,7 @@ class CompiledNetwork:
         return values
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph. The result of a graph of Cells stays on the device."""
+        """Start the graph. Return the result of a program, or a tensor that the device may still be computing."""
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
         tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
@@ -179,8 +179,8 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: most rows of a step of whole
-    prompts.
+    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of rows
+    in a step of whole prompts.
     """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []

@@ -200,7 +200,7 @@ def load_mtp(
 class MtpModel(DraftModel):
     """Runs the MTP layer of the model of `runner`, whose embedding and LM head it shares.
 
-    A row is a token and the model's hidden state of the token before it; if that token is a draft, the layer's own.
+    A row is a token and the hidden state of the token before it: the model's, or the layer's if that token is a draft.
     """
 
     def __init__(

@@ -52,10 +52,11 @@ PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
 
 
 def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return what a WorkAgent on Ascend may log: the packages that are installed, or an empty text -> the guarantee.
+    """Return the guarantees, one of which a WorkAgent on Ascend logs: installed packages -> guarantee. If the guarantee
+    does not depend on packages, the only key is empty.
 
     Args:
-        is_native: Whether the network is this project's own, and not from a file of graphs.
+        is_native: Whether the network is this project's own, and not read from exported graphs.
         has_experts: As for `guarantee`.
     """
     if exactness == ExactnessName.FAST:

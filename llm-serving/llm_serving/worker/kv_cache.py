@@ -232,9 +232,7 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return the tensors of a view. Its part of row i of the pair, whose rows have n parts, is block n * i of the
-    view.
-    """
+    """Return the tensors of a view. Rows of the pair have n parts. Block n * i of the view is its part of row i."""
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):
         shape = block_size, view.shape.kv_heads, width

@@ -22,11 +22,12 @@ Int32Array = NDArray[np.int32]
 
 _LARGEST = np.finfo(np.float32).max
 _LOG2_E = np.float32(1 / math.log(2))
-# The weight of anything below is rounded to 0.
+# Smaller exponents are raised to this one, whose weight is rounded to 0.
 _LOWEST = np.float32(-64)
-# Adding and subtracting it rounds a float32 between -2^22 and 2^22 to an integer.
+# Adding and then subtracting this number rounds a float32 between -2^22 and 2^22 to an integer.
 _ROUND_TO_INTEGER = np.float32(1.5 * 2**23)
-# Adding and subtracting it rounds a float32 from 0 to this to a multiple of 2^-33; beyond, every float32 is one.
+# Adding and then subtracting this number rounds a float32 from 0 to 2^-10 to a multiple of 2^-33. Larger ones are such
+# multiples already.
 _ROUND_TO_QUANTUM = np.float32(2.0**-10)
 # Taylor's polynomial of 2^f, highest degree first; for |f| <= 1/2 the rest is below 2^-27.
 _COEFFICIENTS = [np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7, 0, -1)]
@@ -45,13 +46,13 @@ def weight_scales(temperatures: Float32Array) -> Float32Array:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weights of logits [V] without NaN: multiples of 2^-33, 1 for `largest`, their finite maximum."""
+    """Return the weights of logits [V] without NaN: multiples of 2^-33. Their finite maximum `largest` has weight 1."""
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
         y *= scale
     np.maximum(y, _LOWEST, out=y)
     rounded = y + _ROUND_TO_INTEGER
-    # The integer is in the low bits of the sum: among the exponent's bits it multiplies by 2^integer.
+    # The low bits of the sum hold the integer. Added to the exponent bits of a float32, it multiplies by 2^integer.
     exponent = rounded.view(np.int32) << _MANTISSA_BITS
     rounded -= _ROUND_TO_INTEGER
     f = np.subtract(y, rounded, out=y)

@@ -69,7 +69,7 @@ class ModelInputs:
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
     slot_mapping: Int32Array  # [G * T], for each group of layers block * block_size + offset of each token's key
-    block_tables: Int32Array  # [G * B, W], times the group's parts; 0, which is not read, where the step has no block
+    block_tables: Int32Array  # [G * B, W], block ids times the parts of the group; 0, never read, if there is no block
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
@@ -194,7 +194,7 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
 
 
 def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) -> Int32Array:
-    """Return [G * B]: the first column of each row of `block_tables` to which the row's first token attends."""
+    """Return for each row of `block_tables` the first column to which the row's first token attends, [G * B]."""
     firsts = []
     for window in groups.windows:
         first = np.zeros(step.num_rows, np.int32)
@@ -259,7 +259,7 @@ def _check_result_tokens(step: StepInput) -> None:
     rows, tokens, kinds = result_tokens.T
     if not all_in_range(rows, num_rows):
         raise WorkerError(f"result_tokens must have rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
-    # As unsigned numbers, negative ones are the largest.
+    # Read as unsigned numbers, negative numbers are the largest.
     if not all_true(tokens.view(np.uint32) < step.query_lens[rows]):
         raise WorkerError("the tokens in result_tokens must be less than `query_lens` of their rows")
     if not all_in_range(kinds, len(ResultKind)):

@@ -56,7 +56,7 @@ from llm_serving.worker.scoring import (
 from llm_serving.worker.token_graph import DeviceLogits, HostCopy, StartedStep, TokenGraph, tokens_of
 
 _FIRST_TAG: Final = 1
-"""Tag of the first step's work that ranks share; work before it has the tag 0."""
+"""Number of the first step in `RankGroup.start_step`. What ranks exchange before the first step has the number 0."""
 
 
 class ModelRunner:
@@ -107,7 +107,7 @@ class ModelRunner:
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         self.draft_model: DraftModelClient | None = None
         self.hidden_states: HiddenStates | None = None
-        """Of the newest tokens, for a draft model; None: they are not kept."""
+        """Hidden states of the newest tokens, which the MTP layer reads; None: they are not kept."""
         self.parameters: Parameters = {}
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
@@ -233,7 +233,7 @@ class ModelRunner:
         # submitted already, can refer to them and must still compute its other rows.
         latest, self._previous = self._previous, np.full(step.sampling.num_samples, -1, np.int32)
         self._next_step += 1
-        # On the device the references in `token_ids` are replaced there.
+        # If the device still computes the previous step, the device replaces the references in `token_ids`.
         previous = latest.placeholders if isinstance(latest, StartedStep) else latest
         network = self.spec.network
         check_sampling(step.sampling, network.vocab)
@@ -398,7 +398,7 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the previous step. Return `inputs` with its tokens in place of references, and these."""
+    """Wait for `latest`, the previous step. Return `inputs` with its tokens instead of references, and the tokens."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 
