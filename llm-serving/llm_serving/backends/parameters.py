@@ -53,7 +53,7 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
         pages = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(pages, dtype=np.uint8)
         offset = -raw.ctypes.data % _LARGE_PAGE
-        # The rest gets small pages, so that no large page is used only in part.
+        # The part after the last whole large page gets small pages, so that no large page is used only in part.
         pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)
     return raw[offset : offset + size]
 

@@ -76,7 +76,7 @@ class AscendCumulativeSum(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        # CANN may add float32 in products of matrices; it adds int32 in vectors.
+        # x is cast, because CANN adds int32 on vector cores, but may add float32 by matrix products.
         self.cumsum, self.cast = gen_ops_prim.CumsumExt(), ops.Cast()
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
@@ -303,7 +303,8 @@ class TokenDrawing(nn.Cell):
             lower = self.add(lower, self.mul(num_kept, lower_threshold))
         before, total = self.sums_of_blocks(upper, lower)
         whole, rest, step = self.share(number, total)
-        # The target is the product rounded to float64. Sums are integers, so only rounding up to one matters.
+        # The reference compares sums with the product rounded to float64. Because sums are integers, its rounding
+        # matters only if it reaches the next integer.
         target = self.add(whole, self.divide(self.add(rest, step), self.share.b53))
         index, target = self.block_at(before, target)
         of_block = self.block_of(weights, row, index)

@@ -135,7 +135,8 @@ class RmsNormCell(nn.Cell):
         self.norm = backend.rms_norm(eps)
         self.gain = gain
         self.group = group
-        # Computed in float32 and rounded once: float32 norm weights, and heads, for which devices lack some dtypes.
+        # Norms with float32 weights and norms of heads are computed in float32 and rounded once. Devices lack norms of
+        # heads in some dtypes.
         self.is_wide = gain.dtype != backend.activation_dtype or group > 0
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:

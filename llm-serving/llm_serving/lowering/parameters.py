@@ -59,7 +59,7 @@ def parameters_of(
 
     Without quantization, and with `blocks_a16`, weights have the model dtype, except GGUF blocks that the kernels can
     multiply. Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN
-    element. `as_cells`: experts have Parameters in the form of Cells.
+    element. `as_cells`: create the Parameters of a graph of Cells, not of a program.
     """
     multiplied = {each.weights[role] for each in network.operations for role in _PRODUCTS.get(each.kind, ())}
     quantized = quantized_weights(network, quantization)

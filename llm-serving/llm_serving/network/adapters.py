@@ -56,8 +56,8 @@ class AdaptedLinear:
         a, b: The matrices of all slots. In a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and [slots,
             N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16. In Cells, whose operations
             have one part: [slots * R, K] and [N, slots * R].
-        ranks, parts: float32 [slots, parts], rank of the adapter in each slot, and [N / 16], `part_of_panel`. Only
-            programs read them.
+        ranks: float32 [slots, parts], rank of each part of the adapter in a slot. Only programs read it.
+        parts: float32 [N / 16], `part_of_panel`. Only programs read it.
     """
 
     weight: Weight

@@ -97,7 +97,7 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return the operation that stores the keys which `attention` reads. It may be an attention operation."""
+        """Return the operation that stores the keys which `attention` reads: store_kv or a fused attention."""
         return self._stores[attention]
 
     def producer(self, value: Value) -> Operation | None:
@@ -157,7 +157,7 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
         return {}
     store = graph.store_of(operation)
     if store.kind != "store_kv":
-        return {}  # an earlier layer stores the keys
+        return {}  # the attention of an earlier layer stores the keys
     q, k = operation.inputs["q"], store.inputs["k"]
     changes: Changes = {store: None}
     weights = dict(store.weights)

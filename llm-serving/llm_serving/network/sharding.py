@@ -276,7 +276,7 @@ class _Sharding:
         else:
             columns = self._columns[y]
             shape = (whole[0], len(columns))
-            # The taps are stored by columns, and transposed last.
+            # The stored tensor has a row of taps for each column. It is transposed after its rows are selected.
             weights = {
                 role: replace(_rows(each, columns), shape=(*each.shape[:-1], len(columns)))
                 for role, each in operation.weights.items()

@@ -35,7 +35,7 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
         ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
         if device.max_device_memory is not None:
             limit = npu_memory_limit(device.max_device_memory, free_npu_memory())
-            if limit >= NPU_RESERVE:  # with less no model fits; sizing the cache raises that error
+            if limit >= NPU_RESERVE:  # with less memory, no model fits, and sizing the cache fails
                 ms.runtime.set_memory(max_size=f"{limit * 100 // 2**30 / 100:.2f}GB")  # rounded down
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:

@@ -227,7 +227,7 @@ class MtpModel(DraftModel):
         requests = [self._with_states(index, request) for index, request in enumerate(requests)]
         proposed = super().propose(requests)
         for request in requests:
-            # The next proposal computes draft tokens that were accepted again, from the model's own hidden states.
+            # The next proposal computes accepted draft tokens again, now from the hidden states of the model.
             if (slot := self._slots.get(request.key)) is not None and request.token_ids:
                 del slot.token_ids[len(request.token_ids) :]
         return proposed

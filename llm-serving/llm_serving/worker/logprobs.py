@@ -1,9 +1,9 @@
 """Log-probabilities before penalties, bias and temperature, and token weights whose sums are exact.
 
-Because sums are exact, their order (threads, vector width, filters) cannot change which token is sampled. The weight of
-a token is 2^y with y = (value - largest) * log2(e) / temperature, computed in float32 by additions and multiplications
-that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Float64 holds every sum of up to 2^20 such
-weights exactly. A token 2^34 times less likely than the best one has weight 0 and is never drawn.
+Because sums are exact, the order of additions (threads, vector width, filters) cannot change which token is sampled.
+The weight of a token is 2^y with y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
+multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Float64 holds every sum of
+up to 2^20 such weights exactly. A token 2^34 times less likely than the best one has weight 0 and is never drawn.
 """
 
 from __future__ import annotations

@@ -173,7 +173,9 @@ class ModelRunner:
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network, and initialize what the first steps need. It overwrites blocks, so call it first."""
+        """Compile the network, and initialize what the first steps need. Call it before the first step,
+        because it overwrites blocks.
+        """
         num_groups = len(self._limits.groups.windows)
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)

@@ -109,7 +109,7 @@ class StartedStep:
         if self._pending is not None:
             copy, finish = self._pending
             self._output = finish(copy.array())
-            self._pending = None  # frees the step before, and memory of the device
+            self._pending = None  # frees the previous step and device memory
         assert self._output is not None
         return self._output
 
@@ -218,7 +218,9 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether this graph can compute the step: each with `attention_rows`, else only rows of one token."""
+        """Return whether this graph can compute the step. Without `attention_rows`, each row must have one token and
+        one result.
+        """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
     def submit(
@@ -232,7 +234,7 @@ class TokenGraph:
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
         step = np.zeros((num_tokens, NUM_TOKEN_COLUMNS + inputs.block_tables.shape[1]), np.int32)
         step[:, 0], step[:, 1], step[:, 2] = inputs.token_ids, inputs.positions, inputs.slot_mapping
-        # Index of each token among those of the latest run, followed by those of this one.
+        # The source of each token: its index in the tokens of the latest run followed by those of this run.
         step[:, 3] = np.arange(num_latest, num_latest + num_tokens)
         if given_ids is not None:
             step[:, 3] = np.where(given_ids < 0, np.int32(-1) - given_ids, step[:, 3])
@@ -286,7 +288,9 @@ class TokenGraph:
         return drawn
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
-        """Compile the graphs that draw tokens. If the sampler draws others for random logits, let the host sample."""
+        """Compile the graphs that draw tokens. If they and the sampler draw different tokens from random
+        logits, let the host sample.
+        """
         if not self._drawing:
             return
         random = np.random.default_rng(0)
