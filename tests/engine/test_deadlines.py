@@ -104,7 +104,7 @@ def test_request_past_its_deadline_ends_and_others_continue(ahead, num_steps):
     for request in (timed, waiting):
         last = harness.last(request.request_id)
         assert (last.finish_reason, last.failed) == (FinishReason.TIMEOUT, True)
-        assert last.error == "the request was not done within its 5 s"
+        assert last.error == "the request did not finish within its time limit of 5 s"
     assert harness.token_ids("other") == expected_output(other.prompt_token_ids, 6)
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
     assert not harness.engine.has_unfinished_requests
@@ -143,7 +143,7 @@ def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     harness.engine.step()
     last = harness.last("hopeless")
     assert last.finish_reason is FinishReason.TIMEOUT
-    assert last.error == "the request cannot be done within its 4 s: its first token is expected in 4.90 s"
+    assert last.error == "the request cannot finish within its time limit of 4 s: its first token is expected in 4.90 s"
     assert not hopeful.is_finished
     harness.run()
     assert harness.token_ids("hopeful") == expected_output(hopeful.prompt_token_ids, 4)

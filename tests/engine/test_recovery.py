@@ -340,7 +340,7 @@ def test_requests_end_after_the_maximum_outage() -> None:
     for request in early:
         last = harness.last(request.request_id)
         assert last.finish_reason is FinishReason.UNAVAILABLE
-        assert last.error == "its WorkAgent was not restarted within 300 s: no file descriptors"
+        assert last.error == "the WorkAgent of the request was not restarted within 300 s: no file descriptors"
         assert ended_at[request.request_id] == 22 * 14.0, "the first attempt after 300 s"
     assert absence.num_left == 0
     harness.submit(late)

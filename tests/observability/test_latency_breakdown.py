@@ -213,8 +213,8 @@ def test_latency_breakdown_names_what_a_request_waits_for():
     ("reason", "arguments"),
     [
         ("no free block", {"num_blocks": 4}),
-        ("the step has all its tokens", {"max_num_batched_tokens": 11, "num_blocks": 64}),
-        ("the step has all its prompts", {"max_prefill_seqs": 1, "num_blocks": 64}),
+        ("token budget of the step used up", {"max_num_batched_tokens": 11, "num_blocks": 64}),
+        ("maximum number of prompts in the step", {"max_prefill_seqs": 1, "num_blocks": 64}),
         ("share limit of its class", {"classes": create_classes(normal={"max_running_share": 0.2}), "num_blocks": 64}),
         ("the step only decodes", {"policy": "decode_first", "num_blocks": 64}),
     ],

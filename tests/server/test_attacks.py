@@ -129,7 +129,7 @@ def test_malformed_json_is_refused(body):
 def test_deeply_nested_json_is_refused():
     deep = b"[" * 30_000 + b"]" * 30_000
     response = post(FakeEngine(max_body_bytes=2**20), COMPLETIONS, b'{"prompt": "x", "other": ' + deep + b"}")
-    assert error_of(response)["message"] == "`body` must not be nested so deeply"
+    assert error_of(response)["message"] == "`body` is nested too deeply to be decoded"
 
 
 def test_logit_bias_above_the_limit_is_refused():

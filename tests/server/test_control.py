@@ -226,7 +226,7 @@ def test_changed_priority_applies_to_all_beams():
         ({"priority_class": "urgent"}, 400, "`priority_class` must be one of interactive, standard, batch"),
         ({"priority": 10**6 + 1}, 400, "`priority` must be an integer from -1000000 to 1000000"),
         ({"priority": -1}, 403, "`priority` must not go before class standard, rank 0, with the API key of a"),
-        ({"priority": 1}, 404, "`request_id` must be that of a request that lives"),
+        ({"priority": 1}, 404, "`request_id` must be the id of an unfinished request"),
     ],
 )
 def test_changed_priority_is_checked_like_a_new_request(body, status, named):

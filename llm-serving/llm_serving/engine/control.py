@@ -50,7 +50,7 @@ class RequestLookup:
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
-            rule = f"must be that of a request that lives or is among the newest {num_kept} that ended"
+            rule = f"must be the id of an unfinished request or of one of the latest {num_kept} that ended"
             raise RequestNotFoundError("request_id", f"{rule} (serving_config.explain_requests)", request_id)
         return found
 
@@ -64,7 +64,7 @@ class RequestLookup:
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Call a function in each engine, and return the results. Skip engines whose earlier call is pending."""
+        """Call a function in each engine; None: no result in time. `asked`: latest calls; a pending one is reused."""
         living = self._replicas.living()
         for index, engine in living.items():
             before = asked.get(index)
@@ -155,7 +155,7 @@ class Control:
     def drop_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> int:
         """Unload a removed adapter once its last request has ended. Return the number of its unfinished requests."""
         unfinished = self._num_of_adapter(adapter.number)
-        if registry.is_offered(adapter.number):  # the same files, under another name
+        if registry.is_offered(adapter.number):  # the same adapter is offered under another name
             registry.forget(adapter)
         elif unfinished:
             asyncio.get_running_loop().call_later(DROP_DELAY_S, self.drop_adapter, registry, adapter)
@@ -165,7 +165,7 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Start to check the files of adapters. Those that have changed are unloaded: no restart can read them."""
+        """Start to check the files of adapter `number`. If they have changed, unload it: a restart cannot read it."""
 
         async def check() -> None:
             for adapter in await asyncio.to_thread(registry.find_changed, number):

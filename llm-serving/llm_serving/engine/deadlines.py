@@ -63,7 +63,8 @@ class Deadlines:
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
         """End requests that exceed or cannot meet their deadline. `step_began`: start of the oldest step in flight."""
         for request in self.pop_expired(now):
-            finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
+            error = f"the request did not finish within its time limit of {timeout_of(request):g} s"
+            finish(request, FinishReason.TIMEOUT, error)
         if now >= self._next_check:
             self._next_check = now + CHECK_INTERVAL_S
             self._end_hopeless(now, predictor, now - step_began)
@@ -90,7 +91,7 @@ class Deadlines:
             )
             seconds = speed.seconds_to_first_token(queue)
             if seconds is not None and now + seconds > request.deadline:
-                error = f"the request cannot be done within its {timeout_of(request):g} s"
+                error = f"the request cannot finish within its time limit of {timeout_of(request):g} s"
                 finish(request, FinishReason.TIMEOUT, f"{error}: its first token is expected in {seconds:.2f} s")
 
 

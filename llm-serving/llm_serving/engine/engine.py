@@ -205,7 +205,7 @@ class Engine(EngineRequests):
         completed = CompletedStep(schedule, schedule.num_tokens, finished, accepted, self._in_flight, now)
         for observer in self._observers["on_completed"]:
             observer.on_completed(completed)
-        if schedule.migrating:  # before other requests of the tenant get its slot
+        if schedule.migrating:  # hand over before other requests of the tenant get the slots
             self._publish()
         self._times.record_published(self._clock())
 
@@ -241,7 +241,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether to wait for replies. A step formed ahead has no drafts, and leaves out some requests."""
+        """Return whether the next step waits for the reply: formed ahead, it has no drafts and omits some requests."""
         if self._max_steps_in_flight == 1:
             return True
         if self._drafter is not None and self._drafter.pays:
@@ -277,7 +277,7 @@ class Engine(EngineRequests):
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:
-            error = f"its WorkAgent was not restarted within {self._restart_wait_s:g} s: {reason}"
+            error = f"the WorkAgent of the request was not restarted within {self._restart_wait_s:g} s: {reason}"
             self.end_all(error, FinishReason.UNAVAILABLE)
         self._publish()
         for listener in self._listeners:

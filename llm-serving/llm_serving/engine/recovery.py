@@ -113,7 +113,7 @@ class Recovery:
                 break
             except RestartFailedError as error:
                 self.restarting = reason = str(error)
-                logger.error("WorkAgent restart failed: %s", reason)
+                logger.error("WorkAgent %d was not restarted: %s", self._index, reason)
                 self._on_restart_attempt(reason)
         self.restarting = None
         self._metrics.record_worker_restart()
@@ -157,7 +157,7 @@ class Recovery:
         except StepFailedError:
             return False
         except WorkerError as error:
-            logger.error("the WorkAgent exited while %d suspected requests were tested: %s", len(group), error)
+            logger.error("WorkAgent %d exited in a test of %d suspected requests: %s", self._index, len(group), error)
             self._restart(str(error))
             return False
         return True

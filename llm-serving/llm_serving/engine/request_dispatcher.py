@@ -122,7 +122,7 @@ class RequestDispatcher:
     def end_requests_of(self, engine: Engine) -> None:
         """End the open requests of an engine that has ended. An exception in the engine may have left some open."""
         for opened in self.requests.of_engine(engine):
-            self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
+            self._end(opened.request, FinishReason.ERROR, f"the engine of the request has ended: {engine.dead}")
 
     def leave_if_idle(self, engine: Engine) -> None:
         """Stop the WorkAgent of a drained replica if it has no requests."""
@@ -155,7 +155,7 @@ class RequestDispatcher:
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):
-                # One message with the cancellation: between two messages, steps could finish the request.
+                # A separate message for the cancellation could arrive after a step has finished the request.
                 engine.take_over(migrating, is_cancelled=is_cancelled)
                 if opened is not None:
                     before = opened.engine
@@ -164,7 +164,7 @@ class RequestDispatcher:
                     self.router.prompts.move(request.request_id, replica)
                     self.leave_if_idle(before)
                 return
-        self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could continue it")
+        self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent can continue the migrated request")
 
     def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
         request_id = migrating.request.request_id
@@ -174,7 +174,7 @@ class RequestDispatcher:
             self._fail(opened, error)
         if has_no_replica:
             self.replicas.accounting.tenant_slots.end_migration(request_id)
-            with contextlib.suppress(Exception):  # the blocks may be what could not be transferred
+            with contextlib.suppress(Exception):  # the blocks may have caused the error
                 self.replicas.reclaim_blocks(migrating.drop_blocks())
 
     def _end(self, request: Request, reason: FinishReason, error: str) -> None:

@@ -237,7 +237,7 @@ class CoalescedResponse:
     def _end_expired(self, number: int) -> None:
         reader = self._readers[number]
         assert reader.deadline is not None
-        error = f"the request was not done within its {reader.deadline - reader.began:g} s"
+        error = f"the request did not finish within its time limit of {reader.deadline - reader.began:g} s"
         self._end_stream(reader, FinishReason.TIMEOUT, error)
         self._leave(number)
 

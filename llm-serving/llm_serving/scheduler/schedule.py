@@ -20,14 +20,14 @@ from llm_serving.scheduler.waiting import WaitingRequests
 class WaitReason(enum.StrEnum):
     SLOTS = "no free slot"
     BLOCKS = "no free block"
-    BUDGET = "the step has all its tokens"
-    PROMPTS = "the step has all its prompts"
+    BUDGET = "token budget of the step used up"
+    PROMPTS = "maximum number of prompts in the step"
     SHARE = "share limit of its class"
-    IN_FLIGHT = "its newest token is not back"
+    IN_FLIGHT = "its latest token is being computed"
     DECODING = "the step only decodes"
-    BATCH = "a batch is collected"
-    TENANT = "its tenant runs as many as it may"
-    ADAPTER = "no free slot of adapters"
+    BATCH = "the static batch is not full"
+    TENANT = "concurrency limit of its tenant"
+    ADAPTER = "no free adapter slot"
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)

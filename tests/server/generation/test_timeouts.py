@@ -120,13 +120,13 @@ def test_timeout_on_openai_routes_is_504(path):
     assert answer.status_code == 504
     error = error_of(answer)
     assert (error["type"], error["code"]) == ("timeout_error", "timeout")
-    assert error["message"] == "the request was not done within its 600 s"
+    assert error["message"] == "the request did not finish within its time limit of 600 s"
 
 
 def test_timeout_ends_a_stream_with_an_error_event():
     answer = Late().ask("/v1/completions", BODIES["/v1/completions"] | {"stream": True})
     assert answer.status_code == 200
-    assert '"message":"the request was not done within its 600 s"' in answer.text
+    assert '"message":"the request did not finish within its time limit of 600 s"' in answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
 
 

@@ -63,7 +63,7 @@ def test_chat_content_parts_are_joined():
 def test_chat_non_text_parts_are_refused():
     parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "x"}}]
     error = error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": parts}]}))
-    assert error["message"] == "`messages[0].content[1].image_url` is not supported: only text is"
+    assert error["message"] == "`messages[0].content[1].image_url` is not supported: the server accepts only text"
 
 
 @pytest.mark.parametrize(

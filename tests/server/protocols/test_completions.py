@@ -342,7 +342,8 @@ class TestRefusals:
 
 
 def test_request_without_living_replicas_is_503():
-    script = Script(error="its WorkAgent was not restarted within 300 s", finish_reason=FinishReason.UNAVAILABLE)
+    error = "the WorkAgent of the request was not restarted within 300 s"
+    script = Script(error=error, finish_reason=FinishReason.UNAVAILABLE)
     response = post(FakeEngine(script), PATH, {"prompt": "x"})
     assert response.status_code == 503
     assert response.headers["retry-after"] == "5"

@@ -192,7 +192,7 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
     except msgspec.ValidationError as error:
         raise _field_error(body, str(error), kind) from None
     except RecursionError:
-        raise RequestError("body", "must not be nested so deeply") from None
+        raise RequestError("body", "is nested too deeply to be decoded") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError("body", f"must be valid JSON: {malformed(body, error)}") from None
 

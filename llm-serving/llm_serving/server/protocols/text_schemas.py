@@ -70,10 +70,10 @@ _LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
     ("details", "decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark"),
     IgnoredField("never had an effect on these routes"),
 )
-_OLDER: Final = IgnoredField("these routes never refused a field")
+_OLDER: Final = IgnoredField("the older servers ignored unknown fields")
 UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     TGIRequest: BodyFields(
-        {"options": IgnoredField("only matters to caches before the server")}, nested={"parameters": TGIParameters}
+        {"options": IgnoredField("only controls caches in front of the server")}, nested={"parameters": TGIParameters}
     ),
     TGIParameters: BodyFields(_TGI),
     LegacyRequest: BodyFields(unknown=_OLDER, nested={"parameters": LegacyParameters}),

@@ -164,7 +164,7 @@ def _texts(field: str, content: str | Sequence[ContentBlock | ResultBlock]) -> s
 
 def _text(field: str, block: ContentBlock | ResultBlock) -> ContentPart:
     if block.type != "text":
-        raise RequestError(f"{field}.type", "must be text here", block.type)
+        raise RequestError(f"{field}.type", "must be text, or another type that this field supports", block.type)
     if block.text is None:
         raise RequestError(f"{field}.text", "is required")
     return ContentPart(block.type, block.text)

@@ -187,7 +187,7 @@ _NOT_COUNTED: Final[Rows] = {
 _ANTHROPIC: Final[Rows] = {
     **_NOT_COUNTED,
     "metadata": IgnoredField("`user` names the tenant"),
-    "inference_geo": IgnoredField("there is one location"),
+    "inference_geo": IgnoredField("the server has only one location"),
     "stop": named("stop_sequences"),
     "max_completion_tokens": named("max_tokens"),
 }

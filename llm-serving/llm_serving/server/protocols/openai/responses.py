@@ -122,7 +122,7 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
         items.reverse()
     ids = [item.id for item in items]
     if after is not None and after not in ids:
-        raise RequestError("after", "must be the id of one of these items", after)
+        raise RequestError("after", "must be the id of an input item of this response", after)
     first = 0 if after is None else ids.index(after) + 1
     shown = items[first : first + limit]
     page = schemas.InputItemList(
@@ -193,7 +193,7 @@ def _check(request: schemas.ResponsesRequest, store: ResponseStore) -> None:
         raise RequestError("background", "must not be given together with store: false")
     if not store.keeps and (request.background or request.store):
         field = "background" if request.background else "store"
-        raise RequestError(field, "must be false: serving_config.response_store_bytes is 0, so none is stored")
+        raise RequestError(field, "must be false: serving_config.response_store_bytes is 0, so no response is stored")
     check_metadata(request.metadata)
 
 

@@ -217,23 +217,23 @@ class DeletedResponse(Struct):
 
 
 _RESPONSES: Final[Rows] = {
-    "max_tool_calls": RefusedField("is not supported: it bounds tools of a server, and this one has none"),
-    "truncation": RefusedField("must be disabled: nothing is left out of a conversation", ("disabled",)),
-    "include": RefusedField("is not supported: a response tells all there is"),
-    "prompt": RefusedField("is not supported: no templates are kept"),
-    "conversation": RefusedField("is not supported; `previous_response_id` goes on with a response"),
+    "max_tool_calls": RefusedField("is not supported: it limits built-in tools, which this server does not have"),
+    "truncation": RefusedField("must be disabled: the server never truncates a conversation", ("disabled",)),
+    "include": RefusedField("is not supported: responses have no optional parts"),
+    "prompt": RefusedField("is not supported: the server stores no prompt templates"),
+    "conversation": RefusedField("is not supported; `previous_response_id` continues a stored response"),
     "context_management": RefusedField(),
     "top_logprobs": RefusedField(),
     "max_tokens": named("max_output_tokens"),
     "messages": named("input"),
-    "stream_options": IgnoredField("events hide nothing"),
-    "safety_identifier": IgnoredField("only names the end user"),
+    "stream_options": IgnoredField("events are never obfuscated"),
+    "safety_identifier": IgnoredField("only identifies the end user"),
     "prompt_cache_key": SPEED_HINT,
     "prompt_cache_retention": SPEED_HINT,
 }
 _ITEM: Final[Rows] = {
     **dict.fromkeys(("id", "status"), EARLIER_RESPONSE),
-    "encrypted_content": RefusedField("is not supported: nothing is encrypted"),
+    "encrypted_content": RefusedField("is not supported: the server does not encrypt reasoning"),
     "phase": EARLIER_RESPONSE,
 }
 _PART: Final[Rows] = {

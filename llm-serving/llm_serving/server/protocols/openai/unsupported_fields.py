@@ -42,7 +42,7 @@ class BodyFields:
 NEVER_NEUTRAL: Final = ()
 NO_ADAPTERS: Final = RefusedField("is not supported: request an adapter by its name in `model`")
 SPEED_HINT: Final = IgnoredField("only a hint for speed")
-TEXT_ONLY: Final = RefusedField("is not supported: only text is")
+TEXT_ONLY: Final = RefusedField("is not supported: the server accepts only text")
 EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 
 
@@ -51,10 +51,10 @@ def named(here: str) -> RefusedField:
     return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)
 
 
-_IN_ORDER: Final = IgnoredField("calls are in order")
-_TOOLS: Final = RefusedField("is not supported: tools are not served")
+_IN_ORDER: Final = IgnoredField("calls have the order of the list")
+_TOOLS: Final = RefusedField("is not supported: this route has no tools")
 _OPENAI: Final[Rows] = {
-    "structural_tag": RefusedField("is not supported; `tools` are, and a grammar may describe any text"),
+    "structural_tag": RefusedField("is not supported: use `tools` or a grammar instead"),
     "grammar": named("ebnf"),
     "logits_processors": RefusedField(),
     "lora_request": NO_ADAPTERS,
@@ -74,11 +74,11 @@ _OPENAI: Final[Rows] = {
     "audio": TEXT_ONLY,
     "verbosity": RefusedField(neutral=("medium",)),
     "kv_transfer_params": RefusedField(),
-    "guided_decoding_backend": IgnoredField("there is one"),
+    "guided_decoding_backend": IgnoredField("the server has only one backend"),
     "prediction": SPEED_HINT,
-    "store": IgnoredField("nothing is stored"),
-    "metadata": IgnoredField("only matters to what is stored"),
-    "safety_identifier": IgnoredField("only names the end user"),
+    "store": IgnoredField("this route stores no responses"),
+    "metadata": IgnoredField("only describes stored responses"),
+    "safety_identifier": IgnoredField("only identifies the end user"),
     "prompt_cache_key": SPEED_HINT,
     "prompt_cache_retention": SPEED_HINT,
     "cache_prompt": SPEED_HINT,
@@ -90,7 +90,7 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             **_OPENAI,
             **dict.fromkeys(("tools", "functions"), _TOOLS),
             **dict.fromkeys(("tool_choice", "function_call"), RefusedField(_TOOLS.why, ("none", "auto"))),
-            "parallel_tool_calls": IgnoredField("only matters to tools"),
+            "parallel_tool_calls": IgnoredField("only affects tools"),
             "suffix": RefusedField(),
         },
         nested={"stream_options": schemas.StreamOptions},
@@ -101,7 +101,7 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             "functions": named("tools"),
             "function_call": RefusedField("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
             "chat_template": RefusedField(),
-            "web_search_options": RefusedField("is not supported: this server searches nothing", empty_asks=True),
+            "web_search_options": RefusedField("is not supported: the server has no web search", empty_asks=True),
         },
         nested={"messages": schemas.ChatMessage, "tools": schemas.Tool, "stream_options": schemas.StreamOptions},
     ),

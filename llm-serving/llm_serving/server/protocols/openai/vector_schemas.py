@@ -118,7 +118,7 @@ class Ranking(Long, kw_only=True):
 _VECTORS: Final[Rows] = {
     "max_tokens": RefusedField("is not a parameter of this route; `truncate_prompt_tokens` is", NEVER_NEUTRAL),
     "messages": RefusedField("is not supported: put texts into the fields of this route"),
-    "instruction": RefusedField("is not supported: put it into the text"),
+    "instruction": RefusedField("is not supported: put the instruction into the text"),
     "chat_template": RefusedField(),
     "mm_processor_kwargs": TEXT_ONLY,
 }
@@ -131,7 +131,7 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             "prompt": named("input"),
             "inputs": named("input"),
             "embedding_types": named("encoding_format"),
-            "additional_data": IgnoredField("only comes back with other servers"),
+            "additional_data": IgnoredField("other servers only return it"),
         }
     ),
     ScoreRequest: BodyFields(_VECTORS),
@@ -140,7 +140,7 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             **_VECTORS,
             "texts": named("documents"),
             "rank_fields": RefusedField("is not supported: documents are texts"),
-            "max_chunks_per_doc": RefusedField("is not supported: a document has one vector"),
+            "max_chunks_per_doc": RefusedField("is not supported: documents are not divided into chunks"),
         },
         nested={"documents": TextDocument},
     ),
