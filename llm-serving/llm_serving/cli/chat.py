@@ -320,7 +320,7 @@ def read_value(text: str) -> Any:
 
 
 def chat(client: ChatClient) -> None:
-    """Raise LLMServingError, before the first prompt, if the server does not answer or refuses the key."""
+    """Chat in the terminal. Raise LLMServingError if the server does not answer the first time or refuses the key."""
     models = client.served_models()
     with suppress(ImportError):  # line editing and history, where Python has readline
         import readline  # noqa: F401

@@ -87,7 +87,7 @@ def _memory(config: ServingConfig) -> list[str]:
 
 
 def _guarantees(config: ServingConfig) -> list[str]:
-    """Return comments with the guarantees about answers, one of which each WorkAgent on Ascend logs when it starts."""
+    """Return comments with the guarantees of `device_config.exactness` on Ascend, for each set of packages."""
     exactness, model = config.device.exactness, config.model
     if config.device.device_target != "Ascend" or model.model_path is None:
         return []

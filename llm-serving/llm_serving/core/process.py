@@ -36,10 +36,10 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which an NPU adds in a fixed order. A shuffled sum does not start at element 0."""
+"""Environment variables with which an NPU adds in a fixed order, and sums of matrix products from element 0 on."""
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 * 1024
-"""Minimum bytes of an allocation with a memory mapping of its own. It is glibc's initial threshold."""
+"""Allocations of at least this many bytes get their own memory mapping: glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
 PERIOD_S: Final = 1.0
 """Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""

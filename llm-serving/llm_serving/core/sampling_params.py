@@ -58,7 +58,7 @@ class ParameterRule(Protocol):
     def text(self) -> str: ...
 
     def checked(self, field: str, value: Any) -> Any:
-        """Return the value in its final form. Raise RequestError if it is outside the range."""
+        """Return the value as it is stored, for example as a tuple. Raise RequestError if it is outside the range."""
         ...
 
 

@@ -230,7 +230,7 @@ class StepInput:
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0: none) and slot of each row, or empty. The slot is filled if it holds another."""
+    """[B, 2], adapter number (0: none) and slot of each row, or empty. A slot with another adapter is filled first."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 
@@ -288,7 +288,7 @@ class StepOutput:
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> why it is missing. Its token is -1. Only the first of a row and kind is listed."""
+    """Index in `result_tokens` -> why this result is missing (token -1); the first of each row and kind only."""
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(
         default_factory=lambda: NO_VECTORS
@@ -296,7 +296,7 @@ class StepOutput:
 
 
 DRAFT_WINDOW: Final = 256
-"""Number of latest tokens that a draft model reads. Beyond it, the older half is dropped, so that KV stays valid."""
+"""Maximum number of latest tokens that a draft model reads. Half of them are dropped at a time, to reuse KV."""
 MAX_DRAFT_REQUESTS: Final = 16
 MAX_DRAFT_TOKENS: Final = 64
 MAX_PROPOSED_TOKENS: Final = 1024

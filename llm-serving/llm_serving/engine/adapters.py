@@ -88,7 +88,7 @@ class AdapterRegistry:
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter. A joining replica loads it until `forget`: its requests may migrate there."""
+        """Stop offering an adapter. Until `forget`, new WorkAgents still load it for the requests that use it."""
         adapter = self.by_name.get(name)
         if adapter is not None:
             self._removed = {**self._removed, adapter.number: adapter}

@@ -127,7 +127,7 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink, which makes it wait for the disk before it enters the scheduler.
+        """Give a request its output sink. Before the request enters the scheduler, the sink calls `find`.
 
         Beam searches do not wait. Requests with adapters do not wait either, because their blocks are never on disk: an
         adapter's number of 31 bits is too short to identify the adapter as long as the files exist.
@@ -145,7 +145,8 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        If another request is reading the next block, this one is added after it, and a fork after its parent.
+        Instead of reading a block that another request is reading, wait until that request is added. A fork waits until
+        its parent is added.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -169,7 +170,7 @@ class DiskCache(StepObserver):
             self._reads.cancel(key)
             pairs = zip(hashes, leader.hashes, strict=False)
             num_common = sum(ours == theirs for ours, theirs in pairs)  # a hash covers all blocks before
-            request.disk_prefix = DiskPrefix(num_common)  # the leader stores these blocks
+            request.disk_prefix = DiskPrefix(num_common)  # the leader reads or stores these blocks
             leader.followers.append(lookup)
             return
         self._reading.update(dict.fromkeys(hashes[start:stop], lookup))

@@ -206,7 +206,7 @@ class EngineRequests:
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
+        with contextlib.suppress(WorkerDiedError):  # the next engine starts with an empty transfer pool
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:

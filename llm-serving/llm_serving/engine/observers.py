@@ -150,13 +150,13 @@ class LoadReports(StepObserver):
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        if schedule is not None:  # later requests cannot join it
+        if schedule is not None:  # requests that arrive later cannot join this step
             self.num_tokens_left = 0
             for row in schedule.rows:
                 if not row.num_samples:
                     self.num_tokens_left += row.request.num_tokens - row.end
             self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
-        # Room for another request: none waits, and one of mean size fits beside a block for each running request.
+        # There is room if no request waits, and a request of mean size fits beside one block for each running request.
         pool, num_running = self._scheduler.blocks.pool, len(self._scheduler.running)
         num_free = pool.num_free_blocks - num_running
         has_room = not len(self._scheduler.waiting) and num_free * num_running >= pool.num_used_blocks

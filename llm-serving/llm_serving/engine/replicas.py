@@ -124,7 +124,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine whose steps the caller runs. `make`: creates it from the function that takes outputs."""
+        """Add an engine whose steps the caller runs. `make`: creates it, given the function that publishes outputs."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)

@@ -54,7 +54,7 @@ class SequenceSink:
         if not context.processor.knows(request):
             return
         context.processor.add_prompt_result(request, start, logprobs, vector)
-        if request.is_finished and request.sampling.max_tokens == 0:  # otherwise the last token is emitted later
+        if request.is_finished and request.sampling.max_tokens == 0:  # with output tokens, `add_tokens` emits
             context.emit(context.processor.pop_output(request))
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
@@ -97,7 +97,7 @@ def finish(request: Request, reason: FinishReason, error: str | None = None) -> 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
     """Pass each result of a step to the sink of its request. `updated`: what `Scheduler.update` returned."""
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
-    all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case, without a set of many rows
+    all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case: no set of many requests is built
     live = set() if all_are_live else set(updated) - failed
     stop = 0
     for request, _, _, num_samples, _ in schedule.rows:

@@ -48,7 +48,7 @@ from llm_serving.transport.messages import (
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 NUM_BUFFERS = 2
-"""One for the step that runs, one for the next."""
+"""Buffers for the arrays of steps: one for the step that runs, one for the next."""
 
 _EXIT_TIMEOUT_S = 5.0
 FIRST_DELAY_S: Final = 0.1

@@ -52,7 +52,7 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed."""
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: the caller has killed it."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):

@@ -135,7 +135,7 @@ class BlockManager(RequestBlocks):
         return num_tokens if self.states is None else self.states.num_common_tokens(other, num_tokens)
 
     def free_outside_window(self, request_id: str, num_computed: int) -> int:
-        """Free blocks to which no token after the first `num_computed`, all submitted, attends. Return their number."""
+        """Free the blocks to which no token after `num_computed` submitted ones attends. Return their number."""
         count = 0
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
             first = table.start

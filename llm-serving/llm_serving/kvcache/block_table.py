@@ -97,7 +97,7 @@ def namespace_hash(namespace: str) -> bytes:
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a block, chained to the one before. Clients choose tokens, so it is cryptographic."""
+    """Return a block's hash, chained to the previous block's. It is cryptographic, because clients choose tokens."""
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -106,7 +106,7 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the prefix lengths, in blocks, after which later prompts probably differ from this one."""
+    """Return the lengths, in blocks, of this prompt's prefixes that later prompts are likely to share."""
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 
@@ -132,7 +132,7 @@ class PrefixSearch:
         self._sources, self._num_common, self._hashes = sources, num_common, hashes
 
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
-        """Return the tables of the longest prefix. `is_checkpoint`: whether a prefix may end with a block's hash."""
+        """Return the tables of the longest prefix. `is_checkpoint`: returns whether its last block may have a hash."""
         found: list[list[int]] = []
         limit = max(self._num_common, len(self._hashes))
         runs: dict[Window, list[int]] = {}
@@ -176,7 +176,7 @@ class PrefixSearch:
 
     def _table(self, group: int, blocks: Sequence[int], start: int, end: int) -> BlockTable:
         table = BlockTable.of(self._pool, blocks[start:end], start)
-        if self._sources:  # the request expects the epochs that the other one does
+        if self._sources:  # shared blocks have the epochs of the source's table
             source = self._sources[group]
             shared = slice(max(start, source.start), max(start, source.start, min(end, self._num_common)))
             table.epochs[shared] = source.epochs[shared]

@@ -216,7 +216,7 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count; scrapes read the load."""
+    """Metrics of swapped requests and blocks, summed over replicas. Each scrape reads the use of the host pools."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -258,7 +258,7 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests in their first step here, `seconds` after their last step on the other replica."""
+        """Count migrated requests in their first step on a replica, `seconds` after their last step on another."""
         with self._lock:
             self._num_requests += len(seconds)
             self._seconds += sum(seconds)
@@ -285,7 +285,7 @@ class DiskMetrics:
         self._num_bytes = -1
 
     def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
-        """Count a lookup of prompt blocks that are not in the KV cache. `num_bytes`: of all files; -1: unusable."""
+        """Count a disk lookup of prompt blocks. `num_bytes`: size of all files; -1: the folder cannot be used."""
         with self._lock:
             self._num_looked_up += num_looked_up
             self._num_read += num_read

@@ -313,7 +313,7 @@ class ExplainedFirstToken(Struct, kw_only=True):
     predicted_ms: float | None
     """Predicted at admission and sent to the client; null: too few measurements."""
     real_ms: float | None
-    """Null: there is no token yet."""
+    """Measured; null: the request has no token yet."""
 
 
 class Explanation(Struct, kw_only=True):

@@ -27,7 +27,7 @@ class ClassBounds:
     """Maximum number of consecutive steps that give a decoding request no token."""
     max_preemptions: int
     first_steps: int
-    """Maximum number of steps until the class can admit a request that arrives while it has no other request."""
+    """Maximum number of steps until a class without other requests can admit a request that arrives."""
     steps_per_admission: float
     max_overtakes: int
     max_prompt_gap: int

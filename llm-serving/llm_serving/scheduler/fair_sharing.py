@@ -111,7 +111,7 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return which class of `among` computes its prompts first in a step; None: it has fewer than two."""
+        """Return which class of `among` computes its prompts first in a step; None: fewer than two were given."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]

@@ -190,7 +190,7 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit requests in order until one does not fit. `before`: only those that compute before this class."""
+        """Admit requests in order until one does not fit. `before`: stop at this class and at later ones."""
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:
@@ -203,8 +203,8 @@ class PrefillStage:
             if not plan.has_room_for_prefill and not self._limits.static_batching:
                 plan.blocked = Blocked.of(request, WaitReason.PROMPTS if plan.budget else WaitReason.BUDGET)
                 return
-            # The newest token of a preempted request is still on the device, or a request without output waits for the
-            # reply that completes it.
+            # The latest token of a preempted request is still unknown, or the reply that finishes a request without
+            # output is missing.
             if request.num_tokens_in_flight or not request.num_uncomputed_tokens:
                 plan.blocked = Blocked.of(request, WaitReason.IN_FLIGHT)
                 return

@@ -86,7 +86,7 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request, and hold it if its tenant is at its limit. None: there is no limit, or it ran before."""
+        """Add a request, and hold it if its tenant is at its limit. None: no limit, or the request has run before."""
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
             return None
@@ -157,7 +157,7 @@ class TenantLimiter:
                 mine.active.update(tenant.active)
                 mine.num_leased = tenant.num_leased if self._uses_leases else mine.num_leased
         if self._uses_leases:
-            # Including tenants without requests.
+            # Also tenants without requests report their demand, so that their leases return.
             self._changed_tenants |= dict.fromkeys(before._tenants) | before._changed_tenants
             self.is_active = self.is_active or bool(self._changed_tenants)
 

@@ -310,7 +310,7 @@ class ServedModels:
             return model
 
     def _drain(self, model: ServedModel) -> None:
-        model.engine.on_failure = lambda: None  # the server serves without it
+        model.engine.on_failure = lambda: None  # a failure of a model that drains does not end the server
         task = asyncio.create_task(model.drain())
         self._drains[task] = model
         task.add_done_callback(self._drains.pop)

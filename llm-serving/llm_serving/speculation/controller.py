@@ -46,7 +46,7 @@ new requests, because they wait until the current step has finished.
 HOST_MEMORY: Final = 16
 PROPOSAL_S: Final = 3e-6
 MIN_SEARCH_STEP_S: Final = 0.004
-"""Minimum seconds of a step for a search of the best draft length. The search takes 1 % of this time."""
+"""Minimum seconds of a step in which the best draft length is searched, which takes 1 % of this time."""
 MIN_CHECKED: Final = 32
 """`could_pay` is called before an update of the drafts only if at least this many requests have an n-gram match."""
 UPDATE_SHARE: Final = 0.005

@@ -21,7 +21,7 @@ FIRST_FORCED_TOKENS: Final = 1.0
 """Assumed number of tokens per step that a constraint forces, until the first measurement."""
 FORCED_MEMORY: Final = 8
 FORCED_MEMORY_TOKENS: Final = 128
-"""Time constant, in output tokens, of the average's return to `FIRST_FORCED_TOKENS` while none is verified."""
+"""Output tokens in which an old average of forced tokens decays to `FIRST_FORCED_TOKENS` (time constant)."""
 MAX_OUTLIER: Final = 4
 """Maximum ratio of a measurement to the average. Larger ones, for example of a paused thread, are clipped."""
 STEP_DECAY: Final = 1 - 1 / 256
@@ -29,7 +29,7 @@ STEP_DECAY: Final = 1 - 1 / 256
 SIZE_DECAY: Final = 1 / 1024
 """Weight of a recorded step if its size class differs by one; for a difference of n, the n-th power of this."""
 SMALLEST_SIZE: Final = 7
-"""The size class of a step is the bit length of its number of tokens plus this. So 1 to 8 tokens form one class."""
+"""A step's size class is the bit length of SMALLEST_SIZE + its number of tokens: 1 to 8 tokens form one class."""
 MIN_VARIANCE: Final = 1e-6
 """Minimum relative variance of token counts for an estimate of the time of one token."""
 

@@ -16,7 +16,7 @@ from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Room for 2,048 vectors of 8,192 numbers, or 20 log-probabilities for 400,000 tokens."""
+"""Maximum bytes of a frame: 2,048 vectors of 8,192 numbers, or 20 log-probabilities for 400,000 tokens."""
 KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
 _KEEPALIVE_INTERVAL_S: Final = 2

@@ -76,7 +76,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after the arrays that `behind` describes. Raise ProtocolError without room."""
+        """Copy arrays into a buffer after those that `behind` describes. Raise ProtocolError if they do not fit."""
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -93,7 +93,7 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays after `behind`, valid until a write. Raise ProtocolError if they do not fit."""
+        """Return views of the arrays after `behind`, valid until `write`. Raise ProtocolError if they do not fit."""
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""Any peer sees the certificate, so a peer can try out short secrets offline."""
+"""Minimum length of the secret. Any peer sees the certificate, and could find a shorter secret by trial."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
 """OpenSSL's flag `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"

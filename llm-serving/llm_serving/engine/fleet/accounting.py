@@ -140,7 +140,7 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage of a step. Return the range of each class's lead since the replica's last call."""
+        """Add a step's class usage. Return the range of each class's lead (`FleetClassUsage`) since the last call."""
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
             return self._lead_monitor.record(replica, service, usage)

@@ -62,7 +62,7 @@ class WeightMonitor:
         self._scheduler = scheduler
         self._queue = scheduler.waiting
         self.excess: dict[tuple[str, str], list[int]] = {}
-        """(A, B) -> slots, tokens and blocks, divided by weight, that A has received more than B since B waits."""
+        """(A, B) -> service (slots, tokens, blocks) per weight of A minus that of B since B began to wait."""
 
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
@@ -154,7 +154,7 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses the rules of reload `number`. `kept`: ids of requests that wait with a slot."""
+        """Record that a replica uses reload `number`. `kept`: requests that hold a tenant slot but have not run yet."""
         with self._lock:
             self._reloads[replica] = number
             self._kept[replica] = {*kept}

@@ -213,7 +213,7 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the route's replica. `speed_of_another`: used if too few of its steps were measured."""
+        """Return the load of the route's replica. `speed_of_another`: used if the replica has no measured speed."""
         index, engine, num_cached_tokens = route
         speed = None
         if engine.restarting is None:
@@ -299,7 +299,7 @@ class Router:
         )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
-        """Return the speed of the first replica with measurements, without the effect of a full KV cache."""
+        """Return the first measured speed of a replica, as if its KV cache had room for `max_num_seqs` requests."""
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
                 return replace(speed, num_slots=speed.limits.max_num_seqs)

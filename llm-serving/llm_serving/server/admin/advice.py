@@ -59,7 +59,7 @@ class Advisor:
     _minutes: int = 0
     _task: asyncio.Task[dict[str, Any]] | None = None
     _num_waiting: int = 0
-    """At 0, `_task` has ended or is being cancelled."""
+    """Number of clients that wait for `_task`. At 0, `_task` has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
         """Return advice on the last `minutes`. If the last waiting client disconnects, the simulation is cancelled.

@@ -32,7 +32,7 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameters, for accepted and for later requests, and their JSON schemas. The first value is the default."""
+"""Query parameter -> JSON schema. `running` is about accepted requests. The first value is the default."""
 
 
 class Sleeping(Struct):

@@ -225,7 +225,7 @@ class LiveFeed:
     metrics: Metrics
     policy: str
     max_viewers: int
-    """A tenant may have at most half of them."""
+    """Maximum number of clients that watch. A tenant may have at most half of them."""
     clock: Clock
     cpu_clock: Clock = time.thread_time
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

@@ -70,7 +70,7 @@ async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
 
 class ReloadView(Struct):
     changed: list[str]
-    """Changes as "section.key: before -> after", without hashes of keys; "model: " comes first if there are several."""
+    """Changes: "section.key: before -> after", without hashes of keys; after "model: " if there are several models."""
     late: list[int]
     """Replicas whose WorkAgent is restarting. They apply the changes after the restart."""
 

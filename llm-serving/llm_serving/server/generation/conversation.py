@@ -167,7 +167,7 @@ async def encode_chat(
         if offered is not None and offered.format.describe_tools is not None and not _TOOLS.search(template):
             plain = with_system_text(plain, offered.format.describe_tools(offered.for_template))
         plain, sentinel = engine.tokenizer.typed_text.insert_sentinels(plain) if is_typed else (plain, "")
-        plain = with_shown_calls(template, plain)  # with special tokens without sentinels
+        plain = with_shown_calls(template, plain)  # calls get no sentinels, so their special tokens work
         text = engine.tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=adds_prompt,

@@ -80,7 +80,7 @@ class ProtocolRequest(ABC):
         self.adapter: Adapter | None = None
         if adapters := engine.adapters.by_name:
             names: list[Any] = [getattr(body, field, None) for body in bodies for field in ("adapter_id", "model")]
-            names.append(http_request.path_params.get("name"))  # of an older route
+            names.append(http_request.path_params.get("name"))  # the name in the URL of an older route
             if (found := next((adapters[name] for name in names if name in adapters), None)) is not None:
                 self.caller, self.adapter = replace(self.caller, adapter=found.number), found
         self.choices: Choices = ONE_CHOICE

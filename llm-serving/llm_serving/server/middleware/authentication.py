@@ -45,7 +45,7 @@ class FailedKeys:
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if an address presented too many unknown keys. Keys that were valid from there pass."""
+        """Raise RateLimitError if an address presented too many unknown keys, unless this key succeeded from it."""
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:

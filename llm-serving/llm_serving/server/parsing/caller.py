@@ -71,7 +71,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
             priority = requested_priority(config, ceiling, priority, class_name)
         except RequestError as error:
             raise (error.renamed_by(renamed) if tier is None else error.renamed("service_tier", tier)) from None
-    else:  # the highest priority that is allowed, up to 0
+    else:  # priority 0, or the ceiling if its priority is lower
         priority = 0 if ceiling is None else max(0, ceiling.rank)
     timeout_s = _timeout(config, http_request, bodies)
     user = names["user"]
