@@ -31,9 +31,7 @@ API_KEY: Final = re.compile(r"[!-~]{16,512}")
 API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
 
-_NO_PIPELINE: Final = (
-    "layers are not divided; --tensor-parallel-size divides weights, --data-parallel-size divides requests"
-)
+_NO_PIPELINE: Final = "layers are not divided among devices; use --tensor-parallel-size or --data-parallel-size"
 _NUMBERS: Final = ("N", "TOKENS")
 EXIT_FAILED: Final = 1
 MAX_SEED: Final = 2**32 - 1
@@ -71,27 +69,31 @@ FLAGS: Final = (
     CommandFlag("--quantization", "quant_config.quantization", "NAME", ", ".join(QuantizationName)),
     CommandFlag("--kv-cache-dtype", "quant_config.kv_cache_dtype", "NAME", ", ".join(KVCacheDtypeName)),
     CommandFlag(
-        "--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"
+        "--max-model-len", "model_config.max_generate_length", "TOKENS", "maximum tokens of prompt and answer together"
     ),
-    CommandFlag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
+    CommandFlag("--max-num-seqs", "model_config.decode_batch_size", "N", "maximum number of running requests"),
     CommandFlag(
-        "--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"
+        "--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "maximum number of tokens of a step"
     ),
-    CommandFlag("--block-size", "pa_config.block_size", "TOKENS", "tokens of one block of the KV cache"),
-    CommandFlag("--num-gpu-blocks-override", "pa_config.num_blocks", "N", "blocks of the KV cache of each WorkAgent"),
+    CommandFlag("--block-size", "pa_config.block_size", "TOKENS", "tokens in a block of the KV cache"),
+    CommandFlag(
+        "--num-gpu-blocks-override", "pa_config.num_blocks", "N", "number of blocks in the KV cache of a WorkAgent"
+    ),
     CommandFlag(
         "--tensor-parallel-size",
         "cluster_config.tensor_parallel",
         "N",
-        "processes that compute one replica together",
+        "number of processes (ranks) of each replica",
         "-tp",
     ),
     CommandFlag(
-        "--data-parallel-size", "cluster_config.replicas", "N", "copies of the model, each with a WorkAgent", "-dp"
+        "--data-parallel-size", "cluster_config.replicas", "N", "number of replicas, each with a WorkAgent", "-dp"
     ),
-    CommandFlag("--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain: HTTPS instead of HTTP"),
-    CommandFlag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
-    CommandFlag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
+    CommandFlag(
+        "--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain; the server then uses HTTPS"
+    ),
+    CommandFlag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "private key of the certificate"),
+    CommandFlag("--log-level", "serving_config.log_level", "LEVEL", "minimum level of log lines"),
 )
 """Flags and the YAML keys that they set. `--set KEY=VALUE` does the same; if both are given, the flag wins."""
 
@@ -99,20 +101,26 @@ FLAGS: Final = (
 REFUSED: Final = (
     RefusedFlag("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
     RefusedFlag("-pp", _NO_PIPELINE, ("1",)),
-    RefusedFlag("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
-    RefusedFlag("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
-    RefusedFlag("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),
-    RefusedFlag("--device", "`--set device_config.device_target=CPU` (or Ascend)", ("cpu", "auto")),
-    RefusedFlag("--enable-prefix-caching", "it is on unless `--set scheduler_config.prefix_caching=False`", ("",)),
-    RefusedFlag("--no-enable-prefix-caching", "`--set scheduler_config.prefix_caching=False`"),
+    RefusedFlag("--gpu-memory-utilization", "set the size instead: `--set device_config.max_device_memory=8GB`"),
+    RefusedFlag("--kv-cache-memory-bytes", "set the number of blocks instead: `--set pa_config.num_blocks=N`"),
+    RefusedFlag("--swap-space", "set the number of blocks instead: `--set pa_config.num_swap_blocks=N`"),
+    RefusedFlag("--device", "use `--set device_config.device_target=CPU` (or Ascend)", ("cpu", "auto")),
     RefusedFlag(
-        "--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)
+        "--enable-prefix-caching",
+        "prefix caching is on; `--set scheduler_config.prefix_caching=False` disables it",
+        ("",),
     ),
-    RefusedFlag("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
-    RefusedFlag("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
+    RefusedFlag("--no-enable-prefix-caching", "use `--set scheduler_config.prefix_caching=False`"),
+    RefusedFlag(
+        "--enable-chunked-prefill",
+        "it is always on; `--set scheduler_config.max_prefill_tokens=N` sets the token budget",
+        ("",),
+    ),
+    RefusedFlag("--scheduling-policy", "use `--set scheduler_config.policy=NAME`"),
+    RefusedFlag("--max-waiting", "use `--set scheduler_config.max_waiting_queue=N`"),
     RefusedFlag("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
-    RefusedFlag("--trust-remote-code", "no code of a model folder is ever run"),
-    RefusedFlag("--chat-template", "it is read from the model folder's tokenizer_config.json"),
+    RefusedFlag("--trust-remote-code", "the server never runs code of a model folder"),
+    RefusedFlag("--chat-template", "the template is read from the model folder's tokenizer_config.json"),
 )
 
 
@@ -123,15 +131,15 @@ def add_command(commands: Subcommands, name: str, run: Runner, text: str) -> arg
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("flags that stand for a key (the flag wins over --set)")
+    group = parser.add_argument_group("flags that set a YAML key (they override --set)")
     for flag in FLAGS:
         names = [flag.name, flag.short] if flag.short else [flag.name]
         group.add_argument(*names, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"key that clients must send, of tenant `{TENANT}`; only its hash is kept. Other users of the machine see "
-        f"arguments: better set {API_KEY_VARIABLE}, which applies if neither this nor `api_keys` is given",
+        help=f"API key that clients must send, of tenant `{TENANT}`; only its hash is kept. Other users of the machine "
+        f"see it: prefer the variable {API_KEY_VARIABLE}, which applies without this flag and without `api_keys`",
     )
     for refused in REFUSED:
         group.add_argument(refused.name, nargs="?", const="", help=argparse.SUPPRESS)
@@ -202,10 +210,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
     parser.add_argument("--url", help=f"URL of the server; default: {DEFAULT_URL}")
-    parser.add_argument("--host", metavar="ADDRESS", help=f"its address, instead of --url; default: {DEFAULT_HOST}")
-    parser.add_argument("--port", metavar="N", type=int, help=f"its port, instead of --url; default: {DEFAULT_PORT}")
     parser.add_argument(
-        "--api-key", metavar="KEY", default="", help=f"{whose_key}better in the environment variable {API_KEY_VARIABLE}"
+        "--host", metavar="ADDRESS", help=f"address of the server, instead of --url; default: {DEFAULT_HOST}"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=int, help=f"port of the server, instead of --url; default: {DEFAULT_PORT}"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", default="", help=f"{whose_key}prefer the environment variable {API_KEY_VARIABLE}"
     )
 
 

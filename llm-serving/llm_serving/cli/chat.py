@@ -31,7 +31,12 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument("--model", metavar="NAME", default="", help="model name to send; default: none")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="parameters", help="a parameter of requests"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="parameters",
+        help="set a request parameter, for example temperature=0",
     )
 
 
@@ -302,7 +307,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "help": Command(_help, "", "list the commands"),
     "reset": Command(_reset, "", "start a new conversation"),
     "system": Command(_system, "[TEXT]", "start a new conversation with this system message"),
-    "set": Command(_set, "[NAME [VALUE]]", "a parameter of requests, such as temperature 0; without value: none"),
+    "set": Command(_set, "[NAME [VALUE]]", "set a request parameter, such as temperature 0; without VALUE: unset it"),
     "retry": Command(_retry, "", "send the last message again"),
     "undo": Command(_undo, "", "remove the last turn"),
     "history": Command(_history, "", "show the conversation"),

@@ -28,7 +28,9 @@ from llm_serving.models.spec import ModelSpec
 def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser("config", help="check, document or import a configuration", allow_abbrev=False)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = add_command(subcommands, "check", run_check, "print the effective values and where each came from")
+    check = add_command(
+        subcommands, "check", run_check, "check a configuration; print the effective values and their sources"
+    )
     add_config_arguments(check)
     add_command(subcommands, "reference", run_reference, "print a YAML with every key, its default and its meaning")
     importing = add_command(subcommands, "import", run_import, "write the config.json of MindIE-Service as a YAML")

@@ -118,7 +118,7 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument(
         "--joined",
         choices=ORDERS,
-        help="row order of w_qkv or linear_qkv, which the error for a missing value explains",
+        help="row order of w_qkv or linear_qkv; if it is needed, an error message explains the values",
     )
     parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, if there is no config.json")
     export = add_command(commands, "export", run_export, "write the graphs of a model, for backend ge; needs no device")

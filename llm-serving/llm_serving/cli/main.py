@@ -44,15 +44,15 @@ COMMANDS: Final = (
     convert,
     quantize,
     replay,
-    PackageCommand("profile", SIMULATOR, "measure how long steps take on this machine, for whatif and tune"),
+    PackageCommand("profile", SIMULATOR, "measure step times on this machine, for whatif and tune"),
     PackageCommand(
-        "whatif", SIMULATOR, "simulate configurations on a workload: the shipping scheduler under a virtual clock"
+        "whatif", SIMULATOR, "simulate configurations on a workload, with the server's scheduler and a virtual clock"
     ),
-    PackageCommand("tune", SIMULATOR, "search for the configuration that meets an objective best, in simulations"),
+    PackageCommand("tune", SIMULATOR, "find by simulation the configuration that meets an objective best"),
     chat,
     operate,
     PackageCommand(
-        "advice", SIMULATOR, "ask a running server which values would have served its recent requests better"
+        "advice", SIMULATOR, "ask a server which configuration would have suited its recent requests better"
     ),
     config,
 )

@@ -16,7 +16,7 @@ from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 def add_to(commands: Subcommands) -> None:
     parser = add_command(
-        commands, "models", run, "list the models of the local caches, or what one takes and whether it fits"
+        commands, "models", run, "list the models in the local caches, or show the memory that a model needs"
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="folder or name; only its configuration is downloaded")
 

@@ -23,16 +23,16 @@ MAX_ERROR_BYTES: Final = 4096
 
 def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "cluster", help="show a cluster, drain replicas and let them join again", allow_abbrev=False
+        "cluster", help="show a cluster, drain replicas and let drained replicas join again", allow_abbrev=False
     )
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     status = add_command(
-        subcommands, "status", run_status, "machines of a Ray cluster, their free resources and their WorkAgents"
+        subcommands, "status", run_status, "show the machines of a Ray cluster, their free resources and WorkAgents"
     )
     status.add_argument(
         "--address", default="auto", help="address as in cluster_config.address; default: a cluster on this machine"
     )
-    replicas = add_command(subcommands, "replicas", run_replicas, "state of each replica of a server")
+    replicas = add_command(subcommands, "replicas", run_replicas, "show the state of each replica of a server")
     add_server_arguments(replicas, KEY_HELP)
     replicas.set_defaults(order=None)
     for order, what in (
@@ -40,7 +40,9 @@ def add_to(commands: Subcommands) -> None:
         ("join", "let a drained replica serve again"),
     ):
         of_one = add_command(subcommands, order, run_replicas, what)
-        of_one.add_argument("replica", type=int, metavar="N", help="its number, as `replicas` shows it")
+        of_one.add_argument(
+            "replica", type=int, metavar="N", help="number of the replica, as `cluster replicas` shows it"
+        )
         add_server_arguments(of_one, KEY_HELP)
         of_one.set_defaults(order=order)
     reload = add_command(

@@ -162,9 +162,11 @@ def add_to(commands: Subcommands) -> None:
         "--format",
         required=True,
         choices=tuple(FORMATS),
-        help="bits of weights and of activations; w8: a scale for each row",
+        help="bits of weights (w) and activations (a); w8 has one scale for each row",
     )
-    parser.add_argument("--group-size", type=int, metavar="N", help="columns that share a scale of 4 bits; default 128")
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", help="number of columns that share a scale (w4); default: 128"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = add_command(commands, "replay", run, "run the scheduler on a recording; it must decide the same")
+    parser = add_command(commands, "replay", run, "repeat the scheduler decisions of a recording and compare them")
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="recording, from the folder scheduler_config.record_path"
     )

@@ -37,16 +37,18 @@ def add_to(commands: Subcommands) -> None:
         commands, "serve", run_serve, "run the master, its WorkAgents and the HTTP server until interrupted"
     )
     add_config_arguments(serve)
-    start = add_command(commands, "start", run_start, "serve in the background; returns when requests are answered")
+    start = add_command(commands, "start", run_start, "serve in the background; return when the server is ready")
     add_config_arguments(start)
     _add_run_dir(start)
-    stop = add_command(commands, "stop", run_stop, "end what `start` started")
-    stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
+    stop = add_command(commands, "stop", run_stop, "stop servers that `start` started")
+    stop.add_argument("--port", type=int, metavar="N", help="stop only the server on this port")
     _add_run_dir(stop)
     batch = add_command(
         commands, "run-batch", run_file, "answer a file of requests without a server; an interrupted run is resumed"
     )
-    batch.add_argument("source", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
+    batch.add_argument(
+        "source", type=Path, metavar="IN", help="file of requests: JSON lines with custom_id, method, url and body"
+    )
     batch.add_argument(
         "target", type=Path, metavar="OUT", help="file for the answers, in order; failed lines go to OUT.errors"
     )
@@ -64,7 +66,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _add_run_dir(parser: argparse.ArgumentParser) -> None:
-    help_text = "where pids and logs of background servers are kept"
+    help_text = "folder for the pids and logs of background servers"
     parser.add_argument("--run-dir", type=Path, default=Path(".run"), metavar="FOLDER", help=help_text)
 
 

@@ -124,14 +124,14 @@ class ClassMetrics:
             "llm_serving:num_requests_running", "Requests that were scheduled and have not finished.", labels=names
         )
         preemptions = CounterMetricFamily(
-            "llm_serving:preemptions_total", "Times a running request lost its blocks.", labels=names
+            "llm_serving:preemptions_total", "Preemptions of running requests.", labels=names
         )
         first_tokens = HistogramMetricFamily(
-            "llm_serving:time_to_first_token_seconds", "From arrival to the first token.", labels=names
+            "llm_serving:time_to_first_token_seconds", "Time from arrival to the first token.", labels=names
         )
         predicted = GaugeMetricFamily(
             "llm_serving:predicted_time_to_first_token_seconds",
-            "Predicted for a short request of the class that arrives now; use it for autoscaling.",
+            "Predicted time to first token of a short request that arrives now; use it for autoscaling.",
             labels=names,
         )
         for name, load in loads.items():
@@ -150,7 +150,7 @@ class ClassMetrics:
             refusals.add_metric([*values, name, reason], count)
         slo = CounterMetricFamily(
             "llm_serving:slo_requests_total",
-            "Requests that met a target of their class, or missed it; `all` met is goodput.",
+            "Requests that met or missed an SLO of their class; target `all` with met `true` is goodput.",
             labels=[*names, "target", "met"],
         )
         for (name, target, met), count in self._slo.items():
@@ -266,13 +266,13 @@ class MoveMetrics:
 
     def collect(self) -> Iterator[Metric]:
         labels = self._labels
-        text = "Requests that migrated to another replica than the one that computed their prompt."
+        text = "Requests that migrated from the replica that computed their prompt to another replica."
         yield counter("llm_serving:moved_requests_total", text, labels, self._num_requests)
         text = "KV blocks of migrated requests."
         yield counter("llm_serving:moved_blocks_total", text, labels, self._num_blocks)
         text = "Bytes of the KV blocks of migrated requests."
         yield counter("llm_serving:moved_bytes_total", text, labels, self._num_blocks * self.block_bytes)
-        text = "Sum of the seconds from a request's last step at one replica to its first step at the other."
+        text = "Sum of the seconds from a migrated request's last step on one replica to its first step on the next."
         yield counter("llm_serving:move_seconds_total", text, labels, self._seconds)
 
 
@@ -301,8 +301,8 @@ class DiskMetrics:
     def collect(self) -> Iterator[Metric]:
         labels, size = self._labels, self.block_bytes
         for name, text, value in (
-            ("queried_blocks", "Blocks of prompts that were not in memory and were looked up", self._num_looked_up),
-            ("hit_blocks", "Blocks of prompts that were read", self._num_read),
+            ("queried_blocks", "Prompt blocks looked up because they were not in memory", self._num_looked_up),
+            ("hit_blocks", "Prompt blocks that were read", self._num_read),
             ("read_bytes", "Bytes of the blocks that were read", self._num_read * size),
             ("written_blocks", "Blocks that were written", self._num_written),
             ("written_bytes", "Bytes of the blocks that were written", self._num_written * size),

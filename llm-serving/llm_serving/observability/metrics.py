@@ -256,11 +256,11 @@ class Metrics(Collector):
         yield gauge("vllm:num_requests_running", "Requests that are running.", labels, load.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", labels, load.num_waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", labels, load.kv_usage)
-        text = "WorkAgents that are configured, each a replica of the model."
+        text = "Configured replicas of the model, each with a WorkAgent."
         yield gauge("llm_serving:replicas", text, labels, replicas.num_replicas)
         yield gauge("llm_serving:replicas_ready", "WorkAgents that serve.", labels, replicas.num_ready)
         build = {**labels, "version": __version__}
-        yield gauge("llm_serving:build_info", "1; the labels name the version.", build, 1)
+        yield gauge("llm_serving:build_info", "Always 1; the label `version` is the version of the server.", build, 1)
         compiled = GaugeMetricFamily(
             "llm_serving:graph_compilations",
             "Graphs that a WorkAgent has compiled; more than at its warm-up means that steps waited for a compilation.",
@@ -283,7 +283,7 @@ class Metrics(Collector):
         yield counter_by("vllm:request_success_total", text, labels, "finished_reason", finished)
         text = "Reloads of the configuration by outcome: applied, refused, or unchanged."
         yield counter_by("llm_serving:config_reloads_total", text, labels, "outcome", self._reloads)
-        text = "Violations of tenant limits and class weights across all replicas; stays 0."
+        text = "Violations of tenant limits and class weights across all replicas; 0 unless there is a bug."
         yield counter_by("llm_serving:share_violations_total", text, labels, "of", self.num_shares_broken)
         for name, (text, deprecated_name) in _DRAFT_TOKENS.items():
             counts = self.draft_tokens[name]
@@ -344,24 +344,28 @@ _MEMORY_GAUGES: Final = (
     ),
 )
 _STATE_GAUGES: Final = (
-    ("llm_serving:state_slots", "Slots for fixed-size states, of each replica.", "total"),
-    ("llm_serving:state_slots_used", "Slots for states in use, of each replica.", "used"),
-    ("llm_serving:state_checkpoints", "States that a prefix hit can use, of each replica.", "checkpoints"),
+    ("llm_serving:state_slots", "Slots for recurrent states, of each replica.", "total"),
+    ("llm_serving:state_slots_used", "Slots for recurrent states in use, of each replica.", "used"),
+    (
+        "llm_serving:state_checkpoints",
+        "Recurrent states from which a prefix hit can continue, of each replica.",
+        "checkpoints",
+    ),
 )
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {
-    "vllm:num_preemptions_total": "Times a running request lost its blocks.",
+    "vllm:num_preemptions_total": "Preemptions of running requests.",
     "vllm:prompt_tokens_total": "Prompt tokens of finished requests.",
     "vllm:generation_tokens_total": "Tokens generated.",
     "vllm:prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
     "llm_serving:steps_total": "Steps scheduled.",
-    "vllm:spec_decode_num_drafts_total": "Drafts verified: once per request and step.",
-    "llm_serving:bound_violations_total": "Violations of a bound on waiting; stays 0.",
-    "llm_serving:audits_total": "Answers that were computed again alone and compared.",
-    "llm_serving:audit_mismatch_total": "Audited answers that differed; stays 0.",
-    "llm_serving:shared_answers_total": "Answers shared with an identical request instead of computed.",
+    "vllm:spec_decode_num_drafts_total": "Drafts verified, at most one per request and step.",
+    "llm_serving:bound_violations_total": "Violations of a guaranteed maximum wait; 0 unless the scheduler has a bug.",
+    "llm_serving:audits_total": "Answers that were recomputed with batch size 1 and compared.",
+    "llm_serving:audit_mismatch_total": "Audited answers that differed when recomputed; 0 unless there is a bug.",
+    "llm_serving:shared_answers_total": "Requests that got the answer of an identical request.",
     "llm_serving:worker_restarts_total": "Restarts of WorkAgents.",
 }
 _DRAFT_TOKENS: Final = {
@@ -376,15 +380,15 @@ _DRAFT_TOKENS: Final = {
 }
 _HISTOGRAMS: Final = {
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKEN_BUCKETS),
-    "vllm:time_to_first_token_seconds": ("From arrival to the first token.", LATENCY_BUCKETS),
-    "vllm:inter_token_latency_seconds": ("Between two tokens of a request.", LATENCY_BUCKETS),
-    "vllm:request_time_per_output_token_seconds": ("Mean gap between the tokens of a request.", LATENCY_BUCKETS),
-    "vllm:e2e_request_latency_seconds": ("From arrival to the end of a request.", LATENCY_BUCKETS),
-    "vllm:request_queue_time_seconds": ("From arrival to being scheduled first.", LATENCY_BUCKETS),
-    "vllm:request_prefill_time_seconds": ("From being scheduled first to the first token.", LATENCY_BUCKETS),
-    "vllm:request_decode_time_seconds": ("From the first token to the last.", LATENCY_BUCKETS),
-    "vllm:request_inference_time_seconds": ("From being scheduled first to the last token.", LATENCY_BUCKETS),
-    "vllm:request_prompt_tokens": ("Tokens of the prompt.", LENGTH_BUCKETS),
+    "vllm:time_to_first_token_seconds": ("Time from arrival to the first token.", LATENCY_BUCKETS),
+    "vllm:inter_token_latency_seconds": ("Time between two tokens of a request.", LATENCY_BUCKETS),
+    "vllm:request_time_per_output_token_seconds": ("Mean time between the tokens of a request.", LATENCY_BUCKETS),
+    "vllm:e2e_request_latency_seconds": ("Time from arrival to the end of a request.", LATENCY_BUCKETS),
+    "vllm:request_queue_time_seconds": ("Time from arrival to the first scheduling.", LATENCY_BUCKETS),
+    "vllm:request_prefill_time_seconds": ("Time from the first scheduling to the first token.", LATENCY_BUCKETS),
+    "vllm:request_decode_time_seconds": ("Time from the first token to the last.", LATENCY_BUCKETS),
+    "vllm:request_inference_time_seconds": ("Time from the first scheduling to the last token.", LATENCY_BUCKETS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", LENGTH_BUCKETS),
     "vllm:request_generation_tokens": ("Tokens generated for a request.", LENGTH_BUCKETS),
 }
 
