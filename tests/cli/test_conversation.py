@@ -113,7 +113,7 @@ def test_chat_replaces_control_characters(engine: FakeEngine, client: ChatClient
     engine.script = Script((Piece("a\x1b[2J\x07\rb\n\tc"), Piece("")), FinishReason.LENGTH)
     shown = talk(client, ["x", "/history"])
     assert shown.startswith("a�[2J��b\n\tc\n")
-    assert "cut off by its length" in shown
+    assert "stopped at the maximum length" in shown
     assert "\x1b" not in shown
 
 

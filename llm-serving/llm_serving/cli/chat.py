@@ -236,7 +236,7 @@ class Chat:
         if first is not None:
             parts.append(f"the first after {first - began:.2f} s")
         if last.finish_reason == "length":
-            parts.append("cut off by its length")
+            parts.append("stopped at the maximum length")
         self.say(f"{DIM}({', '.join(parts)}){PLAIN}" if self.out.isatty() else f"({', '.join(parts)})")
 
 

@@ -31,8 +31,8 @@ class ConstraintMatcher(Protocol):
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow the output.
 
-        Only the tokens since the previous call are processed if the output extends that call's. End tokens are allowed
-        only if the constraint is satisfied. If the matcher fails, no bit is set.
+        If the output extends that of the previous call, only the new tokens are processed. End tokens are allowed only
+        if the constraint is satisfied. If the matcher fails, no bit is set.
         """
 
     def allowed_words_after_drafts(

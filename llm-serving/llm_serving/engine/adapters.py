@@ -48,7 +48,7 @@ class AdapterRegistry:
         self._removed: Mapping[int, Adapter] = {}
         """Adapter number -> adapter that new requests may not name. Unfinished requests may still use it."""
         self._files: dict[int, str] = {}
-        """Adapter number -> fingerprint of each adapter loaded so far. Caches may hold blocks of unloaded ones."""
+        """Adapter number -> fingerprint, also of unloaded adapters, because caches may still hold their blocks."""
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))

@@ -233,7 +233,7 @@ class BeamSearchSink:
             deadline=root.deadline,
             output_token_ids=output_token_ids,
         )
-        if parent is not None:  # it keeps its parent's position among running requests
+        if parent is not None:  # the fork continues the row of its parent: its gap since the last step is the same
             beam.last_scheduled_step = parent.last_scheduled_step
         self._num_forks += 1
         self._beams.append(beam)

@@ -16,7 +16,7 @@ MIN_CLEANUP_SIZE: Final = 64
 CHECK_INTERVAL_S: Final = 0.1
 """Seconds between two searches for waiting requests that cannot meet their deadline."""
 MAX_CHECKED: Final = 16
-"""Maximum number of requests that one such search checks: those with the earliest deadlines."""
+"""Maximum number of requests that each of these searches checks: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
 """(deadline, request id, number of the entry, request). Ids alone are not unique after a migration."""

@@ -121,7 +121,7 @@ class Engine(EngineRequests):
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step. If enough steps are in flight, collect the oldest. Return False without work."""
+        """Submit the next step. If enough steps are in flight, collect the oldest. Return False if there is no work."""
         try:
             self._executor.await_ending()
             self._drain_inbox()
@@ -210,7 +210,7 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the tokens that constraints allow in the oldest step in flight. All earlier replies must be known."""
+        """Send the tokens that constraints allow in the oldest step in flight, whose predecessors have been collected."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:

@@ -210,7 +210,7 @@ class EngineRequests:
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread. Return the future result. Raise WorkerDiedError after its end."""
+        """Call a function in the engine's thread; return a future. Raise WorkerDiedError if the engine has ended."""
         answer: Future[T] = Future()
 
         def reply() -> None:

@@ -156,7 +156,7 @@ class OutputProcessor:
         self._metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
-        """Add the times between tokens to the metrics, once for each step, because it takes a lock."""
+        """Add the times between tokens to the metrics, only once for each step, because each call takes a lock."""
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

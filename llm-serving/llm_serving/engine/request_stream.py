@@ -26,7 +26,7 @@ class RequestStream:
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called with each output but the last while the reader waits. False: the reader gets the output."""
+        """Called with each output but the last while the reader waits. If it returns False, the reader gets it."""
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0

@@ -73,7 +73,8 @@ class RankChannels:
             return read
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
-            raise DeadlineExceededError("a rank did not reply in time")
+            missing = [rank for rank, messages in enumerate(self._received) if not messages]
+            raise DeadlineExceededError(f"no message arrived in time from the ranks {missing}")
         numbers = {number for number, _ in self._poll.poll(remaining)}
         return [rank for rank, channel in enumerate(self._channels) if channel.fileno() in numbers]
 

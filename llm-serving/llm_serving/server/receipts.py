@@ -74,7 +74,7 @@ class ReceiptHook:
         try:
             issuer = self._issuer
         except ConfigError as error:
-            raise UnavailableError(f"no receipt can be given: {error}") from None
+            raise UnavailableError(f"the server cannot issue a receipt: {error}") from None
         return await issuer.start_receipt(engine, response_id, created, adapter)
 
     @cached_property

@@ -286,7 +286,7 @@ class ServedModels:
             del self._changing[name]
 
     async def _open_ready(self, config: ServingConfig) -> ServedModel:
-        """Only one model is loaded at a time, because each is checked against the memory that is free."""
+        """Load a model and return when it is ready; one at a time, because each is checked against the free memory."""
         assert self._open is not None
         name = config.model.model_name
         async with self._turn:

@@ -243,7 +243,7 @@ def test_ray_connection_is_abandoned_if_nothing_runs_or_starts(monkeypatch: pyte
     assert agents.start(StartAgent(2, 1, ((),))), "another one runs"
     agents.kill(KillAgent(1))
     assert not agents.start(StartAgent(3, 0, ((),)))
-    assert sent[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]
+    assert sent[1:] == [AgentEnded(number, "Ray cannot start the WorkAgent: WrongClusterID") for number in (2, 3)]
 
 
 def test_every_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

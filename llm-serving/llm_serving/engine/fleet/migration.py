@@ -42,14 +42,14 @@ CPU_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """The replica to which a request's blocks were transferred. If its link closes, the blocks are lost."""
+    """The replica to which a request's blocks were transferred. If `link` closes, the blocks are lost."""
 
     replica: int
     link: BlockLink
 
 
 class MigratingRequest(NamedTuple):
-    """A request that has left one engine and has not reached the next. `request` is its object for the next engine."""
+    """A request that has left one engine and has not reached the next. `request`: object that the next engine adds."""
 
     request: Request
     produced: ProducedOutput

@@ -238,7 +238,7 @@ class TenantSlots:
                 self._num_migrating[tenant] += 1
 
     def finish_migration(self, replica: int, request_id: str) -> None:
-        """Record that a replica continues the request. The next report of the replica counts its slot."""
+        """Record that a replica continues the request. The replica's next report includes the request's slot."""
         with self._lock:
             self._arrived.setdefault(replica, []).append(request_id)
 

@@ -134,7 +134,7 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. Return False if that fails and no other runs, because this cluster may be lost."""
+        """Start a WorkAgent. Return False if Ray refuses it and no WorkAgent runs: the cluster may be lost."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
             "max_restarts": 0,  # the supervisor restarts WorkAgents, with new tokens
@@ -157,7 +157,7 @@ class RayAgents:
         except self._ray.exceptions.RayError as error:
             with self._lock:
                 self._actors.pop(command.number, None)
-            self._report(AgentEnded(command.number, f"Ray cannot start it: {error}"))
+            self._report(AgentEnded(command.number, f"Ray cannot start the WorkAgent: {error}"))
             with self._lock:
                 return bool(self._actors)
         return True
