@@ -210,7 +210,7 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the tokens that constraints allow in the oldest step in flight, whose predecessors have been collected."""
+        """Send the tokens that constraints allow in the oldest step in flight. All earlier steps must have replies."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:

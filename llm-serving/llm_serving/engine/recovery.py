@@ -126,7 +126,7 @@ class Recovery:
         guilty = find_culprits(suspects, self._passes)
         if not guilty:
             return [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS]
-        for each in suspects:  # the culprits caused these losses; each recovery ends a request, so recoveries end
+        for each in suspects:  # the culprits, which now end, caused these losses
             each.num_lost_steps = 0
         return guilty
 

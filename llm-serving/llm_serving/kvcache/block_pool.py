@@ -112,7 +112,7 @@ class BlockPool:
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """Function that returns whether a block has a hash. It is valid as long as the pool exists."""
+        """Function that returns whether any block has the given hash. It stays valid when the pool changes."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:

@@ -37,13 +37,13 @@ class SchedulerComponents:
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching
-        if blocks.states is not None:  # a reload cannot add slots
+        if blocks.states is not None:  # a reload cannot add state slots
             limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, blocks.states.max_running))
         self.rules = rules._replace(classes=classes, limits=limits)
         self.waiting = WaitingQueue(classes, limits, order, blocks.pool.num_blocks)
         self.slots = RunningSlots(limits, blocks, classes)
-        # A step admits no request past one that waits for a slot of adapters, so all slots are free once the running
-        # requests have ended: with N of them, at least N waiting requests are then admitted.
+        # A request that waits for an adapter slot blocks all requests behind it. So all N adapter slots are free once
+        # the running requests have ended, and at least N waiting requests are then admitted.
         adapters, most = blocks.adapters, limits.max_num_seqs
         bounded = limits if adapters is None else replace(limits, max_num_seqs=min(most, adapters.num_slots))
         self.bounds = class_bounds(

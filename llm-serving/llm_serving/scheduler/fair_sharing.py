@@ -181,7 +181,7 @@ class WeightedFairSharing:
             else:
                 common = min(least, max(before))
                 self._usage[name] = before[0] - common, before[1] - common, before[2] - common
-        # The same for tokens: a class that was served is never behind the unserved class with the least usage.
+        # The same for prefill tokens: no class has less usage than the unserved class with the least usage.
         lacking = [name for name in self.contenders if name in unserved]
         if not lacking:
             self._prefill_usage = dict.fromkeys(self._names, 0)
@@ -208,7 +208,7 @@ class WeightedFairSharing:
         backlogged: Collection[str],
     ) -> None:
         for name in self._names:
-            if held[name] or name in num_tokens:  # otherwise it gets nothing of the step
+            if held[name] or name in num_tokens:  # otherwise the class gets no service in this step
                 served = max(self._service_of_step(name, held, num_tokens, blocks))
                 self._service[name] += served * (SCALE // self._weights[name])
         self._with_demand = {name for name in self.contenders if name in backlogged}
@@ -237,7 +237,7 @@ class WeightedFairSharing:
         slots, tokens, stored = self._usage[name]
         held_part, computed_part, stored_part = self._service_of_step(name, held, num_tokens, blocks)
         slots, tokens, stored = slots + held_part * scale, tokens + computed_part * scale, stored + stored_part * scale
-        # A resource that it did not use earns at most a quantum of credit.
+        # A resource that the class did not use earns at most a quantum of credit.
         least = max(slots, tokens, stored) - self._quantum_steps * FULL_STEP * scale
         return max(slots, least), max(tokens, least), max(stored, least)
 

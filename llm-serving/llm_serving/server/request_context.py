@@ -31,7 +31,7 @@ class RequestContext:
     status: int | None = None
     """None: the response has not begun."""
     error: str = ""
-    """Kind of an error and, if a field was wrong, its name."""
+    """Kind of the error and the name of the wrong field, if any; empty: no error."""
     request_id: str = ""
     tenant: str = ""
     request_class: str = ""

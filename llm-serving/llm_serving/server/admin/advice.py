@@ -53,7 +53,7 @@ class Advisor:
     clock: Clock
     """The clock of the recordings."""
     command: Sequence[str] = COMMAND
-    """Reads a request from standard input and writes advice to standard output."""
+    """Command of the simulator process, which reads a request from its input and writes advice to its output."""
     refused: Callable[[float], Sequence[RefusedRequests]] = lambda since: ()
     """Returns the requests refused since a time on `clock`."""
     _minutes: int = 0

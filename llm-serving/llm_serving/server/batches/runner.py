@@ -71,7 +71,7 @@ class Batches:
     concurrency: int
     """Maximum number of requests at a time, and of unfinished lines of a batch, which may wait for a retry."""
     priority_class: str
-    """Class of lines that name none."""
+    """Request class of lines that name no class."""
     shares: TenantQuota
     """Quota for files that are being uploaded."""
     bounds_answers: bool = True

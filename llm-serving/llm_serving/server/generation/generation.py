@@ -48,7 +48,7 @@ class Generation:
 
     streams: Sequence[RequestStream]
     select: Select | None = None
-    """None: each sequence is a choice."""
+    """Selects the sequences that become choices; None: each sequence is a choice."""
     on_output: Callable[[int, RequestOutput], None] | None = None
     """Called with each output of a choice before it is yielded."""
     on_close: Callable[[int], None] | None = None

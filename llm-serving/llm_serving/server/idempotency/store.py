@@ -211,7 +211,7 @@ class ModelState:
 
 
 class LogFile:
-    """The log of accepted requests. A write error ends it. Raise ConfigError if the folder cannot be used."""
+    """The log of accepted requests, until the first write error. Raise ConfigError if the folder cannot be used."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
