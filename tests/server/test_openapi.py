@@ -31,7 +31,7 @@ def test_openapi_document_has_parameter_ranges():
 
 @pytest.mark.parametrize("name", [*NOT_WITH_A_CONSTRAINT, "min_new_tokens"])
 def test_openapi_document_describes_structured_output_conflicts(name):
-    assert "Not with a field that asks for structured output." in LIMITS[name]
+    assert "Not allowed with structured output." in LIMITS[name]
 
 
 def test_openapi_check_detects_undocumented_refusals():

@@ -145,8 +145,7 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        Instead of reading a block that another request is reading, wait until that request is added. A fork waits until
-        its parent is added.
+        If another request is reading the same block, this request is added after it. A fork is added after its parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")

@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            rule = "is in use by another program; stop that, or choose another port with --port"
+            rule = "is in use by another program; stop that program, or choose another port with --port"
             raise ConfigError(f"serving_config.server_port: {host}:{port} {rule}") from None
         raise ConfigError(f"serving_config.server_ip: cannot bind to {host}:{port}: {error.strerror}") from None
     return listener

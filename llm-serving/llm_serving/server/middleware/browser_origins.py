@@ -114,5 +114,5 @@ class BrowserGuard:
             return
         if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:
             self._refused("foreign_origin")
-            rule = "must be same-origin or none without an `Origin`, because the server needs no API key"
+            rule = "must be same-origin or none if there is no header `Origin`, because the server needs no API key"
             raise PermissionDeniedError("Sec-Fetch-Site", rule, site.decode())
