@@ -36,7 +36,7 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which an NPU adds in a fixed order, and sums of matrix products from element 0 on."""
+"""Environment variables with which an NPU adds in a fixed order, and starts sums of matrix products at element 0."""
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 * 1024
 """Allocations of at least this many bytes get their own memory mapping: glibc's initial threshold."""

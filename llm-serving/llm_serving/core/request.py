@@ -63,7 +63,7 @@ class DiskPrefix(NamedTuple):
 class Transfer:
     """The KV blocks of a migrating request in the transfer pool, and the request's history.
 
-    The blocks do not change until the importing replica releases them. Without blocks, it recomputes all tokens.
+    The blocks do not change until the importing replica releases them. If there are none, it recomputes all tokens.
     """
 
     block_ids: tuple[int, ...] = ()

@@ -229,8 +229,7 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Choose the replica that continues a migrating request, if possible `index`; None: its blocks are transferred
-        first.
+        """Return the replica that continues a migrating request, preferably `index`; None: its blocks are sent first.
 
         After the transfer, `on_migrating` gets the request again, without blocks if the transfer failed. If too many
         transfers wait, the replica that has the blocks continues the request.

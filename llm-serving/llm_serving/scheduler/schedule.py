@@ -107,9 +107,7 @@ class Schedule:
     stores: Sequence[StoredBlocks] = ()
     """Prompt blocks among `exports` that the disk cache stores after the reply."""
     num_bound_violations: int = 0
-    """Number of bounds that this step violates: on the steps for which a request waits for admission, or for which a
-    running request is not scheduled. Above 0, the scheduler has a bug.
-    """
+    """Number of guaranteed maximum waits and gaps that this step exceeds. Above 0, the scheduler has a bug."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 

@@ -70,7 +70,7 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Update the gaps after a formed step. Return how many exceed their bound. `running`: snapshot before it."""
+        """Update the gaps after a formed step. Return how many exceed their bound. `running`: from before the step."""
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:

@@ -203,7 +203,7 @@ class SpeculationController:
         draft_model: DraftModelProposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`draft_model`: for requests without an n-gram match. `clock`: if None, updates take no time."""
+        """`draft_model`: for requests without an n-gram match. `clock` None: updates are assumed to take no time."""
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
         self._model = draft_model

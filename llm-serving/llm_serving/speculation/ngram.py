@@ -246,7 +246,7 @@ class NgramProposer:
         self._now: Clock = no_time if clock is None else clock
         self.finished = FinishedAnswersIndex(length, FINISHED_TOKENS) if finished is None else finished
         self.requests: OrderedDict[Request, RequestDrafts] = OrderedDict()
-        """All requests, in the order in which the rotation reaches them."""
+        """All requests, in the order of their lookups in rotation."""
         self.matched: dict[Request, RequestDrafts] = {}
         self.unmatched: dict[Request, RequestDrafts] = {}
         """Requests without a draft for which a lookup may gain more than it costs."""

@@ -62,12 +62,12 @@ class WeightMonitor:
         self._scheduler = scheduler
         self._queue = scheduler.waiting
         self.excess: dict[tuple[str, str], list[int]] = {}
-        """(A, B) -> service (slots, tokens, blocks) per weight of A minus that of B since B began to wait."""
+        """(A, B) -> excess of A over B in slots, tokens and blocks, each divided by weight, since B began to wait."""
 
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return the number of pairs (A, B) for which it breaks the rule of this class."""
+        """Add a step. Return the number of pairs (A, B) that violate the rule of `WeightMonitor`."""
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
             self._queue, self.excess = scheduler.waiting, {}

@@ -37,7 +37,7 @@ MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
 SPARE_DEPTH: Final = 64
-"""A line is decoded inside this many lists as a check, so that its nesting leaves room for deeper call stacks."""
+"""Extra nesting with which a line is checked, so that it can be decoded later where less of the stack is free."""
 EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 LEAST_STORE_PAUSE_S: Final = 1.0

@@ -52,7 +52,7 @@ class Generation:
     on_output: Callable[[int, RequestOutput], None] | None = None
     """Called with each output of a choice before it is yielded."""
     on_close: Callable[[int], None] | None = None
-    """Called with the number of generated tokens."""
+    """Called once, at the end, with the number of generated tokens."""
     on_read: Callable[[RequestOutput], None] | None = None
     """Called with every output, including those of sequences that are not selected."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)

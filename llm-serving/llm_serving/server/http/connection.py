@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
         self._update_reading()
 
     def resume_reading(self) -> None:
-        """Continue to pass on the body in the next iteration of the event loop, because uvicorn is still in a call."""
+        """Continue to pass on the body in the next event loop iteration, because uvicorn has not returned yet."""
         self._app_paused = False
         self._loop.call_soon(self._advance)
 

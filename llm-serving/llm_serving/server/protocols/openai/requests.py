@@ -54,7 +54,7 @@ class StreamedUsage(NamedTuple):
 
 
 def streamed_usage(request: GenerationRequest) -> StreamedUsage:
-    """Raise RequestError for `stream_options` without `stream`."""
+    """Return where a stream reports usage. Raise RequestError for `stream_options` without `stream`."""
     options = request.stream_options
     if options is None:
         return StreamedUsage()
