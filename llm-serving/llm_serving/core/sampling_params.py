@@ -132,7 +132,7 @@ class Texts:
             raise RequestError(field, self.text, len(value))
         for text in value:
             if not 1 <= len(text) <= self.max_chars:
-                raise RequestError(field, f"each string must have 1 to {self.max_chars} characters", len(text))
+                raise RequestError(field, f"must hold strings of 1 to {self.max_chars} characters", len(text))
         return tuple(value)
 
 
@@ -197,7 +197,7 @@ class TokenSequences:
             raise RequestError(field, self.text, len(value))
         for sequence in value:
             if not 1 <= len(sequence) <= self.max_len:
-                raise RequestError(field, f"each word must have 1 to {self.max_len} tokens", len(sequence))
+                raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", len(sequence))
         return tuple([tuple([_TOKEN_ID.checked(field, token_id) for token_id in sequence]) for sequence in value])
 
 
