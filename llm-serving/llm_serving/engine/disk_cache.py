@@ -127,7 +127,7 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink. Before the request enters the scheduler, the sink calls `find`.
+        """Give a request its output sink, which waits for `find` before it adds the request to the scheduler.
 
         Beam searches do not wait. Requests with adapters do not wait either, because their blocks are never on disk: an
         adapter's number of 31 bits is too short to identify the adapter as long as the files exist.

@@ -41,7 +41,7 @@ class Preemptor:
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt requests to make room for `request`, or return False. `parent`: request that shares blocks."""
+        """Preempt requests to make room for `request`, or return False. `parent`: request whose blocks it shares."""
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)

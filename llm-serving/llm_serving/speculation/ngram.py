@@ -33,7 +33,7 @@ FINISHED_TOKENS: Final = 2**18
 MAX_INDEXED_TOKENS: Final = 8192
 """Maximum number of prompt tokens that are searched: the last ones."""
 INDEX_SHARE: Final = 4
-"""Finished answers are indexed once their number is 1/INDEX_SHARE of the rows: many take as long as one."""
+"""Finished answers are indexed together, once they are 1/INDEX_SHARE of the rows: many take as long as one."""
 FAILED_TOKEN: Final = -1
 """Output token of a failed step. In a draft, a negative id would refer to the previous step."""
 MATCH_TOKENS: Final = 1.4

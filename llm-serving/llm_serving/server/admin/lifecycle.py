@@ -32,7 +32,7 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameter -> JSON schema. `running` is about accepted requests. The first value is the default."""
+"""Query parameter -> JSON schema. `running`: for accepted requests. The first value of each is the default."""
 
 
 class Sleeping(Struct):

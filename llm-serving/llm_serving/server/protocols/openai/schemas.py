@@ -21,7 +21,7 @@ class CallerFields(Struct, kw_only=True):
     """The fields of all generation routes that describe the caller."""
 
     priority: int | None = None
-    """A smaller number runs first. It selects the class with the largest `rank` up to it. Header: `x-priority`."""
+    """Selects the class with the largest `rank` up to this number. Smaller runs first. Header: `x-priority`."""
     priority_class: str | None = None
     """Not together with `priority`. Header: `x-request-class`."""
     service_tier: str | None = None
