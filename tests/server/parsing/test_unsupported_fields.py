@@ -68,7 +68,7 @@ def test_unsupported_fields_are_refused_or_reported(path, usual, name, row):
 
 def test_empty_options_object_counts_as_given():
     error = error_of(post(FakeEngine(), "/v1/chat/completions", {**CHAT, "web_search_options": {}}))
-    assert error["message"] == "`web_search_options` is not supported: this server searches nothing"
+    assert error["message"] == "`web_search_options` is not supported: the server has no web search"
 
 
 @pytest.mark.parametrize(
