@@ -16,6 +16,14 @@ START_S: Final = 300.0
 """Maximum seconds until a server is healthy."""
 
 
+class NotStartedError(SystemExit):
+    """A server did not start. `log`: all that it printed."""
+
+    def __init__(self, program: str, log: str) -> None:
+        super().__init__(f"{program} did not start:\n{log[-3000:]}")
+        self.log = log
+
+
 def complete(port: int, prompt: Sequence[int], max_tokens: int) -> float:
     """Return the duration in seconds of a greedy completion of exactly `max_tokens` tokens."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -32,7 +40,7 @@ def complete(port: int, prompt: Sequence[int], max_tokens: int) -> float:
 
 @contextlib.contextmanager
 def serving(command: Sequence[str]) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Start a server on a free port, and end it afterwards. Raise SystemExit with its log if it does not start."""
+    """Start a server on a free port, and end it afterwards. Raise NotStartedError if it does not start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,7 +51,7 @@ def serving(command: Sequence[str]) -> Iterator[tuple[int, subprocess.Popen[byte
             while not is_healthy(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    raise SystemExit(f"{command[0]} did not start:\n{log.read().decode(errors='replace')[-3000:]}")
+                    raise NotStartedError(command[0], log.read().decode(errors="replace"))
                 time.sleep(0.2)
             yield port, process
         finally:

@@ -17,20 +17,18 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import struct
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "performance")]
 
 import numpy as np
+from harness.server_process import NotStartedError, serving
 from llm_serving.models.weight_reader import check_folder
 from support.gguf_hybrid_cases import COMPARED, case
 from support.gguf_hybrids import write_gguf
@@ -39,7 +37,6 @@ from support.graph_model import GraphModel, backend
 PROMPTS = (5, 60)
 NEW_TOKENS = 24
 END_TOKEN = 2
-START_S = 60.0
 KNOWN = {
     "phimoe": "it has RMS norms and a softmax router, where the published model has layer norms and SparseMixer",
     "nemotron_h, biases": "it has no biases of these layers",
@@ -84,37 +81,17 @@ def own_tokens(path: Path, prompt: Sequence[int]) -> tuple[list[int], list[float
 @contextlib.contextmanager
 def llama_server(program: str, path: Path) -> Iterator[int]:
     """Start llama.cpp's server with one slot and a float32 KV cache. Yield its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = ["-t", "1", "-np", "1", "-c", "256", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "--no-warmup"]
-    with tempfile.TemporaryFile() as log:
-        command = [program, "-m", str(path), "--port", str(port), *options]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + START_S
-            while not _is_healthy(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise NotLoadedError(_error_in(log.read().decode(errors="replace")))
-                time.sleep(0.1)
+    try:
+        with serving([program, "-m", str(path), *options]) as (port, _):
             yield port
-        finally:
-            process.terminate()
-            process.wait()
+    except NotStartedError as error:
+        raise NotLoadedError(_error_in(error.log)) from error
 
 
 def _error_in(log: str) -> str:
     errors = re.findall(r"error loading model: (.*)|(GGML_ASSERT.*)", log)
     return "".join(errors[0]).strip() if errors else "the server ended without an error message"
-
-
-def _is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    with contextlib.closing(connection), contextlib.suppress(OSError):
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    return False
 
 
 def their_tokens(port: int, prompt: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "performance")]
 
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from text.golden_ids import awkward_texts
