@@ -93,10 +93,10 @@ def _guarantees(config: ServingConfig) -> list[str]:
     exactness, model = config.device.exactness, config.model
     if config.device.device_target != "Ascend" or model.model_path is None:
         return []
-    from llm_serving.worker.exactness import guarantees_on_ascend
+    from llm_serving.worker.exactness import guarantees_on_ascend, has_experts_in_dtype
 
-    operations = ModelSpec.from_folder(model.model_path).network.operations
-    has_experts = any(each.kind == "experts" for each in operations) and config.quant.quantization != "w8a8"
+    network = ModelSpec.from_folder(model.model_path).network
+    has_experts = has_experts_in_dtype(network, config.quant.quantization)
     is_native = model.implementation == "native" and model.mindir_path is None
     guarantees = guarantees_on_ascend(exactness, is_native=is_native, has_experts=has_experts)
     lines = (f"{installed}: {text}" if installed else text for installed, text in guarantees.items())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from llm_serving.core.enums import ExactnessName
+from llm_serving.core.enums import ExactnessName, QuantizationName
 from llm_serving.errors import ConfigError
+from llm_serving.network.builder import Network
 
 _BIT_IDENTICAL: Final = "the same request gets the same bytes, whatever runs beside it"
 _OWN_PRODUCTS: Final = "products are MindSpore's own, which may order their sums by the shape of a batch"
@@ -41,8 +42,14 @@ OF_EXPERTS: Final = (
 """The guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
 
 
+def has_experts_in_dtype(network: Network, quantization: str | None) -> bool:
+    """Return whether a network has experts whose rows are multiplied in the model dtype, not as 8-bit integers."""
+    has_experts = any(each.kind == "experts" for each in network.operations)
+    return has_experts and quantization != QuantizationName.W8A8
+
+
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return a text that says what answers depend on. `has_experts`: the model has experts of more than 8 bits."""
+    """Return a text that says what answers depend on. `has_experts`: as `has_experts_in_dtype` returns it."""
     if has_experts and backend_name == "ascend_invariant":
         return OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]

@@ -46,7 +46,7 @@ from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
 from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
 from llm_serving.worker.draft_model import DraftModel, load_mtp
-from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee
+from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee, has_experts_in_dtype
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
@@ -104,9 +104,8 @@ def load_runner(
     spec = check_folder(folder)
     if settings.uses_mtp:
         mtp_layer(spec, WeightReader(folder, spec.scheme), folder)
-    has_experts = any(each.kind == "experts" for each in spec.network.operations)
-    in_dtype = settings.quantization != QuantizationName.W8A8
-    guaranteed = guarantee(device.exactness, backend.name, has_experts and in_dtype)
+    has_experts = has_experts_in_dtype(spec.network, settings.quantization)
+    guaranteed = guarantee(device.exactness, backend.name, has_experts)
     if guaranteed == OF_EXPERTS:
         notice = guaranteed
     check_block_size(backend.attention_rows, settings.block_size)
