@@ -94,7 +94,7 @@ inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t
 // What is subtracted from qvalues of `kBits` bits, so that they are signed: AVX2 multiplies 8 bits faster then.
 #if LLM_AVX2_ONLY && defined(LLM_BYTE_PAIRS)
 template <size_t kBits>
-constexpr int32_t kLineOffset = kBits == 8 ? 128 : 0;
+constexpr int32_t kLineOffset = kBits == 8 ? kCodeOffset : 0;
 #else
 template <size_t kBits>
 constexpr int32_t kLineOffset = 0;
@@ -124,12 +124,11 @@ LLM_INLINE CodeFactor line_of(const uint8_t* planes, size_t line) {
 // The same, minus kLineOffset.
 template <size_t kBits>
 LLM_INLINE CodeFactor factors_of(const uint8_t* planes, size_t line) {
-  CodeFactor result = line_of<kBits>(planes, line);
-  if constexpr (kLineOffset<kBits> == 128) LLM_FOR_PARTS result.part[i] ^= static_cast<int32_t>(0x80808080);
-  return result;
+  const CodeFactor result = line_of<kBits>(planes, line);
+  return kLineOffset<kBits> == 0 ? result : minus_offset(result);
 }
 
-// What products of lines need to know of the number of bits: without vpmaddubsw, nothing.
+// The number of bits for which add_line is compiled: 4 and 5 bits share a form, and without vpmaddubsw all do.
 constexpr size_t product_bits([[maybe_unused]] size_t bits) {
 #if defined(LLM_BYTE_PAIRS)
   return bits <= 5 ? 5 : bits;
@@ -146,7 +145,7 @@ template <size_t kBits>
 LLM_INLINE void add_line([[maybe_unused]] size_t line, const CodeFactor& weights, const CodeFactor& four,
                          [[maybe_unused]] CodeFactor& halves, Floats& sum) {
 #if defined(LLM_BYTE_PAIRS)
-  if constexpr (kBits < 8 || kLineOffset<kBits> == 128) {
+  if constexpr (kBits < 8 || kLineOffset<kBits> > 0) {
     constexpr size_t kLines = kBits <= 5 ? 4 : kBits == 6 ? 2 : 1;
     LLM_FOR_PARTS {
       NativeHalves product;
@@ -375,7 +374,8 @@ struct WidePanels {
   size_t next_bytes, group_lines;
 };
 
-// Multiplies a few rows by the `kPanels` panels that begin at `panel`, and adds the products to the totals.
+// Multiplies a few rows by the `kPanels` panels that begin at `panel`, and adds the products to the totals. `kBits`: as
+// product_bits returns it.
 template <bool kMinima, size_t kBits, size_t kRows, size_t kPanels>
 void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
                size_t panel_stride, size_t prefetched) {

@@ -42,6 +42,12 @@ LLM_INLINE CodeFactor load_qvalues(const void* qvalues) {
   return result;
 }
 
+// Subtracts kCodeOffset, modulo 256, which turns unsigned qvalues into signed ones and the reverse.
+LLM_INLINE CodeFactor minus_offset(CodeFactor qvalues) {
+  LLM_FOR_PARTS qvalues.part[i] ^= static_cast<int32_t>(0x80808080);
+  return qvalues;
+}
+
 LLM_INLINE CodeFactor broadcast_qvalues(const void* four_qvalues) {
   int32_t four;
   __builtin_memcpy(&four, four_qvalues, sizeof(four));
@@ -156,11 +162,7 @@ template <>
 struct Operand<KeyCode> : Operand<Code8> {
   using Activation = int8_t;
 
-  static LLM_INLINE Factor load_panel(const KeyCode* panel, size_t) {
-    Factor result = load_qvalues(panel);
-    LLM_FOR_PARTS result.part[i] ^= static_cast<int32_t>(0x80808080);
-    return result;
-  }
+  static LLM_INLINE Factor load_panel(const KeyCode* panel, size_t) { return minus_offset(load_qvalues(panel)); }
   static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_qvalues(a); }
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
 };
