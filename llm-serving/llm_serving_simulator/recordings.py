@@ -300,7 +300,7 @@ def _count_arrivals(timings: Timings) -> None:
 
 
 _Samples = list[tuple[int, int, list[int]]]
-"""Of each row that samples tokens: request sequence, number of samples, draft tokens to verify."""
+"""The rows that sample tokens; for each one its request sequence, number of samples and draft tokens to verify."""
 
 
 def _read(entries: Iterator[Entry], timings: Timings, scheduler: Scheduler) -> None:

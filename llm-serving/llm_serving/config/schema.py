@@ -56,7 +56,7 @@ class ServingConfig:
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
     """The configuration of each row of the section `models`; the first is `self`. Empty: there is one model."""
     memory_share: float = 1.0
-    """Of the memory that all models of the server may use together."""
+    """This model's part of the memory that all models of the server may use together."""
     load_at_start: bool = True
 
     @property
