@@ -127,8 +127,8 @@ def _open(path: Path) -> ctypes.CDLL:
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """Return a context that computes with instruction set `name`, whose kernels are compiled first if they are missing.
-    "amx_emulated" (slow, needs AVX-512) and "avx_vnni_evex" (needs AVX-512 VNNI) exist for tests. Raise KernelError if
-    the name is unknown, this CPU cannot run it, or its kernels cannot be built.
+    "amx_emulated" (slow) and "avx_vnni_evex" exist for tests, and need AVX-512 VNNI. Raise KernelError if the name is
+    unknown, this CPU cannot run it, or its kernels cannot be built.
     """
     library = load()
     kernels = _kernels(name) if is_supported(name) else None

@@ -14,12 +14,12 @@
 
 #include "linear.h"
 
-// Not used on CPUs with bfloat16 units.
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+// Not used on CPUs with bfloat16 units or AMX.
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__) && !defined(LLM_AMX)
 #define LLM_FIXED_POINT
 namespace llm::LLM_ISA {
 
-constexpr size_t kBlockInputs = 128;
+constexpr size_t kUnitInputs = 128;  // inputs of a row that share a unit
 constexpr int kUnitBits = 14;
 // Exponent of the largest number of a column, or of a row's block, below which units would be too small.
 constexpr int kMinExponent = -90;
@@ -127,8 +127,8 @@ inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit) {
 inline uint64_t to_fixed16(BFloat16* panel, size_t inputs, const float* unit) {
   const __m512 units = _mm512_div_ps(_mm512_set1_ps(power_of_two(kUnitBits)), _mm512_loadu_ps(unit));
   __m512i largest = _mm512_setzero_si512();
-  for (size_t first = 0; first < inputs; first += kBlockInputs) {
-    const size_t last = first + kBlockInputs < inputs ? first + kBlockInputs : inputs;
+  for (size_t first = 0; first < inputs; first += kUnitInputs) {
+    const size_t last = first + kUnitInputs < inputs ? first + kUnitInputs : inputs;
     __m512i low = _mm512_setzero_si512();
     __m512i high = _mm512_setzero_si512();
     for (size_t k = first; k < last; k += 2) {
@@ -223,8 +223,8 @@ inline float to_fixed16(const BFloat16* x, size_t count, float max_norm, Fixed16
 
 inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
   const size_t inputs = (args.k + 1) / 2 * 2;
-  const TiledLayout layout = {args.m, inputs < kBlockInputs ? inputs : kBlockInputs};
-  const size_t blocks = (inputs + kBlockInputs - 1) / kBlockInputs;
+  const TiledLayout layout = {args.m, inputs < kUnitInputs ? inputs : kUnitInputs};
+  const size_t blocks = (inputs + kUnitInputs - 1) / kUnitInputs;
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width;
   const size_t units_at = args.m * blocks * layout.width * sizeof(Fixed16);
   char* memory = static_cast<char*>(scratch(Scratch::kActivations, units_at + args.m * blocks * sizeof(float) + 1));
@@ -232,8 +232,8 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
   auto* unit = reinterpret_cast<float*>(memory + units_at);
   for_rows_of_x(args, [&](size_t row) {
     for (size_t block = 0; block < blocks; block++) {
-      const size_t k = block * kBlockInputs;
-      const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
+      const size_t k = block * kUnitInputs;
+      const size_t count = args.k - k < kUnitInputs ? args.k - k : kUnitInputs;
       const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * stride + k;
       unit[block * args.m + row] = to_fixed16(x, count, args.qvalues->activation_norm, data + layout.at(row, k));
     }
@@ -247,14 +247,14 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
 inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows,
                          const UnitPanels<BFloat16>& panels, float* sums) {
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
-  for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
-    const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
+  for (size_t k = 0; k < x.inputs; k += kUnitInputs) {
+    const size_t inputs = x.inputs - k < kUnitInputs ? x.inputs - k : kUnitInputs;
     const PassPanels<Fixed16> pass(panels, k, inputs, spreads_prefetches<Fixed16>(rows));
     Product<Fixed16> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
     product.a_stride = x.layout.width;
     product.add_to_c = k > 0;
     product.next = pass.next;
-    product.row_scales = x.unit + k / kBlockInputs * x.layout.rows + row;
+    product.row_scales = x.unit + k / kUnitInputs * x.layout.rows + row;
     multiply(product);
   }
   for (size_t p = 0; p < panels.count; p++) {
