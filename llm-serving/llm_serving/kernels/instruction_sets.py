@@ -35,7 +35,9 @@ INSTRUCTION_SETS: Final = {
     "avx2": InstructionSet(_AVX2, _HAS_AVX2),
     PLAIN: InstructionSet((), frozenset()),
     # The amx kernels with loops that emulate the AMX instructions, compiled without full optimisation.
-    "amx_emulated": InstructionSet((*_AVX512, "-mavx512vnni", "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"), _HAS_VNNI, True),
+    "amx_emulated": InstructionSet(
+        (*_AVX512, "-mavx512vnni", "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"), _HAS_VNNI, True
+    ),
     # The avx_vnni kernels with the AVX-512 encoding of their instruction, for CPUs without the VEX encoding.
     "avx_vnni_evex": InstructionSet((*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"), _HAS_VNNI, True),
 }
