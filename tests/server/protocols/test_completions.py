@@ -192,7 +192,7 @@ class TestStream:
         engine = FakeEngine(Script(raises=ZeroDivisionError("secret /dev/shm/name")))
         chunks = events(post(engine, PATH, {"prompt": "x", "stream": True}))
         assert chunks[-2]["error"]["message"] == "internal error"
-        assert re.search("the stream of request [0-9a-f]+-0 failed", caplog.text)
+        assert re.search("The response stream failed; .* request_id=[0-9a-f]+-0", caplog.text)
 
     def test_stream_options_without_stream_are_refused(self):
         body = {"prompt": "x", "stream_options": {"include_usage": True}}

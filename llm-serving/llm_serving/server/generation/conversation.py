@@ -60,10 +60,10 @@ _NO_CONTENT: Final = re.compile(r"\[['\"]content['\"]\] is none\b")
 _ARGUMENTS_AS_TEXT: Final = re.compile(
     r"\+\s*\w+(?:\[['\"]function['\"]\]|\.function)?(?:\[['\"]arguments['\"]\]|\.arguments)\s*(?:\+|-?\}\})"
 )
-"""Matches templates that append a call's arguments to a string, so that the arguments must be a string."""
+"""Matches chat templates that append the arguments of a tool call to a string. They need the arguments as a string."""
 _TOOLS: Final = re.compile(r"\btools\b")
 _ONE_TEXT: Final = "message.content and message.thinking"
-"""Text in templates (gpt-oss) that reject a message with calls, `content` and `thinking`."""
+"""Text in chat templates (gpt-oss) that reject a message which has tool calls, `content` and `thinking`."""
 
 
 class ConversationRequest(ProtocolRequest):
@@ -208,12 +208,16 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def nested_schema(flat: JsonObject) -> JsonObject:
-    """Convert `{"type": "json_schema", "name": ..., "schema": ...}` to the `response_format` of chat completions."""
+    """Return the `response_format` of chat completions for the flat form of other protocols:
+    `{"type": "json_schema", "name": ..., "schema": ...}`.
+    """
     return {"type": "json_schema", "json_schema": {name: each for name, each in flat.items() if name != "type"}}
 
 
 def flat_error(error: RequestError, format_field: str) -> RequestError:
-    """Rename `tools[0].function.name` to `tools[0].name`, and `response_format.json_schema` to `format_field`."""
+    """Return an error of chat completions with the field name of a protocol that does not nest functions and schemas.
+    `tools[0].function.name` becomes `tools[0].name`. `response_format.json_schema` becomes `format_field`.
+    """
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
     if error.field.startswith("response_format"):
@@ -238,7 +242,7 @@ def _is_long(request: ChatCompletionRequest) -> bool:
 
 
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
-    """Return (name of the field that limits the output, its value; None: as many tokens as fit)."""
+    """Return the name and value of the field that limits the output. The value is None if the request sets no limit."""
     newer, older = request.max_completion_tokens, request.max_tokens
     for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):
         if given is not None:
@@ -254,7 +258,7 @@ def template_role(template: str, role: str) -> str:
 
 
 def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message of `template_message` to the role, fields and types that this template reads."""
+    """Convert a result of `template_message` to the role, fields and types that the chat template `template` reads."""
     adapted = message | {"role": template_role(template, message["role"])}
     calls = message.get("tool_calls")
     name = None if "reasoning_content" in template else _THINKING.search(template)
@@ -281,7 +285,7 @@ def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str
 
 
 def with_shown_calls(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Append calls to the content of their messages, if the template does not render calls."""
+    """Append the tool calls of each message to its content as text, if the chat template does not render tool calls."""
     name = None if "tool_calls" in template else format_in(template)
     write = None if name is None else TOOL_FORMATS[name].written
     if write is None:

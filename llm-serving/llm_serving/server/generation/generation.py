@@ -42,13 +42,13 @@ Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 @dataclass(eq=False)
 class Generation:
-    """Merges the streams of a request's sequences into one stream of outputs, in order of arrival. Call `aclose` also
-    after an error: it aborts unfinished sequences.
+    """The sequences of one HTTP request. Their outputs are merged into one stream, in order of arrival. `aclose` aborts
+    unfinished sequences, so the owner must call it also after an error.
     """
 
     streams: Sequence[RequestStream]
     select: Select | None = None
-    """Selects the sequences that become choices; None: each sequence is a choice."""
+    """Selects the sequences that become choices. If None, each sequence is a choice."""
     on_output: Callable[[int, RequestOutput], None] | None = None
     """Called with each output of a choice before it is yielded."""
     on_close: Callable[[int], None] | None = None
@@ -70,7 +70,7 @@ class Generation:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response header with the predicted time to first token, in ms since the request's arrival."""
+        """Response header with the predicted TTFT in ms since the request's arrival. Empty without a prediction."""
         predicted_s = -1.0
         for stream in self.streams:
             if stream.predicted_s is not None:
@@ -84,8 +84,9 @@ class Generation:
         return selected if self.on_output is None else _observed(selected, self.on_output)
 
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
-        """Offer each output to `deliver`, which returns whether it has sent the output, before `outputs` yields it.
-        Final outputs, outputs of several sequences, and outputs of a generation with `on_output` are not offered.
+        """Call `deliver` with the choice and each new output. If it returns True, it has sent the output to the client.
+        Otherwise, `outputs` yields the output. `deliver` is not called for the final output, nor in a generation that
+        has several sequences, `select` or `on_output`. If `deliver` is None, turn the fast path off.
         """
         if len(self.streams) != 1 or self.select is not None or self.on_output is not None:
             return
@@ -98,7 +99,7 @@ class Generation:
         stream.take = None if deliver is None else deliver_first
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
-        """Call `listener` with each change of the number of bytes that the reader of `outputs` has not read."""
+        """Call `listener` with each change in the number of unread bytes, such as -20. If it is None, stop calling."""
         for stream in self.streams:
             stream.report_waiting(listener)
 
@@ -172,9 +173,10 @@ async def submit(
     idempotent: IdempotentRequest | None = None,
     receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
-    """Submit `choices.best_of` sequences for each prompt to the engine. A beam search is one sequence. The sequences of
-    a prompt are forks of the first one, so its KV blocks are computed once. If the engine refuses a sequence, abort
-    all, and raise its error. `field_names`: field in errors of the engine -> the protocol's name.
+    """Submit `choices.best_of` sequences for each prompt to the engine, or one sequence for a beam search. The
+    sequences of a prompt are forks of its first sequence, so the KV blocks of the prompt are computed once. If the
+    engine refuses a sequence, abort all of them and raise the engine's error. `field_names` maps the field names in
+    errors of the engine to the protocol's names.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
@@ -239,7 +241,9 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Return unused tokens of all beams to the tenant's quota, as if each beam were as long as the best one."""
+    """Return the unused tokens of a beam search to the caller's quota. `num_generated` counts only the best beam, so
+    every beam is charged as if it had this length.
+    """
     if num_generated:
         refund(num_generated * width)
 
@@ -253,7 +257,7 @@ def raise_on_failure(output: RequestOutput) -> None:
     if output.finish_reason is FinishReason.UNAVAILABLE:
         raise UnavailableError(output.error or "no WorkAgent can compute the request now")
     if output.finish_reason is FinishReason.ERROR:
-        raise WorkerError(output.error or "the request failed")
+        raise WorkerError(output.error or "the engine could not complete the request")
 
 
 def raise_unless_complete(output: RequestOutput) -> None:
@@ -268,7 +272,9 @@ class ClientGoneError(Exception):
 
 
 async def run_until_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`. If the client disconnects, cancel it and raise ClientGoneError. The body must have been read."""
+    """Await `work`. If the client disconnects, cancel the work and raise ClientGoneError. The caller must have read the
+    request body before, because this function discards the parts of the body that it receives.
+    """
     task = asyncio.current_task()
     assert task is not None
     has_left = has_ended = False

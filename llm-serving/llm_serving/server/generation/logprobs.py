@@ -18,7 +18,7 @@ MAX_PROMPT_VALUES: Final = 2**19
 """Maximum number of prompt logprobs in a response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each prompt token, None for the first one: token id -> logprob, of that token and of the most likely ones."""
+"""For each prompt token: token id -> logprob, for this token and the most likely ones. None for the first token."""
 
 
 class TokenOutput(NamedTuple):
@@ -28,7 +28,7 @@ class TokenOutput(NamedTuple):
 
 
 def token_outputs(output: RequestOutput) -> list[TokenOutput]:
-    """Split an output into its tokens, for protocols with one event per token. The last token gets the text."""
+    """Split an output into tokens, for protocols with one event per token. The last token gets the text of all."""
     logprobs = [token.logprob for token in output.logprobs] or [0.0] * len(output.token_ids)
     last = len(output.token_ids) - 1
     return [
@@ -55,7 +55,9 @@ def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingP
 
 
 def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs | None, count: int) -> PromptTokenLogprobs:
-    """Return a prompt's logprobs in vLLM's form, with the `count` most likely tokens for each but the first token."""
+    """Return the logprobs of a prompt in the format of vLLM's `prompt_logprobs`. Each position has its own token and
+    the `count` most likely tokens. The first position has None, because no logprob exists for the first token.
+    """
     reported: PromptTokenLogprobs = [None]
     if logprobs is None:
         return reported

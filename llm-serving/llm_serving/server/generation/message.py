@@ -1,4 +1,4 @@
-"""The message of one choice: outputs become deltas of reasoning, content and tool calls, which are sent or joined."""
+"""Splits the outputs of one choice into deltas of reasoning, content and tool calls, and joins deltas to a message."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class MessageParser:
 
 
 class MessageFold:
-    """Joins the deltas of one choice to a message. Its content begins with `echo`."""
+    """Joins the deltas of one choice to a message. `echo` is the text with which the content begins."""
 
     def __init__(self, echo: str) -> None:
         self._content = [echo]

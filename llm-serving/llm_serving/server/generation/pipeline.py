@@ -49,7 +49,7 @@ class PrecheckInput(NamedTuple):
     max_tokens: int
     """Number of output tokens for which each prompt must leave room."""
     field_names: Mapping[str, str] = NO_RENAMES
-    """Field in errors of the engine -> the protocol's name."""
+    """Field name in errors of the engine -> field name in the protocol."""
     num_choices: int = 1
     template_factor: int = 1
     """Maximum number of prompt bytes that the chat template produces for one byte of the text."""
@@ -63,8 +63,8 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol, which implements the protocol's own steps of the pipeline. `bodies`: the request body,
-    then nested objects that may also have fields of `CallerFields`.
+    """A request of one protocol. A subclass implements the steps of the pipeline that differ between protocols. The
+    first of `bodies` is the request body. The others are nested objects that may also have fields of `CallerFields`.
     """
 
     id_prefix = ""
@@ -88,11 +88,11 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check all fields that need no tokenizer. The body of a retry already contains the seed."""
+        """Check all fields that need no tokenizer. If the request can be retried, its body already has a seed."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
-        """Tokenize the prompts and check their lengths. The pipeline cancels this at the deadline."""
+        """Tokenize the prompts and check their lengths. The pipeline cancels the call at the request's deadline."""
 
     def translate_error(self, error: RequestError) -> RequestError:
         return error
@@ -102,14 +102,15 @@ class StartedGeneration(NamedTuple):
     generation: Generation
     identity: ResponseIdentity
     idempotent: IdempotentRequest | None
-    """None: the request cannot be retried by its key, resumed or coalesced."""
+    """None if the request cannot be retried by its key, resumed or coalesced."""
     prompts: Sequence[list[int]]
     receipt: ReceiptDraftProtocol | None
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline. Raise LLMServingError if the request is invalid or the engine refuses it. Raise
-    ClientGoneError if the client disconnects while the model pauses or sleeps.
+    """Run all steps of the pipeline. If requests must wait because the model is paused or asleep, wait first. Raise
+    ClientGoneError if the client disconnects during this wait. Raise LLMServingError if the request is invalid or the
+    engine refuses it.
     """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
@@ -191,7 +192,9 @@ def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) ->
 
 
 async def read_prompts(value: PromptField, field: str, max_count: int, noun: str) -> list[Prompt]:
-    """Return the prompts of a field. Raise RequestError, which calls them `noun`, if there are none or too many."""
+    """Return the prompts in the value of a field. Raise RequestError if the field has no prompts, prompts of different
+    types, or more than `max_count`. `noun` is the word for prompts in the error message.
+    """
     if isinstance(value, str):
         return [value]
     return await off_loop(len(value) > INLINE_ITEMS, lambda: _split(value, field, max_count, noun))
@@ -217,7 +220,7 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
 async def encode_prompts(
     engine: AsyncEngine, prompts: Sequence[Prompt], field: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each prompt. Raise ContextLengthError for a text that is certainly too long."""
+    """Return the token ids of each prompt. Raise ContextLengthError for a text that `check_length` finds too long."""
     cost = 0
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -234,7 +237,9 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
-    """Raise ContextLengthError if a text exceeds `least_chars` and has more characters than any accepted prompt."""
+    """Raise ContextLengthError if a text has more characters than `max_input_len` tokens of maximum length. Texts of at
+    most `least_chars` characters always pass.
+    """
     max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"
@@ -242,7 +247,9 @@ def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 
 
 
 def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
-    """Return the last `count` token ids of a prompt; -1: as many as fit with `max_tokens` of output; None: all."""
+    """Return the last `count` token ids of a prompt. If `count` is -1, return as many as leave room for `max_tokens`
+    output tokens. If it is None, return all. Raise RequestError for any other `count` below 1.
+    """
     if count is None:
         return prompt
     if count == -1:

@@ -96,7 +96,7 @@ class BufferedResponse:
     source: str
     cancel: Callable[[], None]
     failure: LLMServingError | None = None
-    """None: the response was not evicted."""
+    """The error with which the response was evicted. None if it was not evicted."""
     num_bytes: int = 0
 
 
@@ -124,13 +124,15 @@ class ResponseBuffers:
                 del self._bytes_by_source[response.source]
 
     def add(self, response: BufferedResponse, output: RequestOutput) -> None:
-        """Count an output of a response. Raise LLMServingError if the response is or was evicted."""
+        """Count the memory of an output. Raise LLMServingError if the response has been evicted, now or earlier."""
         self.grow(response, buffered_bytes(output))
         if response.failure is not None:
             raise response.failure
 
     def grow(self, response: BufferedResponse, num_bytes: int) -> None:
-        """Count bytes of a response. Beyond the limit, evict the largest response of the largest client."""
+        """Add to the counted memory of a response. While the memory of all responses exceeds `max_bytes`, select the
+        client whose responses take the most memory, and evict its largest response.
+        """
         if response not in self._responses:
             return
         response.num_bytes += num_bytes
@@ -147,7 +149,7 @@ class ResponseBuffers:
             rule = f"must ask for an answer that takes at most {self.max_bytes} bytes of memory ({KEY})"
             largest.failure = RequestError("body", f"{rule}, or for a stream")
         else:
-            held = f"answers that are not streamed together take more than {self.max_bytes} bytes ({KEY})"
+            held = f"all answers that are not streamed take more than {self.max_bytes} bytes together ({KEY})"
             largest.failure = UnavailableError(held, RETRY_AFTER_S)
         largest.cancel()
 
@@ -165,8 +167,8 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which builds a response from a generation. Meanwhile, count the response's memory.
-    Raise RequestError if the response alone exceeds the memory limit, UnavailableError if it was evicted because all
-    responses together exceed it.
+    Raise RequestError if this response alone exceeds the memory limit. Raise UnavailableError if all responses together
+    exceed the limit and this response was evicted.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()

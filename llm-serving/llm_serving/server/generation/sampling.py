@@ -42,7 +42,7 @@ class Choices(NamedTuple):
     best_of: int = 1
     """Number of sequences generated for each prompt; at least `n`."""
     beams: BeamSearchParams | None = None
-    """None: sequences are sampled."""
+    """None if the sequences are sampled."""
 
     @property
     def counted_by(self) -> str:
@@ -61,7 +61,7 @@ class ChoiceOutput(NamedTuple):
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, which spreads the seeds of choices. It is odd, so that all seeds differ."""
 SAME_NAMES: Final = {name: name for name in RULES}
-"""Parameter -> field, for protocols that use the names of `SamplingParams`."""
+"""Parameter -> field of the request, for protocols whose fields have the names of `SamplingParams`."""
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
 _NEUTRAL: Final = {
     "temperature": 0.0,
@@ -78,10 +78,15 @@ def sampling_params(
     least_tokens: int = 1,
     **decided: Any,
 ) -> SamplingParams:
-    """Return the sampling parameters of the first choice. Raise RequestError if a field is outside its range. A
-    parameter without a value has its default; a missing seed is drawn at random. `names`: parameter -> field, if the
-    protocol names it differently. `defaults` replace those of `SamplingParams`. `decided`: values that the route has
-    determined. `least_tokens`: minimum of `max_tokens`.
+    """Return the sampling parameters of a request's first choice. Raise RequestError if a field is outside its range.
+
+    A parameter without a value has its default, but a missing seed is drawn at random.
+
+    Args:
+        names: Parameter -> field of the request, for fields that do not have the parameter's name.
+        defaults: Values that replace the defaults of `SamplingParams`.
+        least_tokens: Minimum of `max_tokens`.
+        decided: Parameters that the route sets itself. The request's fields for them are not read.
     """
     field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
@@ -108,7 +113,7 @@ def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
             rule = f"times the number of prompts must be at most {MAX_CHOICES}"
             raise RequestError(name, rule, num_prompts * value)
     if best_of < n:
-        raise RequestError("best_of", f"must be at least n, which is {n}", best_of)
+        raise RequestError("best_of", f"must be at least `n`, which is {n}", best_of)
     if request.use_beam_search:
         return Choices(n, best_of, _beam_search(request, n, best_of))
     for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
@@ -116,7 +121,7 @@ def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
         if value not in (None, neutral):
             raise RequestError(name, "requires use_beam_search: true", value)
     if request.stream and best_of > n:
-        raise RequestError("best_of", f"must be n, which is {n}, with stream: true", best_of)
+        raise RequestError("best_of", f"must equal `n`, which is {n}, if `stream` is true", best_of)
     return Choices(n, best_of)
 
 
@@ -171,7 +176,7 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _seed(seed: int) -> int:
-    """Convert a negative seed, which some clients send, to its two's complement."""
+    """Convert a negative seed, which some clients send, to the unsigned 64-bit integer with the same bits."""
     return int(REQUEST_RULES["seed"].checked("seed", seed)) & MAX_SEED
 
 
@@ -244,7 +249,9 @@ async def select_best(
 
 
 async def select_beams(outputs: AsyncIterator[ChoiceOutput], choices: Choices) -> AsyncIterator[ChoiceOutput]:
-    """Yield the `n` best sequences of each prompt's beam search, best first. `outputs`: one for each prompt."""
+    """Yield the `n` best sequences of each prompt's beam search, best first. The final output of a beam search, of
+    which `outputs` has one for each prompt, contains these sequences.
+    """
     async for prompt, output in outputs:
         if output.finished:
             for rank, beam in enumerate(output.beams or (output,)):  # a failed search has no beams

@@ -37,7 +37,9 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes events that differ only in one text. The JSON of `content_of(text)` around it is encoded only once."""
+    """Encodes the event with the JSON of `content_of(text)` for many texts. The JSON before and after the text is
+    always the same, so it is encoded only once.
+    """
 
     def __init__(self, content_of: Callable[[str], object]) -> None:
         empty, other = event(content_of("")), event(content_of("x"))  # equal up to the opening quotation mark
@@ -50,13 +52,13 @@ class TextEvents:
 
 class Chunks(Protocol):
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes for an output of a choice, perhaps none. Raise LLMServingError if the generation failed."""
+        """Return the bytes to send for an output, perhaps none. Raise LLMServingError if the generation failed."""
 
     async def finish(self) -> bytes: ...
 
 
 class NumberedPieces:
-    """Adds an id to each event of `pieces`, and omits the events that the client has read."""
+    """Adds an id to each server-sent event. Omits the events up to `position`, which the client has already read."""
 
     def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:
         assert len(position.num_read) in (0, num_choices)
@@ -94,8 +96,8 @@ class NumberedPieces:
 
 
 class StreamResponse(Response):
-    """Sends each output as it arrives, and closes the generation at the end or when the client disconnects.
-    `error_chunk`: formats an error as the last chunk, because the status has already been sent.
+    """Sends each output as it arrives, and closes the generation at the end or when the client disconnects. If the
+    generation fails, the status has already been sent, so `error_chunk` formats the error as the last chunk.
     """
 
     def __init__(
@@ -146,7 +148,8 @@ class StreamResponse(Response):
             last += self._error_chunk(error)
         except Exception:
             logger.exception(
-                "the stream of request %s failed; its client gets an internal error", self._generation.request_id
+                "The response stream failed; the client gets an internal error. request_id=%s",
+                self._generation.request_id,
             )
             last += self._error_chunk(internal_error())
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -34,22 +34,24 @@ _ANY_OBJECT: Final = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A rule that the text of an output must match, from the request's field `field`. `make`: returns the grammar,
-    given the default whitespace in JSON; slow; raises GrammarError or RequestError. `parts`: the outputs that this one
-    combines; an error names the first that fails alone. `size`: returns a lower bound of the size of the grammar's
-    source; slow. `is_json`: a request may choose the whitespace.
-    """
+    """A grammar for the text of an output, not yet compiled. The request's field `field` asks for it."""
 
     field: str
     make: Callable[[str], Grammar]
+    """Returns the grammar, given the default whitespace in JSON. Slow. Raises GrammarError or RequestError."""
     parts: Sequence[StructuredOutput] = ()
+    """The structured outputs that this one combines. If it cannot be compiled, each part is compiled alone, and the
+    error names the first part that fails.
+    """
     size: Callable[[], int] = lambda: 0
+    """Returns a lower bound of the size of the grammar's source. Slow, but faster than `make`."""
     is_json: bool = False
+    """Whether the output is JSON, so that the request may choose its whitespace."""
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for; None: any text is allowed. Raise RequestError if there are
-    several, or if one is invalid. `names`: parameter -> the protocol's name.
+    """Return the structured output that a request asks for. Return None if any text is allowed. Raise RequestError if
+    the request asks for several, or if one is invalid. `names` is the same as for `check_compatible`.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -68,7 +70,9 @@ def structured_output_of(request: object, names: Mapping[str, str] | None = None
 
 
 def check_compatible(request: object, field: str, names: Mapping[str, str] | None = None) -> None:
-    """Raise RequestError if a request has a parameter that excludes the structured output set by `field`."""
+    """Raise RequestError if a request has a parameter that cannot be combined with structured output. `field` is the
+    field that asks for structured output. `names` maps parameters to the protocol's field names where these differ.
+    """
     if getattr(request, "use_beam_search", None):
         raise RequestError(field, "is not supported with use_beam_search")
     for name in NOT_WITH_A_CONSTRAINT:
@@ -79,8 +83,8 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output outside the event loop. Clients (`source`) share the compilers fairly. Raise
-    RequestError if it cannot be compiled, CapacityError if the compilers were busy for `MAX_WAIT_S`.
+    """Compile a structured output in a thread. Clients, which `source` identifies, share the compiler threads fairly.
+    Raise RequestError if the output cannot be compiled. Raise CapacityError if that takes longer than `MAX_WAIT_S`.
     """
     if not engine.constraints.can_end:
         raise RequestError(output.field, "is not supported: the model has no token that ends an answer")
@@ -89,7 +93,7 @@ async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, sour
             return await asyncio.wrap_future(_COMPILING.submit(source, partial(_compile, engine, output)))
     except TimeoutError:
         raise CapacityError(
-            f"`{output.field}` was not compiled within {MAX_WAIT_S:g} s: too many grammars are being compiled",
+            f"`{output.field}` was not compiled within {MAX_WAIT_S:g} s: the grammar compilers are busy. Retry later",
             MAX_WAIT_S,
         ) from None
 
@@ -113,7 +117,7 @@ def json_whitespace(engine: AsyncEngine) -> str:
 # --- reading each field -----------------------------------------------------------------------------------------------
 
 _Read = Callable[[str, Any, str | None], StructuredOutput | None]
-"""(name of a field, its value, the request's whitespace pattern) -> structured output; None: any text is allowed."""
+"""(field name, value, whitespace pattern of the request) -> structured output, or None if any text is allowed."""
 
 
 def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:
@@ -203,7 +207,7 @@ def _response_format(field: str, value: Any, whitespace: str | None) -> Structur
 
 
 def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutput | None:
-    """Read vLLM's object. Each of its keys means the same as the field `guided_...` with its name."""
+    """Read vLLM's `structured_outputs`. Its key `regex` means the same as the field `guided_regex`, and so on."""
     if not isinstance(value, dict):
         raise RequestError(field, "must be an object", value)
     readers: dict[str, _Read] = {
@@ -217,14 +221,14 @@ def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutp
         if value.get(name) is not None and (output := read(f"{field}.{name}", value[name], whitespace)) is not None
     ]
     if len(found) != 1:
-        raise RequestError(field, f"must have one of {', '.join(readers)}")
+        raise RequestError(field, f"must have exactly one of the keys {', '.join(readers)}")
     if whitespace is not None:
         _check_whitespace(found, f"{field}.whitespace_pattern")
     return found[0]
 
 
 def _tgi_grammar(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """Read TGI's `{"type": "json" | "json_object" | "regex" | "json_schema", "value": ...}`."""
+    """Read a grammar in TGI's format: `{"type": "json" | "json_object" | "regex" | "json_schema", "value": ...}`."""
     kind = _kind(field, value, ("json", "json_object", "regex", "json_schema"))
     refuse_unknown_keys(field, value, ("type", "value"))
     field, given = f"{field}.value", value.get("value")
@@ -256,7 +260,7 @@ def refuse_unknown_keys(field: str, value: Mapping[str, Any], known: tuple[str, 
     """Raise RequestError for an unknown key that is neither null nor false, because it might change the response."""
     for name, given in value.items():
         if name not in known and given not in (None, False):
-            raise RequestError(f"{field}.{name[:60]}", f"is not supported; known are {', '.join(known)}")
+            raise RequestError(f"{field}.{name[:60]}", f"is not supported; the supported keys are {', '.join(known)}")
 
 
 _READERS: Final[Mapping[str, _Read]] = {

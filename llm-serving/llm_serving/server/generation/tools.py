@@ -36,9 +36,13 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 
 
 class ReasoningTokenCounter:
-    """Counts the reasoning tokens of one choice, without the tokens that mark its start and end. `opening`: ids of the
-    tokens that start reasoning, perhaps none; `closing`: id of the token that ends it. `is_open`: the prompt ends with
-    the start tokens. `reopens`: reasoning may start several times.
+    """Counts the reasoning tokens of one choice, without the delimiters around the reasoning.
+
+    Args:
+        opening: Token ids of the opening delimiter. Empty if the model's vocabulary lacks it.
+        closing: Token id that ends the reasoning.
+        is_open: Whether the prompt ends with the opening delimiter.
+        reopens: Whether reasoning may start again after its end.
     """
 
     def __init__(self, opening: Sequence[int], closing: int, *, is_open: bool, reopens: bool = False) -> None:
@@ -67,7 +71,7 @@ class ReasoningBudget(NamedTuple):
 
 
 def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
-    """Return the reasoning budget of a request; None: no limit. Raise RequestError if its field is invalid."""
+    """Return the reasoning budget of a request, or None if it sets none. Raise RequestError if it is invalid."""
     given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
     if not given:
         return None
@@ -111,7 +115,7 @@ class OfferedTools:
 
     @property
     def constrained_by(self) -> str | None:
-        """The field that constrains the output to calls or their schemas; None: the output is not constrained."""
+        """The field that constrains the output to calls, or calls to their schemas. None if neither is constrained."""
         if self.must_call:
             return "tool_choice"
         return "tools" if any(each.strict for each in self.callees) else None
@@ -121,7 +125,9 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that a request offers; None: none. Raise RequestError if they are malformed or not supported."""
+    """Return the tools that the model may call. Return None if the request offers no tools or `tool_choice` is none.
+    Raise RequestError if the tools or `tool_choice` are malformed or not supported.
+    """
     choice, chosen = _tool_choice(request)
     if not request.tools:
         return None
@@ -131,8 +137,8 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
     configured = engine.config.serving.tool_call_parser
     name = format_in(engine.tokenizer.chat_template(with_tools=True)) if configured == "auto" else configured
     if name is None or name not in TOOL_FORMATS:
-        why = "is not supported: the model's chat template has no known format of tool calls"
-        raise RequestError("tools", f"{why}; serving_config.tool_call_parser: {configured}")
+        why = "the model's chat template has no known format of tool calls" if name is None else "no parser is set"
+        raise RequestError("tools", f"is not supported: {why} (serving_config.tool_call_parser: {configured})")
     return OfferedTools(
         {tool.function.name: tool.function.parameters or {} for tool in request.tools},
         [_template_tool(tool) for tool in request.tools],
@@ -155,7 +161,10 @@ def chat_output(
     offered: OfferedTools | None,
     budget: ReasoningBudget | None = None,
 ) -> StructuredOutput | None:
-    """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`."""
+    """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`. Return None
+    if nothing constrains the output. Raise RequestError if a budget is given, but the chat template does not mark
+    reasoning.
+    """
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
         return None
@@ -200,7 +209,7 @@ def output_parser(
 def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
-    """Return the counter of one choice's reasoning tokens; None: they cannot be counted."""
+    """Return a counter for one choice's reasoning tokens, or None if their format or its closing token is not known."""
     reasoning, tokenizer = _reasoning_of(engine, request, prompt), engine.tokenizer
     if reasoning is None or reasoning.is_open is None:
         return None
@@ -227,7 +236,7 @@ def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
 
 
 def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call; {} for an empty text. Raise RequestError if they are no JSON object."""
+    """Return the arguments of a call, {} for an empty text. Raise RequestError if they are not a JSON object."""
     arguments: Any = given
     if isinstance(given, str):
         try:
@@ -240,7 +249,7 @@ def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of the reasoning; None: reasoning stays in the content."""
+    """Return the format in which reasoning is parsed. Return None if reasoning stays in the content."""
     configured = engine.config.serving.reasoning_parser
     if configured == "auto":
         return reasoning_format_in(engine.tokenizer.chat_template())
@@ -253,16 +262,19 @@ def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> b
 
 
 def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of the delimiters around reasoning; None: they are not parsed.
+    """Return the format of the delimiters around reasoning. Return None if no delimiters are parsed.
 
-    Even if reasoning stays in the content, return a format with channels (gpt-oss): its content has delimiters too.
+    A format with channels (gpt-oss) has delimiters around the content too. So return it even if reasoning stays in the
+    content.
     """
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 
 
 def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
-    """Return how the reasoning of an answer starts; None: the answer has neither reasoning nor channels."""
+    """Return the format of the reasoning and whether the prompt has already opened it. Return None if no delimiters of
+    the answer are parsed, or if the answer continues a message outside its reasoning.
+    """
     form = _delimiting_format(engine)
     if form is None:
         return None
@@ -273,7 +285,7 @@ def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: l
 
 
 def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
-    """Return "auto", "none" or "required", and the name of the only tool that may be called; None: any tool."""
+    """Return "auto", "none" or "required", and the name of the only tool that may be called, or None for any tool."""
     choice = request.tool_choice
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not request.tools:

@@ -1,7 +1,8 @@
 """Reads a request body: limits its size and decoding cost, decodes it strictly, and checks unsupported fields.
 
-Decoding cannot be interrupted, and its cost depends on the number of values, so they are counted first. A field that no
-struct has is refused if it might change a response; otherwise `x-ignored-parameters` names it. null means absent.
+Decoding cannot be interrupted, and its cost depends on the number of values. So the values of a long body are counted
+before it is decoded. A field that the struct of the body lacks is refused if it might change the response. Otherwise,
+the response header `x-ignored-parameters` names it. A field whose value is null counts as absent.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """Read and check a body. Store its ignored fields in the request's state. A long body is decoded outside the event
-    loop. Raise ClientDisconnect, or RequestError, which names the field or limit.
+    """Return the request body as a struct of type `kind`. Store the names of ignored fields in the request's state.
+    Decode a long body outside the event loop. Raise ClientDisconnect if the client disconnects. Raise RequestError,
+    which names the field or the limit, if the body is invalid.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:
@@ -125,7 +127,7 @@ async def check_no_body(request: Request, limits: ServerConfig) -> None:
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:
-    """Raise ModelNotFoundError unless the field `model` is absent or names the served model."""
+    """Raise ModelNotFoundError unless `name` is absent, or is the served model, one of its aliases or an adapter."""
     served, aliases = engine.config.model.model_name, engine.config.model.model_aliases
     if name and name != served and name not in aliases and ANY_MODEL not in aliases:
         if name in (adapters := engine.adapters.by_name):
@@ -136,7 +138,7 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
 
 
 def check_json_limits(body: bytes) -> None:
-    """Raise RequestError, naming the limit, if a body would take long to decode. It may still be malformed JSON."""
+    """Raise RequestError, which names the limit, if a body would take long to decode. Do not check its syntax."""
     # This upper bound also counts commas inside strings. Most bodies are below it, so they need no exact count.
     if _num_structural(body) <= MAX_CONTAINERS and body.count(b'"') <= 2 * MAX_TEXTS and not _has_long_number(body):
         return
@@ -161,7 +163,9 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None:
-    """Return a name that occurs twice in an object, without its nested objects; None: there is none."""
+    """Return a name that occurs twice in a JSON object. Return None if there is no such name. Nested objects are not
+    checked. `text` is the JSON of the object, and `content` is its decoded form.
+    """
     # Each name is followed by a colon; all other colons are inside names and values.
     inside = sum(name.count(":") + bytes(value).count(b":") for name, value in content.items())
     if text.count(b":") <= len(content) + inside:
@@ -186,7 +190,7 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
-    """Decode a JSON body. Raise RequestError, which names the wrong field. Unless `strict`, "1" is read as 1."""
+    """Decode a JSON body. Raise RequestError, which names the wrong field. If not `strict`, accept "1" for 1."""
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -254,7 +258,9 @@ def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
-    """Record the ignored fields. Raise RequestError for an unsupported field that may change the response."""
+    """Record the fields that are ignored, for `x-ignored-parameters`. Raise RequestError for an unsupported field that
+    may change the response, and for a name that an object contains twice.
+    """
     try:
         ignored = list(dict.fromkeys(_ignored(body, kind, "")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in an unsupported field
@@ -266,7 +272,7 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
 
 
 def note_ignored(http_request: Request, name: str) -> None:
-    """Name a supported field in `x-ignored-parameters`, because it has no effect in this request."""
+    """Add a supported field to the header `x-ignored-parameters`, because it has no effect in this request."""
     before = getattr(http_request.state, "ignored_parameters", None)
     http_request.state.ignored_parameters = name if before is None else f"{before}, {name}"
 

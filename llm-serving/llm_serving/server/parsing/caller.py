@@ -37,13 +37,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class HttpCaller(Caller):
     context: RequestContext | None = field(default=None, compare=False)
-    """None: there is no HTTP request."""
+    """None if there is no HTTP request."""
     quota: Quota | None = field(default=None, compare=False)
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
-    """Return the caller of a request, given its body and nested objects that may have the same fields. Raise
-    RequestError if a field is invalid, PermissionDeniedError if the API key does not allow the priority.
+    """Return the caller of a request. `bodies` are the request body and nested objects that may have the same fields.
+    Raise RequestError if a field is invalid, PermissionDeniedError if the API key does not allow the priority.
     """
     key, context = api_key_of(http_request), request_context_of(http_request)
     names = {}
@@ -114,7 +114,9 @@ class PriorityCeiling(NamedTuple):
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """None: there is no ceiling."""
+    """Return the highest class that a client with this API key may use, or a client without a key if `key` is None.
+    Return None if the client may use every class.
+    """
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None
@@ -126,7 +128,9 @@ def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | N
 def requested_priority(
     config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
 ) -> int | None:
-    """Return the priority given by number or class; None: not given. Raise RequestError if not allowed."""
+    """Return the priority that a request asks for, by number or by class. Return None if it asks for none. Raise
+    RequestError if it gives both or an unknown class, PermissionDeniedError if the priority is above the ceiling.
+    """
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
         raise RequestError("priority_class", "must not be given together with a priority")

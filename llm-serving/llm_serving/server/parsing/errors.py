@@ -42,7 +42,7 @@ UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
 """`Retry-After` in milliseconds, which the client libraries of OpenAI and Anthropic read."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted ms until the first token of a request; of a refused one, if it is sent again after `Retry-After`."""
+"""Predicted TTFT in ms. In a refusal, the TTFT if the client sends the request again after `Retry-After`."""
 
 
 def openai_error(error: errors.LLMServingError) -> ErrorResponse:
@@ -67,7 +67,9 @@ def tgi_error_response(error: errors.LLMServingError) -> Response:
 
 
 def legacy_error_response(error: errors.LLMServingError) -> Response:
-    """Return the older servers' error response: 422 and `{"detail": [...]}` for a malformed request, else OpenAI's."""
+    """Return an error response of the older routes. For an invalid request it has status 422 and the body
+    `{"detail": [...]}`. For any other error it is OpenAI's error response.
+    """
     if isinstance(error, errors.RequestError) and error.http_status == HTTPStatus.BAD_REQUEST:
         detail = [{"loc": ["body", *error.field.split(".")], "msg": str(error), "type": "value_error"}]
         return json_response({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -75,13 +77,17 @@ def legacy_error_response(error: errors.LLMServingError) -> Response:
 
 
 def kind_of(error: errors.LLMServingError) -> str:
-    """Return what logs may contain about an error: its class and, if that looks like a field name, the wrong field."""
+    """Return what logs may contain about an error: its class and the invalid field. Omit a field that does not look
+    like a field name, because it may be any text of the client.
+    """
     field = error.field if isinstance(error, errors.RequestError) else ""
     return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 
 
 def error_headers(error: errors.LLMServingError) -> dict[str, str]:
-    """Return the headers of an error response. If the body was not read completely, the connection is closed."""
+    """Return the headers of an error response. If the body is too large or late, it was not read completely, so the
+    headers close the connection.
+    """
     headers = {}
     if isinstance(error, errors.CapacityError | errors.UnavailableError):
         seconds = getattr(error, "retry_after", None)

@@ -1,4 +1,4 @@
-"""Query parameters, headers and the id of a request. Unsupported ones are refused or named as ignored."""
+"""The id, headers and query parameters of a request. Unsupported ones are refused, or reported as ignored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
 
 
 def query_integer(request: Request, name: str, default: int, most: int, key: str = "") -> int:
-    """Return an integer query parameter. Raise RequestError unless it is 1 to `most`, the limit that `key` sets."""
+    """Return an integer query parameter. Raise RequestError unless it is an integer from 1 to `most`. If a
+    configuration key sets this maximum, `key` is its name, and the error shows it.
+    """
     given = request.query_params.get(name, str(default))
     if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
         raise RequestError(name, f"must be an integer from 1 to {most}{key and f' ({key})'}", given)
@@ -64,7 +66,9 @@ def check_headers(request: Request) -> list[str]:
 
 
 def read_header(request: Request, name: str) -> str | None:
-    """Return a checked header for a route that supports it; None: it is absent."""
+    """Return the value of a header in `CHECKED_HEADERS`, or None if it is absent. Record that the route supports the
+    header, so that `ignored_headers` does not report it.
+    """
     value = request.headers.get(name)
     if value is not None:
         request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)
@@ -89,8 +93,9 @@ class ResponseIdentity:
 
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
-    """Return a response's identity, with the body's `request_id`, else the header `x-request-id`, else a random id.
-    Raise RequestError if the body's `request_id` is malformed. `prefix`: begins the id of the response.
+    """Return the identity of a response. Its request id is `request_id` from the body, if given. Otherwise, it is the
+    header `x-request-id`, or a random id if that is absent or malformed. The id of the response is the request id after
+    `prefix`. Raise RequestError if `request_id` is malformed.
     """
     if request_id is None:
         request_id = request_id_of(http_request)

@@ -1,6 +1,7 @@
 """Runs work outside the event loop: in a thread if it takes long, or in threads that clients share fairly.
 
-A call of a C library keeps the GIL. So work in threads consists of short calls, or is limited before it starts.
+A call into a C library, such as msgspec, keeps the GIL until it returns, so the event loop stops even if a thread makes
+the call. Therefore the work in threads consists of short calls, or its amount is limited before it starts.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
 
 
 class Long(msgspec.Struct):
-    """Base of structs with lists that may be as long as a response. `encode_in_parts` encodes them in short calls."""
+    """Base of structs with lists that may be long, such as one with an item for each token of a response.
+    `encode_in_parts` encodes such lists in short calls.
+    """
 
 
 def encode_in_parts(content: Any) -> bytes:
-    """Do the same as `msgspec.json.encode`, in many short calls, for a thread next to the event loop."""
+    """Return the same JSON as `msgspec.json.encode`, in many short calls, between which the event loop can run."""
     return b"".join(_parts(content))
 
 
@@ -90,10 +93,11 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class FairThreads:
-    """A pool of threads. A free thread next takes work of the client that has used the least thread time. This is
-    start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with costs
-    that are known only afterwards. An idle client gains no advantage: it starts with the used time of the client served
-    last. So a new client waits for the running work and at most one piece of work of each other client.
+    """A pool of threads that clients share fairly. A free thread next takes work of the client that has used the least
+    thread time. This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996,
+    section 2), except that the cost of work is known only after it has run. A client saves up no thread time while it
+    is idle: afterwards it counts as having used at least as much as the client that was served last. So a new client
+    waits for the running work and at most one piece of work of each other client.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:

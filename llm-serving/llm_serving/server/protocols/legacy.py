@@ -99,7 +99,7 @@ def _line(content: JsonObject, prefix: str = "") -> bytes:
 
 
 class LegacyBuilder(ResponseBuilder):
-    """Builds the response of the older routes from its tokens: server-sent events, or lines of JSON."""
+    """Builds the response of the older routes, which has server-sent events or lines of JSON."""
 
     def __init__(self, parameters: LegacyParameters) -> None:
         self._is_sse = parameters.return_protocol in (None, "sse")

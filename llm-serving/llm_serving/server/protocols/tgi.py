@@ -45,7 +45,9 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """`stream` None: the field of the body decides, and a response that is no stream is a list."""
+    """Respond to a request of one of the three TGI routes. `stream` says whether the route streams. If it is None, the
+    field `stream` of the body decides, and a response that is not streamed is a list.
+    """
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream
@@ -148,7 +150,7 @@ class TGIBuilder(ResponseBuilder):
     parameters: TGIParameters
     sampling: SamplingParams
     as_list: bool
-    """Whether a response that is no stream is a list."""
+    """Whether a response that is not streamed is a list."""
     _num_events: int = 0
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
     _prompt_logprobs: PromptLogprobs | None = None
@@ -209,7 +211,7 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return a token with the text that it completes. A token with text is not marked as special."""
+        """Return a token with the text that it completes. A special token that shows text is not marked as special."""
         special = token_id in self.tokenizer.special_token_ids and not text
         return {
             "id": token_id,

@@ -41,8 +41,8 @@ _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "n
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. Raise RequestError for a content block that is invalid, or whose type
-    is not allowed in the system prompt or for the role of its turn.
+    """Return the conversation as chat messages. Raise RequestError for an invalid content block. Raise it also if the
+    type of a block is not allowed in its place: the system prompt, or a turn of the user or the assistant.
     """
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
@@ -69,7 +69,7 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice.type not in _CHOICES:
         raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
     if choice.name is not None:
-        raise RequestError("tool_choice.name", "requires type tool", choice.name)
+        raise RequestError("tool_choice.name", "requires `tool_choice.type: tool`", choice.name)
     return _CHOICES[choice.type]
 
 
@@ -164,7 +164,7 @@ def _texts(field: str, content: str | Sequence[ContentBlock | ResultBlock]) -> s
 
 def _text(field: str, block: ContentBlock | ResultBlock) -> ContentPart:
     if block.type != "text":
-        raise RequestError(f"{field}.type", "must be text, or another type that this field supports", block.type)
+        raise RequestError(f"{field}.type", "must be a type that is supported in this place, such as text", block.type)
     if block.text is None:
         raise RequestError(f"{field}.text", "is required")
     return ContentPart(block.type, block.text)

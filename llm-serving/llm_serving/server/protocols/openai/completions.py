@@ -122,7 +122,9 @@ class _CompletionRequest(ProtocolRequest):
 
 
 class _TextOffset:
-    """The number of characters of the tokens so far. Tokens that together form one character share an offset."""
+    """The value of `text_offset` for the next token: the number of characters in the text of the tokens before it.
+    Tokens that together form one character have the same offset.
+    """
 
     def __init__(self, text: IncrementalDetokenizer) -> None:
         self._text = text
@@ -255,7 +257,9 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Append logprobs to `target`. `offset` moves from the start of the first token to the end of the last."""
+        """Append the logprobs of consecutive tokens to `target`. Advance `offset`, which is at the first of these
+        tokens, past the last of them.
+        """
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)

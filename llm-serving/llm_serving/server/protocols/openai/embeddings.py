@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and the vectors of texts and of pairs of a query and a document for other routes."""
+"""POST /v1/embeddings. Computes vectors of texts, and of pairs of a query and a document, also for other routes."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the embedding of each text, or the score of each pair. `truncations`: maximum tokens of each text. Raise
-    LLMServingError if the model has no pooling, or if a text is refused. `prefix`: begins the response's id.
+    """Compute the embedding of each text, or the score of each pair. Cut each text to its number of tokens in
+    `truncations`, by default to `body.truncate_prompt_tokens`. The id of the response begins with `prefix`. Raise
+    LLMServingError if the model has no pooling, or if a text is refused.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
@@ -121,13 +122,13 @@ class _TextsRequest(ProtocolRequest):
 
 
 def normalised(vector: Float32Array) -> Float32Array:
-    """Return a vector [H] divided by its length; a zero vector stays zero."""
+    """Return a vector [H] divided by its length. Return a zero vector unchanged."""
     length = math.sqrt(_product(vector, vector))
     return vector if length == 0.0 else (vector.astype(np.float64) / length).astype(np.float32)
 
 
 def cosine(first: Float32Array, second: Float32Array) -> float:
-    """Return the cosine similarity of two vectors [H], from -1 to 1; 0 if one is zero."""
+    """Return the cosine similarity of two vectors [H], from -1 to 1. Return 0 if a vector is zero."""
     lengths = math.sqrt(_product(first, first) * _product(second, second))
     return 0.0 if lengths == 0.0 else max(-1.0, min(1.0, _product(first, second) / lengths))
 
@@ -182,7 +183,9 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens after a text. Truncation keeps these tokens: many models pool the last one."""
+    """Return the special tokens at the end of `ids`, after the text, whose own token ids are `of_text`. Truncation
+    keeps these special tokens, because many models pool the last token.
+    """
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
@@ -191,7 +194,9 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
-    """Raise RequestError, which names the text, for an empty or too long one. The engine does not know these names."""
+    """Raise RequestError for a text that is empty or too long, or has an invalid token id. The engine would raise the
+    same errors, but it does not know the field name of each text.
+    """
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -214,7 +219,8 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     if not 1 <= size <= hidden:
         raise RequestError("dimensions", f"must be an integer from 1 to {hidden}", size)
     if size * len(texts) > MAX_VALUES:
-        raise RequestError("input", f"must hold at most {MAX_VALUES // size} texts of {size} dimensions", len(texts))
+        rule = f"must hold at most {MAX_VALUES // size} texts if an embedding has {size} dimensions"
+        raise RequestError("input", rule, len(texts))
     field_name = "input" if len(texts) == 1 else "input[{}]"
     computed = await compute_vectors(
         engine,
@@ -255,7 +261,7 @@ class TextPair(NamedTuple):
     query: str
     document: str
     max_document_tokens: int | None = None
-    """None: no limit."""
+    """None if there is no limit."""
 
     @property
     def text(self) -> str:
@@ -263,10 +269,12 @@ class TextPair(NamedTuple):
 
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:
-    """Return the token ids of a pair. With `max_tokens`, cut the pair to this number of tokens. An encoder reads both
-    texts with the special tokens of its tokenizer. A decoder reads the text of a template: the chat template of the
-    folder if it has a role `document`, otherwise `Pooling.pair_template`. Raise RequestError if the chat template
-    rejects the pair, or if `max_tokens` is below the number of tokens that are never cut.
+    """Return the token ids of a pair, cut to `max_tokens` if this is given.
+
+    An encoder model reads both texts with the special tokens of its tokenizer. A decoder model reads a text that a
+    template renders from them. This is the chat template of the model's folder if it mentions a role `document`, and
+    otherwise `Pooling.pair_template`. Raise RequestError if the chat template rejects the pair, or if `max_tokens` is
+    below the number of tokens that are never cut, such as those of the template.
     """
     pooling, tokenizer = engine.pooling, engine.tokenizer
     assert pooling is not None
@@ -308,7 +316,7 @@ def score_of(vector: Float32Array, *, applies_sigmoid: bool) -> float:
 
 def _check_room(num_tokens: int, max_tokens: int | None) -> None:
     if max_tokens is not None and num_tokens > max_tokens:
-        rule = f"must be at least {num_tokens}, the tokens of this pair that are never cut"
+        rule = f"must be at least {num_tokens}, the number of tokens of this pair that are never cut"
         raise RequestError("truncate_prompt_tokens", rule, max_tokens)
 
 

@@ -43,7 +43,7 @@ class Parameter(Struct, kw_only=True):
     name: str
     kind: str
     default: Any
-    """Default of completions; null: no default, or for `seed` a random value."""
+    """Default of completions. null if there is no default. For `seed`, null means a random value."""
     chat_default: Any
     """Default of chat; null for `max_tokens` means the maximum that fits."""
     rule: str
@@ -72,7 +72,7 @@ class ParameterTable(Struct, kw_only=True):
 
 @functools.cache
 def meanings() -> Mapping[str, str]:
-    """Return parameter -> docstring of its field of `SamplingParams`."""
+    """Return a map from each parameter to the docstring of its field in `SamplingParams`."""
     (body,) = [
         node.body for node in ast.parse(inspect.getsource(sampling_params)).body
         if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"

@@ -47,14 +47,16 @@ class StreamedUsage(NamedTuple):
     in_every_chunk: bool = False
 
     def of_output(self, output: RequestOutput) -> Usage | UnsetType | None:
-        """Return the usage of a choice so far; null: only the end of the stream reports it."""
+        """Return the field `usage` of a chunk. It is the usage of the choice so far if every chunk reports usage, null
+        if only the end of the stream does, and unset if the stream reports no usage.
+        """
         if self.in_every_chunk:
             return usage_of(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
         return None if self.at_end else UNSET
 
 
 def streamed_usage(request: GenerationRequest) -> StreamedUsage:
-    """Return where a stream reports usage. Raise RequestError for `stream_options` without `stream`."""
+    """Return which chunks of a stream report usage. Raise RequestError for `stream_options` without `stream`."""
     options = request.stream_options
     if options is None:
         return StreamedUsage()
@@ -152,8 +154,8 @@ def check_metadata(pairs: Mapping[str, str] | None) -> None:
         return
     longest = max(map(len, pairs)), max(map(len, pairs.values()))
     if len(pairs) > MAX_METADATA_PAIRS or longest[0] > MAX_KEY_CHARS or longest[1] > MAX_VALUE_CHARS:
-        rule = f"must hold at most {MAX_METADATA_PAIRS} pairs, keys of {MAX_KEY_CHARS} and values of "
-        raise RequestError("metadata", f"{rule}{MAX_VALUE_CHARS} characters at most", len(pairs))
+        rule = f"must hold at most {MAX_METADATA_PAIRS} pairs, with keys of at most {MAX_KEY_CHARS} characters and "
+        raise RequestError("metadata", f"{rule}values of at most {MAX_VALUE_CHARS} characters", len(pairs))
 
 
 DEFAULT_ROWS, MAX_ROWS = 20, 100
@@ -165,6 +167,6 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def page_of(http_request: Request) -> tuple[int, str | None]:
-    """Return the maximum number of rows on a page, and the id of the row before the page; None: the first page."""
+    """Return the maximum number of rows on a page, and the id of the row before it, or None for the first page."""
     limit = query_integer(http_request, "limit", DEFAULT_ROWS, MAX_ROWS)
     return limit, http_request.query_params.get("after") or None

@@ -22,7 +22,7 @@ class StoredResponse:
     input: list[ChatMessage]
     """The conversation before the response, without instructions."""
     output: ChatMessage | None = None
-    """None: the response has not ended."""
+    """None if the response has no output: it is in progress or has failed."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -42,8 +42,9 @@ def _chars_of(message: ChatMessage) -> int:
 
 
 class ResponseStore:
-    """Stores finished responses and background responses in progress. Each kind has the whole quota. If it is full, the
-    oldest finished response of the largest tenant is evicted. Only the event loop may use it.
+    """Stores finished responses, and background responses in progress. Each of these two kinds may use the whole quota.
+    If finished responses exceed it, the oldest one of the tenant that uses the most bytes is evicted. Only the event
+    loop may use the store.
     """
 
     def __init__(self, quota: TenantQuota) -> None:
@@ -57,13 +58,15 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
-        """Store a response that runs in the background. Raise RequestError or StoreFullError if it has no room."""
+        """Store a response that runs in the background. Raise RequestError if it is larger than the whole quota,
+        StoreFullError if other responses leave no room for it.
+        """
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
             limit = f"{self._quota.key} {self._max_bytes}"
-            raise RequestError("background", f"must be false: storing it takes {num_bytes} bytes, more than {limit}")
+            raise RequestError("background", f"must be false: the response takes {num_bytes} bytes, more than {limit}")
         if num_bytes > self._in_progress.room(tenant):
-            raise StoreFullError(f"responses in the background {self._quota.rule}")
+            raise StoreFullError(f"the store has no room: responses in the background {self._quota.rule}")
         self._stored[stored.response.id] = stored
         self._in_progress.add(stored.response.id, tenant, num_bytes)
 
@@ -81,7 +84,9 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
-        """Return a response of a tenant (None: of any). Raise RequestNotFoundError if there is none."""
+        """Return a stored response. Raise RequestNotFoundError if it is not stored, or belongs to another tenant than
+        `tenant`. If `tenant` is None, the response may belong to any tenant.
+        """
         stored = self._stored.get(response_id)
         if stored is None or tenant not in (None, stored.tenant):
             raise RequestNotFoundError("response_id", "must be the id of a stored response")

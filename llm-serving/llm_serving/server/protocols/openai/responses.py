@@ -206,7 +206,7 @@ async def _run_in_background(http_request: Request, generation: Generation, buil
         builder.cancel()
         raise
     except Exception:
-        logger.exception("the background response of request %s failed", generation.request_id)
+        logger.exception("The background response failed. request_id=%s", generation.request_id)
         builder.fail(internal_error())
     finally:
         await generation.aclose()
@@ -291,7 +291,9 @@ class ResponsesBuilder(ResponseBuilder):
         self._response.status, self._response.error = "failed", schemas.ResponseFailure(code, message)
 
     def _keep(self) -> None:
-        """Store the response. If it is too large, set `store` to false; a background response fails instead."""
+        """Store the response. If it is too large and runs in the background, store it as failed, without its output. If
+        it is too large otherwise, set its field `store` to false.
+        """
         self._stored.task = None
         if not self._response.store or self._store.add(self._stored):
             return

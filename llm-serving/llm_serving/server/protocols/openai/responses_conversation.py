@@ -42,7 +42,7 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return chat messages; consecutive items of the assistant become one. Raise RequestError if an item is invalid."""
+    """Return chat messages. Merge consecutive items of the assistant. Raise RequestError if an item is invalid."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -74,7 +74,7 @@ def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
 
 
 def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
-    """Return a conversation as items, the inverse of `messages_of`. `name`: becomes part of the items' ids."""
+    """Return a conversation as items, the inverse of `messages_of`. The id of each item contains `name`."""
     items: list[GivenItem] = []
 
     def new_id(prefix: str) -> str:

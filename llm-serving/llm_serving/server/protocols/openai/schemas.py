@@ -45,14 +45,14 @@ class UnloadAdapterRequest(Struct):
 
 
 class PriorityRequest(Struct):
-    """A new priority, in one of two fields of `CallerFields`."""
+    """A new priority, given either as a number or as a request class. The fields are the same as in `CallerFields`."""
 
     priority: int | None = None
     priority_class: str | None = None
 
 
 class GenerationRequest(CallerFields, kw_only=True):
-    """The fields that completions and chat share. null means: not given."""
+    """The fields that completions and chat share. A field whose value is null counts as absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -61,7 +61,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """Number of most likely tokens to sample from; 0 or -1: all."""
+    """Number of most likely tokens to sample from. 0 and -1 mean all tokens."""
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -98,7 +98,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     early_stopping: bool | None = None
     """Beam search stops as soon as `best_of` sequences have finished."""
     detokenize: bool | None = None
-    """False: return no text; `return_token_ids` returns the tokens."""
+    """If false, the response has no text. `return_token_ids` returns the tokens."""
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -107,7 +107,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     truncate_prompt_tokens: int | None = None
     request_id: str | None = None
     receipt: bool | None = None
-    """Return a receipt too, from which `llm-serving verify` recomputes the response; a stream's last chunk has it."""
+    """Also return a receipt, with which `llm-serving verify` recomputes the response. A stream's last chunk has it."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -185,7 +185,7 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    """Means the same as in chat completions, and requires messages; so do the three fields below."""
+    """This field and the next three mean the same as in chat completions, and require `messages`."""
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: JsonObject | None = None

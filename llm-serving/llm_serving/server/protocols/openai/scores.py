@@ -1,4 +1,6 @@
-"""The routes of scores, of a reranker or as cosine similarity: /v1/score (vLLM), /rerank, /v1/rerank, /v2/rerank."""
+"""The routes that score texts: /v1/score (vLLM), /rerank, /v1/rerank, /v2/rerank. A reranker computes the scores
+itself. For other models, a score is the cosine similarity of two embeddings.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def _scores_of_pairs(engine: AsyncEngine, body: PairsRequest, computed: TextVect
 
 
 async def _scores(computed: TextVectors, num_first: int) -> list[float]:
-    """Return the cosine similarity of each second text to the first text of the same index, or to the only one."""
+    """Return the cosine similarity of each second text to the first text with its index, or to the only first text."""
 
     def compute() -> list[float]:
         first, second = computed.vectors[:num_first], computed.vectors[num_first:]

@@ -1,4 +1,4 @@
-"""Rules for unsupported fields of request bodies, and those fields of completions, chat and the tokenizer routes."""
+"""Rules for unsupported fields of request bodies, and the rules of completions, chat and the tokenizer routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.server.protocols.openai import schemas
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """A field that would change the response. A request that sets it is refused."""
+    """Rule for a field that would change the response. A request that sets the field is refused."""
 
     why: str = "is not supported"
     neutral: tuple[Any, ...] = ("", 0, False)
@@ -21,7 +21,7 @@ class RefusedField:
 
 @dataclass(frozen=True, slots=True)
 class IgnoredField:
-    """A field that cannot change the response. `x-ignored-parameters` names it."""
+    """Rule for a field that cannot change the response. The response header `x-ignored-parameters` names the field."""
 
     why: str
 
@@ -31,7 +31,7 @@ Rows = Mapping[str, RefusedField | IgnoredField]
 
 @dataclass(frozen=True, slots=True)
 class BodyFields:
-    """Rules for the fields of one body that are not fields of its struct."""
+    """Rules for the fields that a client may send in one body or nested object, but that its struct lacks."""
 
     rows: Rows = field(default_factory=dict)
     unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
@@ -47,7 +47,7 @@ EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 
 
 def named(here: str) -> RefusedField:
-    """Return the rule for a field of another protocol, which this route calls `here`."""
+    """Return the rule that refuses a field of another protocol and names the field `here` of this route instead."""
     return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)
 
 

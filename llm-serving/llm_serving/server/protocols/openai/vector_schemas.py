@@ -23,14 +23,14 @@ from llm_serving.server.protocols.openai.unsupported_fields import (
 class VectorRequest(CallerFields, kw_only=True):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
-    """Maximum tokens of each text. Special tokens count, and those at the end stay. -1: as many as fit."""
+    """Maximum number of tokens of each text. Special tokens at its end count and are kept. -1 means as many as fit."""
     request_id: str | None = None
 
 
 class EmbeddingsRequest(VectorRequest, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: str | None = None
-    """`float` (the default), or `base64`: float32, little-endian."""
+    """`float` (the default), or `base64`, which encodes little-endian float32 values."""
     dimensions: int | None = None
     normalize: bool | None = None
     """Default: as the model's folder specifies, else true."""
@@ -43,8 +43,8 @@ class PairsRequest(VectorRequest, kw_only=True):
 
 
 class ScoreRequest(PairsRequest, kw_only=True):
-    """Two lists of texts. If the first has a single text, it is compared with each text of the second, otherwise text i
-    with text i.
+    """Two lists of texts: `text_1` and `text_2`, or `queries` and `documents`. If the first list has a single text, it
+    is compared with each text of the second list. Otherwise, texts with the same index are compared.
     """
 
     text_1: str | list[str] | None = None
