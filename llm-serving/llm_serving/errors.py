@@ -105,7 +105,7 @@ class RequestError(LLMServingError):
         return type(self)(field, self.rule, self._given if value is ... else value)
 
     def renamed_by(self, names: Mapping[str, str]) -> Self:
-        """Return the error with the protocol's name of its field. `names`: internal name -> the protocol's name."""
+        """Return the same error with the protocol's name of its field. `names` maps internal to protocol names."""
         return self.renamed(names[self.field]) if self.field in names else self
 
 
@@ -173,9 +173,9 @@ class CapacityError(LLMServingError):
 
     Args:
         message: The limit that is reached, with the numbers.
-        retry_after: Seconds until a retry is expected to succeed; None: unknown.
-        queue_estimate_ms: Milliseconds that the request would have waited for its first token; None: unknown.
-        predicted_s: Predicted seconds to the first token of a retry after `retry_after`; None: unknown.
+        retry_after: Seconds until a retry is expected to succeed. None if unknown.
+        queue_estimate_ms: Milliseconds that the request would have waited for its first token. None if unknown.
+        predicted_s: Predicted seconds to the first token of a retry after `retry_after`. None if unknown.
     """
 
     http_status: ClassVar[int] = 429
@@ -208,7 +208,7 @@ class RateLimitError(CapacityError):
 class UnavailableError(LLMServingError):
     """The server is loading or draining, or no WorkAgent is alive.
 
-    `retry_after`: seconds after which a retry may succeed; None: unknown.
+    `retry_after` is the number of seconds after which a retry may succeed. It is None if unknown.
     """
 
     http_status: ClassVar[int] = 503

@@ -93,7 +93,7 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
 
 
 def build(config: ServingConfig, placement: Placement, log_name: str = "") -> AsyncEngine:
-    """Build the engine of a configuration without starting it. `log_name`: name of the model in the log."""
+    """Build the engine of a configuration without starting it. Log lines name the model `log_name`."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
@@ -156,13 +156,13 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
 
 
 def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:
-    """Send all adapters to a WorkAgent. Other threads send adapters that are loaded later."""
+    """Send all loaded adapters to a WorkAgent. Another thread sends each adapter that is loaded later."""
     for number, folder in adapters.folders.items():
         executor.set_adapter(number, folder)
 
 
 class ServedFiles:
-    """The configuration with the model folder to load, and the check that all WorkAgents read the same files."""
+    """The configuration with the model folder to load. `same_files` checks that all WorkAgents read the same files."""
 
     def __init__(self, config: ServingConfig) -> None:
         self.config = config
@@ -175,7 +175,9 @@ class ServedFiles:
 
 
 def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: SupervisedExecutor) -> WorkAgentMemory:
-    """Return the memory of a replica's WorkAgent. On a device, the whole KV cache counts as committed."""
+    """Return the memory of a replica's WorkAgent. On a CPU, a KV block is committed when it is first used. On a device,
+    the whole KV cache is committed from the start.
+    """
     pool = scheduler.blocks.pool
     is_lazy = config.device.device_target == "CPU"
     num_committed = pool.num_touched_blocks if is_lazy else pool.num_blocks

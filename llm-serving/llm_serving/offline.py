@@ -41,7 +41,7 @@ class LLM:
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        """Load the model of a configuration; `serving_config` has no effect. Raise ConfigError if it cannot be used."""
+        """Load the model. Raise ConfigError if the configuration cannot be used. HTTP settings have no effect."""
         assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
             rule = "must be 1, because a single process computes"
@@ -97,12 +97,12 @@ class LLM:
         """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
         order, with the whole text and all tokens.
 
-        Raise RequestError if a request can never be served; then no request is started.
+        Raise RequestError, before any request starts, if a request can never be served.
 
         Args:
-            sampling: One for all prompts, or one for each.
-            priorities: One for each prompt; smaller runs first.
-            adapter: Name of the adapter that answers; empty: the base model does.
+            sampling: Sampling parameters for all prompts, or a sequence with those of each prompt.
+            priorities: Priority of each prompt. Smaller numbers run first.
+            adapter: Name of the adapter that answers. If it is empty, the base model answers.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities, adapter=adapter):
@@ -117,7 +117,7 @@ class LLM:
         priorities: Sequence[int] | None = None,
         adapter: str = "",
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) for each piece."""
+        """Answer the prompts like `generate`. Yield (index of the prompt, piece of its answer) for each new piece."""
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:
@@ -126,11 +126,12 @@ class LLM:
         yield from self._run([self._request(*each, adapter=adapter) for each in given])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """Return an embedding for each prompt, before normalization, float32 [hidden size]; for a reranker, the score
-        before the sigmoid, [1].
+        """Return a float32 vector for each prompt: its embedding before normalization, [hidden size]. A reranker
+        returns the score before the sigmoid, [1]. A model without pooling returns the hidden state of the last token,
+        which is the input of the LM head.
 
-        A model without pooling returns the hidden state of the last token, which is the input of the LM head. Raise
-        RequestError if a prompt cannot be served, before any prompt starts, WorkerError if the computation fails.
+        Raise RequestError, before any prompt starts, if a prompt cannot be served. Raise WorkerError if the computation
+        fails.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}
@@ -141,7 +142,7 @@ class LLM:
         return [vectors[index] for index in range(len(prompts))]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter beside those of `lora_modules`. Raise ModelError if the model cannot use it."""
+        """Load an adapter in addition to those of `lora_modules`. Raise ModelError if the model cannot use it."""
         adapter = self.adapters.read(name, folder)
         self.adapters.add(adapter)
         self.engine.set_adapter(adapter.number, str(folder))
@@ -152,8 +153,8 @@ class LLM:
         """Return the best sequences of each prompt, best first.
 
         `sampling` determines `max_tokens`, stop conditions and `logprobs`. It must be greedy and must not change
-        logits. `adapter`: as in `generate`. Raise RequestError if a request can never be served; then no request is
-        started.
+        logits. `adapter` has the same meaning as in `generate`. Raise RequestError, before any request starts, if a
+        request can never be served.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search, adapter=adapter) for prompt in prompts]

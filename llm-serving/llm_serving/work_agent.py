@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks, args.model_path, args.group_port)
     except ChannelClosedError:
-        logger.info("the master has exited")
+        logger.info("the WorkAgent exits, because the master has exited")
     except TransportError as error:
         logger.error("the connection to the master failed: %s", error)
         return AgentExit.BROKEN
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine. `token`: identifies the start of this WorkAgent.
+    """Connect to the master on another machine. The master expects `token` from the WorkAgent that it has started.
 
     Raise ConfigError if the secret is not the master's, ChannelClosedError if the master cannot be reached or does not
     expect the token.
@@ -153,10 +153,10 @@ def serve(
     """Do the handshake, load the model, then run steps until the master sends Shutdown.
 
     Args:
-        memory_fd: Memory file of the step buffers; None: arrays are in the frames.
+        memory_fd: Memory file of the step buffers. If it is None, the frames contain the arrays of steps.
         ranks_fd, transfer_fd, group_port: See `worker.loading.load_runner`.
-        blocks: Connection for KV transfers and the disk cache; None: the configuration has neither.
-        model_path: Folder of the model on this machine; None: the path in `LoadModel`.
+        blocks: Connection for KV transfers and the disk cache. None if the configuration has neither.
+        model_path: Folder of the model on this machine. None if it is the path in `LoadModel`.
 
     Raises:
         TransportError: The connection failed, or the master has exited.
@@ -231,7 +231,9 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Answer requests for KV blocks. When `blocks` ends, close `steps`, so that the master restarts this WorkAgent."""
+    """Answer requests for KV blocks that arrive on the connection `blocks`. When this connection ends, shut down the
+    connection `steps`, so that the master restarts this WorkAgent.
+    """
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
@@ -290,7 +292,7 @@ class _Replies:
         self._started: tuple[int, StartedStep] | None = None
 
     def add(self, step: int, output: StepOutput | StartedStep | Exception) -> None:
-        """Send the reply to the previous step, and the reply to this step if it has ended."""
+        """Wait for the previous step and send its reply. If this step has ended, send its reply too."""
         self.flush()
         if isinstance(output, StartedStep):
             self._started = step, output
@@ -328,7 +330,9 @@ class _Replies:
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding`, if requested, shortly before the step ends, or at once if the backend does not announce it."""
+    """Send `StepEnding` shortly before the step ends, if the master requested it. If the backend cannot report when a
+    step is about to end, send it now.
+    """
 
     def announce() -> None:
         with contextlib.suppress(ChannelClosedError):  # the master has exited
@@ -377,7 +381,9 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input ends. It is a pipe from the parent, which may have exited before `die_with_parent`."""
+    """Exit when standard input ends, which is a pipe from the parent process. This also works if the parent exited
+    before the call of `die_with_parent`.
+    """
     while sys.stdin.read(1):
         pass
     os._exit(0)

@@ -50,7 +50,7 @@ class HubModel:
 
     @property
     def weight_sizes(self) -> dict[str, int]:
-        """Weight file -> bytes. Raise ModelError if the hub has no weights in a supported format."""
+        """Bytes of each weight file, by file name. Raise ModelError if the hub has no weights in a supported format."""
         if self.listing is None:
             names = weight_files([path.name for path in self.folder.iterdir()], self.folder / INDEX_NAME)
             return {name: (self.folder / name).stat().st_size for name in names}
@@ -63,8 +63,8 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
     Raise ModelError if the model does not exist, cannot be reached, or is of an unsupported family.
 
     Args:
-        hub: Key of `HUBS`; `auto`: the first cache that has the model, else Hugging Face to download it.
-        revision: Branch, tag or commit; None: the hub's main branch.
+        hub: Key of `HUBS`. `auto` selects the first hub whose cache has the model, or Hugging Face if no cache has it.
+        revision: Branch, tag or commit. None selects the hub's main branch.
     """
     asked = [hub] if hub in HUBS else list(HUBS)
     incomplete: list[str] = []
@@ -153,7 +153,9 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield the cached models by name: the main revision for Hugging Face, all revisions for ModelScope."""
+    """Yield the cached models of each hub, sorted by name. For Hugging Face, only the main revision of a model is
+    listed, for ModelScope all revisions.
+    """
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])

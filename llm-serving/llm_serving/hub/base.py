@@ -36,7 +36,7 @@ _MAX_SMALL_BYTES: Final = 2**27
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of one revision (branch, tag or commit) of a model on a hub. `sizes`: file name -> bytes."""
+    """The files of one revision (branch, tag or commit) of a model on a hub. `sizes` maps file names to bytes."""
 
     name: str
     revision: str
@@ -52,7 +52,9 @@ class Hub(Protocol):
     title: ClassVar[str]
 
     def snapshot(self, name: str, revision: str) -> Path | None:
-        """Return the folder of a revision in the local cache, possibly incomplete, without using the network."""
+        """Return the folder of a revision in the local cache, without using the network. The folder may be incomplete.
+        Return None if the revision is not cached.
+        """
 
     def listing(self, name: str, revision: str) -> Listing: ...
 
@@ -95,7 +97,7 @@ def huggingface_model(name: str) -> Path:
 
 
 def huggingface_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision, possibly incomplete; None: it is not cached."""
+    """Return the cache folder of a revision. It may be incomplete. Return None if the revision is not cached."""
     model = huggingface_model(name)
     commit = revision
     if not _COMMIT.fullmatch(revision):
@@ -121,7 +123,9 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why a path that does not exist in `folders` cannot be the name of a model on a hub; None: it can."""
+    """Return the reason why `text` cannot be the name of a model on a hub. Return None if it can. As a path, `text`
+    must not exist in any of `folders`.
+    """
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
@@ -178,8 +182,8 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """Return the safetensors files to download, in order; empty: the weights are in other formats. If the hub has
-    several sets of files, `index` selects one.
+    """Return the safetensors files to download, in order. Return an empty list if the weights are in other formats. If
+    a weight index is among `names`, return only the files that its local copy `index` lists.
     """
     if INDEX_NAME in names:
         return indexed_names(index)

@@ -168,7 +168,7 @@ def _library() -> Any:
 
 @contextmanager
 def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
-    """Yield the partial file, locked against other processes; None: another process has completed it."""
+    """Yield the partial file, locked against other processes. Yield None if another process has completed the file."""
     while True:
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

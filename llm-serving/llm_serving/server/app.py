@@ -89,8 +89,10 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the server's applications for an engine. `others`: the engines of further models. `accepted` None: a new
-    table. `open_model`: opens a model at run time; None: the server has one model.
+    """Return the server's applications for an engine and for the engines of further models, `others`.
+
+    If `accepted` is None, create the table of accepted requests. `open_model` opens a model at run time. It is None if
+    the server has one model.
     """
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
@@ -171,9 +173,9 @@ class Application:
     advisor: Advisor
     response_buffers: ResponseBuffers
     batches: Batches | None = None
-    """None: the server does not run yet, or batches are not configured."""
+    """None if the server does not run yet, or if batches are not configured."""
     models: ServedModels | None = None
-    """None: the server has one model."""
+    """None if the server has one model."""
 
     def __post_init__(self, routes: Sequence[Route]) -> None:
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
@@ -310,7 +312,7 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which tenants share the store whose size `key` of `serving_config` sets."""
+    """Return the quota that divides a store among tenants. `key` of `serving_config` sets the size of the store."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
@@ -329,8 +331,9 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Open the configured batch database, or `path` without a size limit. None: no database is configured. `ask` sends
-    a line to the server's routes. Raise ConfigError if the database cannot be used.
+    """Open the configured batch database. If `path` is given, open the database `path` instead and do not limit the
+    bytes of answers. Return None if there is no database to open. `ask` sends the request of a line to the server's
+    routes. Raise ConfigError if the database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path

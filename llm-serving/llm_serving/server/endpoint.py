@@ -45,7 +45,7 @@ class Endpoint:
     summary: str
     body: type | None = None
     answer: type | None = None
-    """Struct of the response with status 200; None: the response is not JSON, or its JSON has no struct."""
+    """Struct of the response with status 200. None if the response is not JSON, or if its JSON has no struct."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     error_response: Callable[[LLMServingError], Response] = openai_error_response
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
@@ -98,7 +98,7 @@ class Endpoint:
             return self.error_response(internal_error())
 
     def refuse(self, request: Request, error: LLMServingError) -> Response:
-        """Log the kind of an error. Return the error response of the route's protocol."""
+        """Record the kind of an error for the access log. Return the error response of the route's protocol."""
         context = request_context_of(request)
         context.error, context.request_id = kind_of(error), context.request_id or request_id_of(request)
         response = self.error_response(error)

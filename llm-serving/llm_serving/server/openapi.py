@@ -152,7 +152,7 @@ SECURITY_SCHEMES: Final = {
 
 
 def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
-    """Add ranges and descriptions to the schemas of these bodies and of their nested structs."""
+    """Add ranges and descriptions to the schemas of the request bodies `bodies` and of the structs nested in them."""
     for name in _reached(components, bodies):
         schema = components[name]
         schema["additionalProperties"] = False

@@ -1,4 +1,4 @@
-"""Connects the server with the optional package that issues receipts, which it imports by name."""
+"""Connects the server with the optional package that issues receipts, the verifiable records of responses."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class ReceiptIssuerProtocol(Protocol):
 
 
 class ReceiptHook:
-    """Loads the issuer of receipts for the first request that needs it, or at the start of the server. Create it before
-    the model is loaded: it records the state of the model's files. Raise ConfigError if `serving_config.receipts` is
-    `at_start` and the package is not installed.
+    """Loads the issuer of receipts for the first request that needs a receipt, or at the start of the server.
+
+    Create the hook before the model is loaded, because it records the state of the model's files. Raise ConfigError if
+    `serving_config.receipts` is `at_start` and the package is not installed.
     """
 
     def __init__(self, config: ServingConfig) -> None:

@@ -29,16 +29,16 @@ class RequestContext:
     """The string "other" if no endpoint has the path."""
     client: str = ""
     status: int | None = None
-    """None: the response has not begun."""
+    """None if the response has not begun."""
     error: str = ""
-    """Kind of the error and the name of the wrong field, if any; empty: no error."""
+    """Kind of the error and the name of the wrong field, if any. Empty if there is no error."""
     request_id: str = ""
     tenant: str = ""
     request_class: str = ""
     num_prompt_tokens: int = 0
     streams_per_prompt: int = 1
     outputs: Sequence[RequestOutput | None] | None = None
-    """The latest output of each stream, in the order of the prompts; None: nothing was generated."""
+    """The latest output of each stream, in the order of the prompts. None if nothing was generated."""
 
     @property
     def longest_answers(self) -> list[int]:
@@ -53,13 +53,13 @@ def request_context_of(connection: HTTPConnection) -> RequestContext:
 
 
 def api_key_of(connection: HTTPConnection) -> ApiKey | None:
-    """None: the server requires no keys."""
+    """Return the client's API key. Return None if the server or the route requires no key."""
     key: ApiKey | None = connection.scope.get(API_KEY_KEY)
     return key
 
 
 def quota_of(connection: HTTPConnection) -> Quota | None:
-    """None: there are no limits, or no keys."""
+    """Return the rate limits of the client's API key. Return None if there are no limits or no keys."""
     quota: Quota | None = connection.scope.get(QUOTA_KEY)
     return quota
 

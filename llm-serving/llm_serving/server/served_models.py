@@ -193,7 +193,9 @@ class ServedModels:
         return self.find(name) if name else self.default, receive_again
 
     def _by_url(self, scope: Scope) -> tuple[ServedModel, Scope]:
-        """Return the model that the query or an id in the path selects, and the scope without that parameter."""
+        """Return the model that the URL selects, else the default, and the scope without the query parameter `model`.
+        The URL selects a model by this parameter, by the id of a request or stream, or by a name in an older path.
+        """
         path: str = scope["path"]
         if scope["query_string"]:
             items = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -286,7 +288,7 @@ class ServedModels:
             del self._changing[name]
 
     async def _open_ready(self, config: ServingConfig) -> ServedModel:
-        """Load a model and return when it is ready; one at a time, because each is checked against the free memory."""
+        """Load a model and return it when it is ready. Loads run one by one, because each checks the free memory."""
         assert self._open is not None
         name = config.model.model_name
         async with self._turn:
@@ -337,7 +339,7 @@ class ServedModels:
 
 
 def models_shown(http_request: Request) -> ServedModels | None:
-    """Return all models for a route that shows all; None: the server has one model, or the query selects one."""
+    """Return all models for a route that shows all. Return None if there is one model, or if the query selects one."""
     models: ServedModels | None = http_request.app.models
     return None if SELECTED_KEY in http_request.scope else models
 
@@ -374,7 +376,7 @@ def _uncommitted_bytes(model: ServedModel) -> int:
 
 
 def _check_serves(model: ServedModel) -> None:
-    """Raise RequestError if the model is paused or sleeps, because its waiting requests would never end."""
+    """Raise RequestError if the model is paused or sleeps, because its waiting requests would block a drain forever."""
     if (gate := model.engine.lifecycle.gate) is not None:
         raise RequestError(QUERY, f"cannot be changed: {gate.reason}. Resume it or wake it up first", model.name)
 

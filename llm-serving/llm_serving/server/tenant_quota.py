@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TenantQuota:
-    """Limits the bytes of each tenant to the number of free bytes, so that no tenant can fill the store: dynamic
-    thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998).
+    """Limits the bytes of each tenant to the number of bytes that are still free, so that no tenant can fill the store.
+    These are dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", 1998).
     """
 
     num_bytes: int
@@ -18,7 +19,7 @@ class TenantQuota:
     key: str = "serving_config.batch_store_bytes"
 
     def room(self, used: int, own: int) -> int:
-        """Return how many bytes a tenant may still use; negative: it exceeds its limit."""
+        """Return how many more bytes a tenant may use. A negative number means that the tenant exceeds its limit."""
         free = self.num_bytes - used
         return (free - own) // 2 if self.is_shared() else free
 
@@ -30,9 +31,9 @@ class TenantQuota:
 
 
 class StoredSizes:
-    """Sizes and tenants of a store's entries, oldest first. For a new entry it selects the oldest ones of the tenant
-    that would use the most bytes: longest queue drop (Suter, Lakshman, Stiliadis and Choudhury, "Buffer management
-    schemes for supporting TCP in gigabit routers with per-flow queueing", 1999).
+    """Sizes and tenants of a store's entries, oldest first. To make room for a new entry, it selects the oldest entries
+    of the tenant that would use the most bytes. This is longest queue drop (Suter, Lakshman, Stiliadis and Choudhury,
+    "Buffer management schemes for supporting TCP in gigabit routers with per-flow queueing", 1999).
     """
 
     def __init__(self, shares: TenantQuota) -> None:
@@ -63,7 +64,7 @@ class StoredSizes:
             del self._of_tenant[tenant], self._own[tenant]
 
     def evictions(self, tenant: str, num_bytes: int) -> list[str] | None:
-        """Return the entries to evict for `num_bytes` of a tenant; None: the bytes exceed the store."""
+        """Return the entries to evict before a tenant stores `num_bytes`. Return None if that makes too little room."""
         too_many = self.num_bytes + num_bytes - self._shares.num_bytes
         if too_many <= 0:
             return []

@@ -48,7 +48,7 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return a route for each file of the page, which is read only once, and one that redirects from / to the page."""
+    """Return a route for each file of the page, and one that redirects from / to the page. Read the files now."""
     files = [
         _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
         for path in sorted(FOLDER.iterdir())
@@ -58,7 +58,9 @@ def page_routes() -> list[Route]:
 
 
 async def _lead_to_page(request: Request) -> Response:
-    """Redirect a browser by a relative address, because a proxy may add a prefix. Refuse GET of other clients."""
+    """Redirect a browser to the page. The address is relative, because a proxy may add a prefix to the path. Respond
+    with 405 to a client that does not accept HTML.
+    """
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
     request_context_of(request).route = PATH
@@ -91,7 +93,7 @@ def write_replay_page(story: ReplayPageData, target: Path) -> None:
     try:
         target.write_text(replay_page(story), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{target}: {error.strerror or error}") from None
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from None
 
 
 def replay_page(story: ReplayPageData) -> str:

@@ -52,7 +52,7 @@ class Channel(Generic[Incoming]):
 
     @property
     def peer(self) -> str:
-        """Address of the peer's machine; empty: this machine."""
+        """Address of the peer's machine. Empty if the peer runs on this machine."""
         if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
             return ""
         return str(self._socket.getpeername()[0])

@@ -102,7 +102,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     memory_share: float = 1.0
     """Share of the machine's memory that the WorkAgents of this model may use together."""
     log_name: str = ""
-    """Name of the model at the start of its log lines; empty: the server has only one model."""
+    """Name of the model at the start of its log lines. Empty if the server has only one model."""
     max_loras: int = 0
     max_lora_rank: int = 0
     rank_table: str | None = None
@@ -125,7 +125,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     block_bytes: int = 0
     """Bytes of a block over all layers of a group; 0: unknown."""
     model: str = ""
-    """Weight fingerprint of the files that a WorkAgent on another machine has read; empty: the master's files."""
+    """Weight fingerprint of the files that a WorkAgent on another machine has read. Empty for the master's files."""
     windows: tuple[LayerWindow, ...] = (LayerWindow(),)
 
 
@@ -142,7 +142,7 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     announce_ending: bool = False
     allowed_follow: bool = False
     content: bytes = b""
-    """The arrays of the step; empty: they are in the shared buffer."""
+    """The arrays of the step. Empty if they are in the shared buffer."""
 
 
 class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
@@ -151,12 +151,12 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
     step: int
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
-    """The arrays of the allowed tokens; empty: they are in the step's shared buffer, after the arrays of the step."""
+    """The arrays of the allowed tokens. Empty if they are in the step's shared buffer, after the arrays of the step."""
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end, or to begin if the backend cannot report when a step ends. The master should form the
-    next step now.
+    """Notice that a step is about to end, so that the master forms the next step now. If the backend cannot report when
+    a step ends, the WorkAgent sends the notice before the step begins.
     """
 
     step: int
@@ -177,7 +177,7 @@ class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
-    """Output of a step. The arrays are raw little-endian bytes, which no other step can overwrite."""
+    """Output of a step. The arrays are copied as raw little-endian bytes, so that no later step can overwrite them."""
 
     step: int
     token_ids: bytes
@@ -201,7 +201,9 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
-    """Read an adapter into host memory while steps run, or drop it (`folder` empty). Steps that need it wait."""
+    """Request to read an adapter into host memory while steps run. Steps that need the adapter wait until it is read.
+    If `folder` is empty, the WorkAgent drops the adapter instead.
+    """
 
     number: int
     folder: str

@@ -130,7 +130,7 @@ class Advisor:
         except ValueError:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             logger.error(
-                "The simulator process for advice ended with exit code %d: %s",
+                "the simulator process for advice failed: exit_code=%d last_line=%s",
                 process.returncode,
                 last[:MAX_OUTPUT_CHARS],
             )

@@ -32,15 +32,17 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameter -> JSON schema. `running`: for accepted requests. The first value of each is the default."""
+"""Query parameter -> JSON schema. `running` says what happens to accepted requests, `new_requests` to new ones. The
+first value of each is the default.
+"""
 
 
 class Sleeping(Struct):
     is_sleeping: bool
     level: int
-    """0: awake; 1: the KV cache is dropped; 2: the weights too."""
+    """0: awake; 1: the KV cache is dropped; 2: the weights are dropped too."""
     state: str
-    """Why new requests wait or are refused; empty: they are accepted."""
+    """Why new requests wait or are refused. Empty if they are accepted."""
 
 
 class WeightsReplaced(Struct):
@@ -49,7 +51,9 @@ class WeightsReplaced(Struct):
 
 
 async def pause(engine: AsyncEngine, http_request: Request) -> Response:
-    """Hold or refuse new requests. Respond once accepted ones have finished (`finish`), are aborted or are frozen."""
+    """Make new requests wait or refuse them, as the query `new_requests` says. Respond once accepted requests have
+    finished, are aborted or are frozen, as the query `running` says.
+    """
     check_operator(http_request)
     await engine.lifecycle.pause(_choice(http_request, "running", RUNNING), _new_requests(http_request))
     return _state(engine)
@@ -62,7 +66,7 @@ async def resume(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
-    """Drop the KV cache (level 1) and the weights (level 2), once accepted requests have finished or are aborted."""
+    """Stop accepted requests as the query `running` says. Then drop the KV cache and, at level 2, the weights."""
     check_operator(http_request)
     level = query_integer(http_request, "level", 1, DROP_WEIGHTS)
     running = _choice(http_request, "running", RUNNING)

@@ -1,7 +1,7 @@
 """GET /v1/live: snapshots of all schedulers as server-sent events.
 
-Snapshots are taken only while clients watch, and use at most `SHARE` of one core. A slow client gets only the latest
-one. Rows are arrays without names: the first event lists the columns.
+Snapshots are taken only while clients watch. They use at most `SHARE` (1 %) of one core. A client that reads slowly
+gets only the latest snapshot. Each row is an array of values without names. The first event lists the columns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EndedRequest(Struct, kw_only=True):
 
 
 class ComputedStep(Struct, kw_only=True):
-    """A step that has ended since the previous snapshot. A tenant sees only its own rows."""
+    """A step that has ended since the previous snapshot. For a tenant, it counts only the requests of that tenant."""
 
     number: int
     ended: float
@@ -143,7 +143,9 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return `Request.sequence` of each waiting, running or just ended request of a tenant; None: all are visible."""
+    """Return `Request.sequence` of each waiting, running or just ended request of a tenant. Return None if `tenant` is
+    None, because then all requests are visible.
+    """
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]
@@ -189,7 +191,7 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
 
 @dataclass(eq=False)
 class Viewer:
-    """A watching client, which sees the requests of `tenant`; None: those of all tenants."""
+    """A client that watches. It sees the requests of `tenant`, or of all tenants if `tenant` is None."""
 
     tenant: str | None
     num_dropped: int = 0
@@ -207,7 +209,7 @@ class Viewer:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """Wait for the next snapshot for the client; None: the stream has ended."""
+        """Wait for the next snapshot for the client and return it. Return None if the stream has ended."""
         await self._changed.wait()
         self._changed.clear()
         if self._ended:

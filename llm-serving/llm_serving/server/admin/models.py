@@ -62,7 +62,7 @@ def _models(http_request: Request) -> ServedModels:
 
 
 async def _config(engine: AsyncEngine, name: str) -> ServingConfig:
-    """Read a model's configuration from the YAML, because only the YAML may name paths."""
+    """Read a model's configuration from the YAML, not from the request, so that no client can choose paths."""
     try:
         return row_of(await asyncio.to_thread(read_all_again, engine.config), name)
     except ConfigError as error:

@@ -20,7 +20,7 @@ from llm_serving.server.served_models import health_of_all, models_shown
 
 
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return 200 if a WorkAgent of any model, or of the one that the query selects, is ready; else 503."""
+    """Return 200 if a WorkAgent is ready, else 503. If the query selects a model, only its WorkAgents count."""
     models = models_shown(http_request)
     health = engine.health() if models is None else health_of_all(models)
     status = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
@@ -42,7 +42,7 @@ class ReplicaView(Struct):
     """loading, serving, restarting, draining (it finishes its requests) or left."""
     num_unfinished: int
     machine: str
-    """Address of the WorkAgent's machine; empty: the master's machine."""
+    """Address of the WorkAgent's machine. Empty if it runs on the master's machine."""
 
 
 class ReplicasView(Struct):
@@ -70,7 +70,9 @@ async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
 
 class ReloadView(Struct):
     changed: list[str]
-    """Changes: "section.key: before -> after", without hashes of keys; after "model: " if there are several models."""
+    """Changes as "section.key: before -> after", without hashes of API keys. If the server has several models, each
+    change begins with the model's name.
+    """
     late: list[int]
     """Replicas whose WorkAgent is restarting. They apply the changes after the restart."""
 

@@ -1,4 +1,4 @@
-"""Routes of single requests, which cancel, reprioritise or explain them, and GET /v1/timeline."""
+"""Routes that cancel, reprioritise or explain one request, and GET /v1/timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOOKUPS: Final = FairThreads(1, "lookup")
 class Cancelled(Struct):
     request_id: str
     cancelled: list[str]
-    """Cancelled engine requests, one for each choice; empty: all had ended before."""
+    """Cancelled engine requests, one for each choice. Empty if all had ended before."""
 
 
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
@@ -66,14 +66,16 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
 
 
 class Explanations(Long):
-    """Explanations of all engine requests with one id: several choices, or several clients that chose the same id."""
+    """Explanations of all engine requests with one id. There are several if the request has several choices, or if
+    several clients chose the same id.
+    """
 
     request_id: str
     requests: list[Explanation]
 
 
 class Trace(Long):
-    """The Trace Event Format as a JSON object."""
+    """A timeline of steps and requests, as a JSON object in the Trace Event Format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815  the format's name
     displayTimeUnit: str  # noqa: N815

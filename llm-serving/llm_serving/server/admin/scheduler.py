@@ -1,4 +1,4 @@
-"""GET /v1/scheduler: the running slots, queues, tenants and blocks that the caller may see."""
+"""GET /v1/scheduler: slots, queues, tenants and KV blocks of each replica, limited to what the caller may see."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """Replace block ids in `group` by numbers, because block ids would show the activity of other tenants."""
+    """Replace the block id in each `group` by a number from 0. Requests that share their first block have the same
+    `group`. Clients must not see the block id, because it shows the activity of other tenants.
+    """
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))

@@ -105,7 +105,7 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Delete a file. A batch that has started has a copy of its lines."""
+    """Delete a file. A batch that has started is not affected, because it has a copy of the file's lines."""
     about = await _file(http_request)
     await _batches(http_request).stored(BatchStore.delete_file, about.id)
     return json_response(DeletedFile(about.id))
@@ -200,7 +200,9 @@ async def _page(
 
 @asynccontextmanager
 async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
-    """Yield the request with limits on the bytes of its body, and of all bodies that are being uploaded."""
+    """Yield the request with a counter of received body bytes. Receiving raises RequestTooLargeError if the body is too
+    large, and CapacityError if all bodies that are being uploaded exceed their quota.
+    """
     shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
     num_bytes, most = 0, shares.room(0, 0)
 

@@ -27,9 +27,11 @@ async def answer_file(
     on_progress: Callable[[RequestCounts], None],
     failure: Callable[[], LLMServingError | None],
 ) -> RequestCounts:
-    """Answer the lines of `source`, or continue an interrupted run. Write the answers to `target` in order. Failed
-    lines go to `TARGET.errors`. Raise ConfigError if the input is invalid or differs from that of the interrupted run,
-    or the error that `failure` returns. `batches` must run on the database of this output file.
+    """Answer the lines of `source`, or continue an interrupted run. Write the answers to `target` and failed lines to
+    `TARGET.errors`, in the order of the lines. `batches` must use the database `TARGET.unfinished`.
+
+    Raise ConfigError if the input is invalid or differs from that of the interrupted run. During the run, poll
+    `failure` and raise the error that it returns.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)

@@ -69,7 +69,7 @@ class Batches:
     open_store: InitVar[Callable[[], BatchStore]]
     ask: Ask
     concurrency: int
-    """Maximum number of requests at a time, and of unfinished lines of a batch, which may wait for a retry."""
+    """Maximum number of requests at a time, and of a batch's lines in progress, including those that wait to retry."""
     priority_class: str
     """Request class of lines that name no class."""
     shares: TenantQuota
@@ -93,7 +93,7 @@ class Batches:
         self.num_incoming_bytes: Counter[str] = Counter()
         """Tenant -> bytes received so far of the files that it is uploading."""
         self.trouble: UnavailableError | None = None
-        """Why batches wait or have stopped; None: they run."""
+        """Why batches wait or have stopped. None if they run."""
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -112,7 +112,7 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of the store in its thread. If it fails, change nothing and raise UnavailableError."""
+        """Run a method of the store in the store's thread. Raise UnavailableError if the database fails."""
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
             return await loop.run_in_executor(self._thread, call)
@@ -167,7 +167,7 @@ class Batches:
         except Exception as error:
             self.trouble = UnavailableError(f"batch {batch_id} has stopped: {error}")
             self._failed.add(batch_id)
-            logger.exception("Batch %s has stopped until it is cancelled or the server restarts", batch_id)
+            logger.exception("Batch %s stopped; cancel it, or restart the server to continue it", batch_id)
         finally:  # now, so that no other task finds an ended batch in these tables
             del self._tasks[batch_id], self._cancelled[batch_id]
             self._num_running[tenant] -= 1
@@ -183,7 +183,7 @@ class Batches:
                 return await self._compute(batch_id, tenant)
             except UnavailableError as error:  # stored answers stay; the other lines are computed again
                 self.trouble = error
-                logger.warning("Batch %s cannot be stored; retrying in %.0f s: %s", batch_id, pause_s, error)
+                logger.warning("Batch %s waits for the database: retry_s=%.0f error=%s", batch_id, pause_s, error)
             await self._pause(self._cancelled[batch_id], pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
@@ -210,7 +210,9 @@ class Batches:
         await self.stored(BatchStore.finish, batch, tenant, unanswered, now)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
-        """Answer the remaining lines. Return the final status, and the error of lines without an answer."""
+        """Answer the remaining lines until the batch is complete, cancelled or expired. Return its final status, and
+        the error for lines that have no answer. The error is None if all have one.
+        """
         work = asyncio.create_task(self._answer_lines(batch.id, tenant))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
@@ -267,7 +269,7 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response to a line (None: the store has no room), and the seconds for which it may be retried."""
+        """Return the response, or None if the store is full, and the seconds for which the line may be retried."""
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
@@ -289,7 +291,7 @@ class Batches:
         return False
 
     def _prepared(self, body: bytes) -> tuple[bytes, float]:
-        """Return the body with the request class added, and the value of `timeout_s`. Decode no other value."""
+        """Return the body with the request class added, and the value of `timeout_s`. Other values stay raw JSON."""
         content = _decode_fields(body)
         timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
@@ -330,7 +332,7 @@ def first_url(pieces: Iterable[bytes]) -> str:
 
 
 def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
-    """Return the batch. If it is new, check its input, and store its lines or its errors."""
+    """Return the batch. If it is new, check its input. Store its lines if they are valid, else their errors."""
     batch = store.batch(batch_id, None)
     if batch.status != "validating":
         return batch
@@ -374,7 +376,9 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
 
 
 def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, text) of the lines that are not blank. Lines that are too long may be truncated."""
+    """Yield (number from 1, text) of each line that is not blank. Of a line that exceeds `MAX_LINE_BYTES`, the text may
+    be only the beginning, which also exceeds the limit.
+    """
     rest, number = b"", 0
     for piece in chain(pieces, [b"\n"]):
         *whole, rest = (rest + piece).split(b"\n")

@@ -113,13 +113,15 @@ class BatchStore:
         return self._shares.room(used, own)
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
-        """Return a file of this tenant (None: of any). Raise RequestNotFoundError if there is none."""
+        """Return a file of `tenant`, or of any tenant if that is None. Raise RequestNotFoundError if there is none."""
         query = "SELECT about FROM files WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
         row = self._db.execute(query, {"id": file_id, "tenant": tenant}).fetchone()
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """Return up to `limit` files that are older than the file `after`, newest first."""
+        """Return up to `limit` files that are older than the file `after`, newest first. If `tenant` or `purpose` is
+        not None, return only files with this tenant or purpose.
+        """
         if after is not None:
             self.file(after, tenant)
         query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -179,7 +181,9 @@ class BatchStore:
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """Return up to `limit` batches that are older than the batch `after`, newest first."""
+        """Return up to `limit` batches that are older than the batch `after`, newest first. If `tenant` is not None,
+        return only batches of this tenant.
+        """
         if after is not None:
             self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -228,7 +232,9 @@ class BatchStore:
                 self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float) -> None:
-        """Write a batch's output and error files, in the order of its lines. `unanswered` None: omit those lines."""
+        """Write a batch's output and error files, in the order of its lines. Lines without an answer get the error
+        `unanswered`. If it is None, omit these lines.
+        """
         batch.request_counts = self._counts(batch.id)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -290,7 +296,7 @@ class BatchStore:
         self._db.execute("UPDATE batches SET about = ?, ended = ? WHERE id = ?", row)
 
     def _counted(self, batch: Batch) -> Batch:
-        """Return the batch with current counts. A batch that has ended stores its counts, but no lines."""
+        """Return the batch with current counts. They are computed from its lines, or stored if the batch has ended."""
         if not batch.has_ended:
             batch.request_counts = self._counts(batch.id)
         return batch

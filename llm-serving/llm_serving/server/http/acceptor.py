@@ -34,9 +34,12 @@ MAX_RETRY_AFTER_S: Final = 8
 
 
 class ConnectionLimits:
-    """The number of connections and of the bytes that they buffer, in total and by address (or IPv6 /64 network). At a
-    limit, an idle connection of the address with the most connections is closed. `on_refused`: called with address and
-    status if a connection or a request head is refused.
+    """Limits of the number of connections, in total and for each address, and of the bytes that all connections buffer.
+    An IPv6 address counts as its /64 network.
+
+    At the limit of its address, a new connection replaces an idle connection of the same address. At the total limit,
+    it replaces an idle connection of the address with the most connections. `on_refused(address, status)` is called for
+    each connection and request head that is refused.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class ConnectionLimits:
         return (connection for group in self._by_address.values() for connection in group)
 
     def retry_after_s(self) -> int:
-        """Return a random number of seconds, so that the retries of refused clients are spread."""
+        """Return a random number of seconds, so that refused clients do not all retry at the same time."""
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
@@ -119,8 +122,9 @@ class ConnectionLimits:
 class Acceptor:
     """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
-    Few TLS handshakes begin at a time, from each address in turn, so that many handshakes of one client do not delay
-    other clients. If no file descriptor is free, connections wait in the kernel.
+    At most `HANDSHAKES_AT_ONCE` TLS handshakes begin in one iteration of the event loop, one of each address in turn.
+    So many handshakes of one client do not delay other clients. If no file descriptor is free, connections wait in the
+    kernel.
     """
 
     listener: socket.socket

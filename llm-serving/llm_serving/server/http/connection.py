@@ -1,4 +1,7 @@
-"""One client connection: limits in front of uvicorn's HTTP protocol, with only public interfaces of asyncio."""
+"""One client connection. It enforces limits before uvicorn's HTTP protocol gets any data.
+
+It uses only public interfaces of asyncio.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,11 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """The transport of uvicorn's protocol. It passes on one checked request at a time. uvicorn receives a request head
-    when it is complete and rewritten, and the next request when the previous response is complete. So a connection runs
-    at most one request, whose application is notified when the client disconnects. `within_connection` must have
-    wrapped the application of `config`.
+    """The transport of uvicorn's protocol. It passes on one checked request at a time.
+
+    uvicorn gets a request head once it is complete and rewritten, and the next request once the previous response is
+    complete. So a connection runs at most one request. The application of this request is notified when the client
+    disconnects. The application in `config` must be wrapped by `within_connection`.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a complete request waits for its response, or a response waits to be read."""
+        """Whether a complete request waits for its response, or the client has not yet read a response."""
         is_running = not self.request.is_complete and not self.request.in_body
         return is_running or self._write_timer is not None
 
@@ -285,7 +289,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def refuse(self, refusal: Refusal) -> None:
-        """End the connection, with an error response unless a response has begun."""
+        """Send an error response and close. If a response has begun or cannot be sent, abort the connection."""
         request = self.request
         is_started = request.is_started and not request.is_complete
         if self._transport is None or not self.can_write or is_started:
@@ -330,7 +334,9 @@ class Connection(asyncio.Protocol):
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection once everything written is sent. A client that still sends gets time to read."""
+        """Close the connection once everything written is sent. If the client still sends, wait up to `LINGER_S`, so
+        that it can read the response.
+        """
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
@@ -368,7 +374,7 @@ class Connection(asyncio.Protocol):
 
 
 def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:
-    """Write through TLS in pieces, because a write of any length is buffered before `pause_writing` is called."""
+    """Write through TLS in pieces. A single write would be buffered as a whole before `pause_writing` is called."""
     for begin in range(0, len(data), WRITE_BUFFER_BYTES):
         transport.write(data[begin : begin + WRITE_BUFFER_BYTES])
 

@@ -23,7 +23,7 @@ RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `u
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Raise ConfigError if it is in use or not local."""
+    """Return a socket that listens on the address. Raise ConfigError if that is in use or not on this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -52,7 +52,9 @@ class OpenFiles:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 
     def raise_limit(self, limits: ServerConfig) -> None:
-        """Raise the soft limit up to `MAX_OPEN_FILES`. Raise ConfigError if no file remains for a connection."""
+        """Raise the soft limit of open files up to `MAX_OPEN_FILES`. Raise ConfigError if the limit leaves no file
+        descriptor for a connection.
+        """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < target:
@@ -67,7 +69,7 @@ class OpenFiles:
             )
 
     def possible_connections(self, limits: ServerConfig) -> int:
-        """Return `max_connections`, or the smaller number that the limit of open files allows."""
+        """Return `max_connections`, or fewer if the limit of open files allows only fewer connections."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = limits.max_connections
         possible = most if soft == resource.RLIM_INFINITY else min(most, max(1, soft - self.reserved))

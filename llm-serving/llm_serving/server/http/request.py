@@ -88,12 +88,14 @@ class RequestHead(NamedTuple):
     """The head for uvicorn: with a path as URL, one `Host`, no `Upgrade`."""
     is_http_1_0: bool
     body_length: int | None
-    """None: the body is chunked."""
+    """None if the body is chunked."""
     expects_continue: bool
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if a head, or its first `size` bytes, exceeds a limit or is not HTTP."""
+    """Raise RefusedError if a request head exceeds a limit or is not HTTP. The first `size` bytes of `data` are the
+    head, or the part of it that has arrived.
+    """
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL
@@ -225,7 +227,9 @@ class HttpRequest:
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Return how many bytes of `data` belong to the body, and the bytes for uvicorn. May raise RefusedError."""
+        """Return how many bytes of `data` were read as body, and the bytes for uvicorn. For uvicorn, the content of
+        several chunks is joined into one chunk. Raise RefusedError if the chunks are invalid or have too much framing.
+        """
         if self._left is None:
             return self._read_chunks(data[:SLICE_BYTES])
         piece = data[: self._left]
@@ -235,7 +239,9 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Read chunks in pieces that end at a blank line, as the body does, so that no byte after the body is read."""
+        """Parse chunks without reading beyond the body. A chunked body ends with a blank line, so the parser gets the
+        data in pieces that end at a blank line.
+        """
         num_read, chunks = 0, self._chunks
         try:
             while not chunks.is_complete:
@@ -301,7 +307,9 @@ class HttpRequest:
         self._connection.on_response_complete()
 
     def write_chunk(self, to_bytes: Callable[[int, T], bytes], index: int, piece: T) -> bool:
-        """Write `to_bytes(index, piece)` without waking the application. Return False if the client is too slow."""
+        """Write `to_bytes(index, piece)` to the client as one chunk, without waking the application's task. Return
+        False if nothing can be written now, because the response is not chunked or the client reads too slowly.
+        """
         if not (self._is_chunked and self._connection.can_write):
             return False
         body = to_bytes(index, piece)

@@ -90,8 +90,9 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 class HttpServer(uvicorn.Server):
     """uvicorn behind `Connection`, with an orderly shutdown. Raise ConfigError if the certificate is invalid.
-    `on_refused`: called with address and status if a connection or a request head is refused. `on_reload`: reloads
-    other files on SIGHUP. `on_shutdown`: called on the event loop before the wait for running requests.
+
+    `on_refused(address, status)` is called if a connection or a request head is refused. `on_reload` reloads other
+    files on SIGHUP. `on_shutdown` is called on the event loop before the server waits for running requests.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class HttpServer(uvicorn.Server):
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, in place of uvicorn's own method."""
+        """Start to accept connections. This replaces uvicorn's own method."""
         await self.lifespan.startup()
 
         context = None
@@ -154,9 +155,10 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(0)  # the transports end in the next iteration of the event loop
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
-        """Serve within `surroundings` until SIGINT or SIGTERM. Call this in the main thread. The first signal lets
-        running requests finish, the second ends them, the third ends the process. SIGHUP reloads files, except in a
-        terminal, where it means that the terminal closes.
+        """Enter the context `surroundings` and serve until SIGINT or SIGTERM. Call this in the main thread.
+
+        The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
+        files. If standard input is a terminal, SIGHUP ends the process as usual, because a closing terminal sends it.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
@@ -194,7 +196,9 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Apply new limits: totals over all connections at once, limits of each connection to new connections."""
+        """Apply new limits. Limits over several connections take effect immediately. Limits of a single connection
+        apply only to new connections.
+        """
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)

@@ -1,8 +1,9 @@
-"""A generation request that is new, a retry with the same key, or resumes a stream.
+"""Generation requests that a client may retry with the same Idempotency-Key, and streams that it may resume.
 
-An event id says how far the client has read: the id of the stream, a colon, and the number of events sent for each
-choice, joined by dots; after a plus sign, the number of events that follow all choices, or `end`. The order of choices
-depends on the load, but the events of each choice do not, so the id determines the remaining events.
+An event id says how far the client has read a stream. It is the id of the stream, a colon, and the number of events
+sent for each choice, joined by dots. If events that follow all choices were sent, their number comes after a plus sign,
+or `end` after the last event. The order of choices depends on the load, but the events of each choice do not. So the id
+determines the remaining events.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ EVENT_HEADER: Final = "last-event-id"
 MAX_KEY_CHARS: Final = 255
 SEED_BYTES: Final = 8
 _RESUMABLE: Final = f"stream: true, serving_config.resume_streams, at most {MAX_NUMBERED_CHOICES} choices"
+_SEND_ANEW: Final = "Send the request again without Last-Event-ID and with a new Idempotency-Key"
 _encode_json: Final = msgspec.json.Encoder().encode
 
 
@@ -95,7 +97,7 @@ class IdempotentRequest:
     seeded: bool
     """Whether the client gave a seed."""
     record: AcceptedRequest | None = None
-    """None: the client can neither retry nor resume the request."""
+    """None if the client can neither retry nor resume the request."""
     known: bool = False
     """Whether the server accepted a request with this key earlier."""
     position: Position = BEGINNING
@@ -105,11 +107,13 @@ class IdempotentRequest:
 
     @property
     def stream_id(self) -> str:
-        """Empty: the stream cannot be resumed."""
+        """Id of the stream. Empty if the client cannot resume the stream."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def id_generator(self, choice: int) -> Random:
-        """Return a generator of ids for tool calls. Only repetitions of a recorded request get equal ids."""
+        """Return a generator of ids for tool calls. A repetition of a recorded request gets the same ids again. Without
+        a record, the ids are random.
+        """
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -122,7 +126,7 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how identical or repeated requests share the response; None: they do not."""
+        """Return how identical or repeated requests share the response. Return None if none may share it."""
         if self.rules.coalesces_identical and caller.deadline is None and (self.seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
@@ -136,14 +140,14 @@ class IdempotentRequest:
         return Sharing(key, keeps, self.rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record of a new request, with the prompts given to `sharing`. Raise GoneError if the request is
-        known and its prompts now have different tokens.
+        """Store the record of a new request, with the digest of the prompts that were given to `sharing`. For a request
+        that was accepted before, raise GoneError if its prompts now have different tokens.
         """
         if self.record is None:
             return
         if self.known:
             if not hmac.compare_digest(self.record.prompts, self._prompts):
-                raise GoneError("the chat template now renders the conversation to different tokens")
+                raise GoneError(f"the chat template now renders the conversation to different tokens. {_SEND_ANEW}")
         elif self.add is not None:
             self.record = msgspec.structs.replace(self.record, prompts=self._prompts)
             await self.add(self.record)
@@ -185,10 +189,12 @@ async def claim_request(
     prefix: str,
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
-    """Hold the idempotency key of a request until the context exits. Yield the request and its response's identity.
+    """Hold the idempotency key of a request until the context exits. Yield the request, and the id and creation time of
+    its response.
 
-    A request that can be retried or resumed gets a seed, derived from key, tenant and body, so that the tokens are the
-    same even if its record has been evicted. `prefix`: starts the response id. `num_streams`: choices of all prompts.
+    If a request with a key has no seed, derive one from key, tenant and body. So a retry gets the same tokens even if
+    the record of the request was evicted. The response id begins with `prefix`. `num_streams` is the number of choices
+    of all prompts.
 
     Raise RequestError if the key or the event id is malformed or belongs to another request, GoneError if another model
     or adapter accepted the request, TimedOutError if another request holds the key until the deadline.
@@ -227,7 +233,9 @@ async def claim_request(
         if record is not None:
             position.check(num_streams)
             if record.model != state:
-                raise GoneError("the request was accepted by another model or adapter, or with other kernels")
+                raise GoneError(
+                    f"the request was accepted by another model or adapter, or with other kernels. {_SEND_ANEW}"
+                )
             request.seed, request_id, name = record.seed, record.request_id, engine.config.model.model_name
             request_context_of(http_request).request_id = request_id
             identity = ResponseIdentity(f"{prefix}-{request_id}", request_id, record.created, name)
@@ -280,9 +288,9 @@ def _key(http_request: Request) -> str:
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """Return the accepted request that an event id names, and the client's position in its stream. If the URL names the
-    stream (`stream_id`), `event_id` may be only the part after the colon. Raise RequestError, which names `field`, if
-    there is no such event.
+    """Return the accepted request that an event id names, and the client's position in its stream. If the URL has given
+    `stream_id`, the event id may be only the part after the colon. If the event id is invalid or its stream is unknown,
+    raise RequestError for `field`.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

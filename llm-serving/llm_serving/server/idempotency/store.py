@@ -1,8 +1,9 @@
 """The accepted requests that clients may repeat, found by stream or key, and their log on disk.
 
-The oldest are dropped for lack of memory or by age. A file `requests-N.log` of the log holds records: length and CRC-32
-of the content as little-endian 32-bit integers, then the content as MessagePack. So the files stay readable even if the
-process is killed. Reading stops at a damaged record, which is removed before the next record is appended.
+The oldest requests are dropped when memory is full, or when they are too old. The log consists of files
+`requests-N.log`, each a sequence of records. A record has the length and CRC-32 of its content as little-endian 32-bit
+integers, then the content as MessagePack. So a file stays readable even if the process is killed while writing. Reading
+stops at a damaged record, which is removed before the next record is appended.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     route: str
     tenant: str
     key: str
-    """The `Idempotency-Key`; empty: there is none."""
+    """The `Idempotency-Key`. Empty if there is none."""
     digest: bytes
     request: bytes
     seed: int
@@ -84,7 +85,8 @@ class Claim:
 
 class AcceptedRequests:
     """The accepted requests that clients may repeat. Only the event loop may use it. With a `quota` of 0 bytes, no
-    record is kept. `wall_clock` gives the age of records from a log; by `clock` they expire after `max_age_s`.
+    record is kept. A record expires `max_age_s` after the request was accepted. `wall_clock` gives the age of a record
+    when it is stored, and `clock` measures the time from then on.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class AcceptedRequests:
         return self._sizes.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
-        """Return the request of a stream that can be resumed. Raise RequestNotFoundError if the tenant has none."""
+        """Return the request of a resumable stream. Raise RequestNotFoundError if the tenant has no such stream."""
         self._expire()
         record = self._records.get(stream_id)
         if record is None or not record.streams or tenant not in (None, record.tenant):
@@ -153,7 +155,7 @@ class AcceptedRequests:
             await self.log.append(record)
 
     def restore(self, record: AcceptedRequest) -> None:
-        """Store a record, unless it is too old or too large. If memory is full, evict records as `StoredSizes` does."""
+        """Store a record, unless it is too old or too large. If memory is full, evict what `StoredSizes` selects."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
         if record.stream_id in self._records or age_s > self._max_age_s:
             return
@@ -205,13 +207,17 @@ class ModelState:
     def digest(
         self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
     ) -> bytes:
-        """Return a digest that is equal only if model, settings and `adapter` (0: none) give the same responses."""
+        """Return a digest that is equal only if model, settings and adapter give the same responses. An `adapter` of 0
+        is the base model.
+        """
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))
         return hashlib.blake2b(state, digest_size=16).digest()
 
 
 class LogFile:
-    """The log of accepted requests, until the first write error. Raise ConfigError if the folder cannot be used."""
+    """The log of accepted requests on disk. After the first write error, nothing more is logged. Raise ConfigError if
+    the folder cannot be used.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -255,7 +261,7 @@ class LogFile:
             self._end(error)
 
     async def append(self, record: AcceptedRequest) -> None:
-        """Write a record. Return when the record is written, or after `WAIT_S`."""
+        """Write a record. Return when the record is written, at the latest after `WAIT_S`."""
         if self._broken:
             return
         content = _encode(record)

@@ -22,7 +22,9 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Continue a stream after the event that `Last-Event-ID` or else `resume_from` names, or from the beginning."""
+    """Continue a stream after the event that the header `Last-Event-ID`, or else the query `resume_from`, names. If
+    neither is given, send the stream from its beginning.
+    """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
     event_id, field = read_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"

@@ -42,7 +42,9 @@ REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
 
 
 class LineBudget:
-    """Token bucket for log lines: `burst` lines, then `per_second`. It counts the suppressed lines."""
+    """Token bucket for log lines. It passes `burst` lines at once, then `per_second` lines a second, and counts the
+    suppressed lines.
+    """
 
     def __init__(self, burst: int, per_second: float) -> None:
         self._burst = float(burst)
@@ -52,7 +54,7 @@ class LineBudget:
         self._num_suppressed = 0
 
     def take(self, now: float) -> int | None:
-        """Return None to suppress the line, else the number of lines suppressed since the last line that passed."""
+        """Count a line. Return the number of lines suppressed just before it, or None if it must be suppressed too."""
         self._left = min(self._burst, self._left + (now - self._since) * self._per_second)
         self._since = now
         if self._left < 1.0:
@@ -79,7 +81,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     cached_tokens: int | None = None
     output_tokens: int | None = None
     finish: str | None = None
-    """Finish reasons of all choices, sorted and separated by commas; `abort`: the client disconnected."""
+    """Finish reasons of all choices, sorted and separated by commas. `abort` means that the client disconnected."""
     queue_ms: float | None = None
     """Time from the arrival at the engine to the first scheduling."""
     ttft_ms: float | None = None
@@ -89,7 +91,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 @dataclass(eq=False)
 class AccessLog:
-    """Writes one line for each request with `put`, which must not block. Lines of refused requests are limited."""
+    """Writes one JSON line per request with `put`, which must not block. Lines of refused requests are rate-limited."""
 
     put: Callable[[str], None]
     wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -124,7 +126,9 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Return the access log (None: not configured) and a function that closes it. Raise ConfigError if that fails."""
+    """Return the access log and a function that closes it. The log is None if it is not configured. Raise ConfigError
+    if the log cannot be opened.
+    """
     path = serving.access_log
     if path is None:
         return None, lambda: None

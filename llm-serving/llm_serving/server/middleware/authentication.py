@@ -45,7 +45,7 @@ class FailedKeys:
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if an address presented too many unknown keys, unless this key succeeded from it."""
+        """Raise RateLimitError if too many unknown keys came from an address. Keys that succeeded there are exempt."""
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:
@@ -56,7 +56,7 @@ class FailedKeys:
             raise RateLimitError("too many unknown API keys came from this address", wait_s)
 
     def failed(self, client: str, *, shown: bool) -> None:
-        """Record a request without a known key. `shown`: whether it presented an unknown key."""
+        """Record a request without a known key. `shown` is True if the request presented an unknown key."""
         address = network_of(client)
         if shown:
             now = self._clock()
@@ -151,7 +151,9 @@ class ApiKeyAuthentication:
 
 
 def tenant_seen(connection: HTTPConnection) -> str | None:
-    """Return the tenant whose requests the caller may see and control; None: all (an administrator, or no API keys)."""
+    """Return the tenant whose requests the caller may see and control. Return None if these are the requests of all
+    tenants, because the caller is an administrator or the server requires no API keys.
+    """
     key = api_key_of(connection)
     return None if key is None or key.admin else key.name
 

@@ -58,7 +58,9 @@ class BrowserGuard:
         )
         self._needs_keys = needs_keys
         self._hosts: frozenset[str] | None = None
-        """Accepted host names; None: all, because the server is not on the loopback address or requires API keys."""
+        """Accepted host names. None if all are accepted, because the server is not on the loopback address or requires
+        API keys.
+        """
         if not needs_keys and is_loopback(server.server_ip):
             self._hosts = frozenset(("localhost", "127.0.0.1", *map(str.lower, server.allowed_hosts)))
         self._refused = refused
@@ -109,7 +111,7 @@ class BrowserGuard:
         raise PermissionDeniedError("Origin", rule, origin)
 
     def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
-        """Refuse to send resources to pages of other sites. Links to the server are allowed from everywhere."""
+        """Raise PermissionDeniedError if a page of another site loads a resource. Links are allowed from everywhere."""
         if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
             return
         if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:

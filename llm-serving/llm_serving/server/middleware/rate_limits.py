@@ -28,7 +28,7 @@ class TokenBucket:
         return min(self.capacity, self._level + (now - self._at) * self._per_s)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount`, limited to the capacity, can be withdrawn."""
+        """Return the seconds until `amount` can be withdrawn. An amount above the capacity waits for a full bucket."""
         return max(0.0, (min(amount, self.capacity) - self.level(now)) / self._per_s)
 
     def take(self, amount: float, now: float) -> None:
@@ -60,8 +60,10 @@ class Quota:
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the tokens of a request. Raise RateLimitError if that exceeds the limit per minute. Return a
-        function to call at the end with the number of generated tokens; None: there is no limit.
+        """Withdraw the tokens of a request. Raise RateLimitError if that exceeds the limit per minute.
+
+        Return a function that refunds unused tokens. When the request ends, call it with the number of generated
+        tokens. Return None if there is no limit.
         """
         if "tokens" not in self._buckets:
             return None

@@ -46,7 +46,7 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str = ""
-    """Id of the client's span from `traceparent`; empty: none."""
+    """Id of the client's span from `traceparent`. Empty if there is none."""
 
     @property
     def header(self) -> bytes:
@@ -54,7 +54,9 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return a request's trace context; without a valid `traceparent`, a new one; None: the request is not sampled."""
+    """Return the trace context of a request. Without a valid `traceparent`, it begins a new trace. Return None if
+    `traceparent` says that the request is not sampled.
+    """
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):
@@ -65,7 +67,9 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
 
 
 def spans_of(context: TraceContext, request: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
-    """Yield a request's spans. `now`: on the engine's clock, which showed 0 at `epoch` seconds since the epoch."""
+    """Yield the spans of a request that ended at `now`, a time of the engine's clock. `epoch` is the Unix time in
+    seconds at which this clock showed 0.
+    """
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
         ids = {"traceId": context.trace_id, "spanId": span_id} | ({"parentSpanId": parent_id} if parent_id else {})
@@ -100,7 +104,7 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
 
 
 class Tracer:
-    """Exports spans in its own thread. `send`: sends a message, or raises OSError or HTTPException."""
+    """Exports spans in its own thread. `send` posts a message to the collector, or raises OSError or HTTPException."""
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:
         self._send = send
