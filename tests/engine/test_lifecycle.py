@@ -47,7 +47,7 @@ def test_frozen_requests_continue_after_a_pause() -> None:
             tokens = [await first_token(each) for each in streams]
             await engine.lifecycle.pause("freeze", "wait")
             assert engine.health().detail == "the model is paused" and not engine.health().ready
-            with pytest.raises(UnavailableError, match="the model is paused since the request arrived"):
+            with pytest.raises(UnavailableError, match="the request was not started: the model is paused"):
                 generate(engine)
             await engine.lifecycle.pause("freeze", "wait")
             if engine.num_running:  # fake steps are so fast that all may have ended before the pause

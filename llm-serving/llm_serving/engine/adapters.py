@@ -26,6 +26,7 @@ class Adapter:
 
     @property
     def number(self) -> int:
+        """Number by which requests and steps name the adapter. Adapters with equal files have the same number."""
         return number_of(self.fingerprint)
 
     @property
@@ -60,7 +61,7 @@ class AdapterRegistry:
         """Read and check all files of an adapter. Thread-safe. Raise ModelError if it cannot be served."""
         if not self.config.is_enabled:
             raise ModelError(
-                "`lora_config.lora_folder` or `lora_modules` must be given, so that the model has adapters"
+                "adapters are disabled: set `lora_config.lora_folder` or `lora_config.lora_modules` to enable them"
             )
         limits = AdapterLimits(self.config.max_loras, self.config.max_lora_rank)
         _, linears = self._spec.with_adapters(*limits, as_program=True)
@@ -69,26 +70,27 @@ class AdapterRegistry:
         return Adapter(name, folder, adapter.fingerprint)
 
     def add(self, adapter: Adapter) -> None:
-        """Offer an adapter to new requests. Raise ModelError if too many are loaded, or its name or number is taken."""
+        """Offer an adapter. Raise ModelError if too many are loaded, or if its name or `Adapter.number` is taken."""
         if len(self.by_name) >= self.config.max_adapters:
             most = self.config.max_adapters
             raise ModelError(f"at most {most} adapters can be loaded (lora_config.max_cpu_loras); unload one first")
         if adapter.name in self.by_name:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
         if self._files.setdefault(adapter.number, adapter.fingerprint) != adapter.fingerprint:
-            rule = f"must not have the number {adapter.number} of an adapter that was loaded before with other files"
-            raise ModelError(f"the adapter {adapter.name} {rule}. Save the adapter again with different metadata")
+            fault = f"has the number {adapter.number} of an adapter that was loaded before with other files"
+            advice = "The number is computed from the files: save the adapter again with different metadata"
+            raise ModelError(f"the adapter {adapter.name} {fault}. {advice}")
         self._offer({**self.by_name, adapter.name: adapter})
         logger.info(
             "offering adapter %s: folder=%s fingerprint=%s", adapter.name, adapter.folder, adapter.fingerprint[:12]
         )
 
     def find_changed(self, number: int) -> list[Adapter]:
-        """Return the adapters with this number whose files were changed or removed. Thread-safe."""
+        """Return the adapters with this number whose files have changed since they were loaded. Thread-safe."""
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Stop offering an adapter. Until `forget`, new WorkAgents still load it for the requests that use it."""
+        """Stop offering an adapter. Until `forget` is called, new WorkAgents load it for its unfinished requests."""
         adapter = self.by_name.get(name)
         if adapter is not None:
             self._removed = {**self._removed, adapter.number: adapter}
@@ -96,7 +98,7 @@ class AdapterRegistry:
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop a removed adapter, because no unfinished request uses it or because it is offered again."""
+        """Forget a removed adapter. Call this once no request uses it, or if it is offered under another name."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
         self._offer(self.by_name)
 

@@ -67,7 +67,7 @@ class AsyncEngine:
         set_weights: Callable[[Path], None] | None = None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`set_weights`: sets the folder from which WorkAgents load weights; None: weights cannot be replaced."""
+        """`set_weights` sets the folder from which WorkAgents load weights. Without it, weights cannot be replaced."""
         self.config = config
         self.adapters = AdapterRegistry(config, model_spec) if adapters is None else adapters
         self.model_spec = model_spec
@@ -80,7 +80,7 @@ class AsyncEngine:
         )
         """Sampling parameters that the model recommends. They are the defaults of OpenAI requests only."""
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path, model_spec)
-        """How hidden states become embeddings; None: the model does not produce embeddings."""
+        """How hidden states become embeddings, or None if the model does not produce embeddings."""
         self._num_input_ids = model_spec.vocab_size if path is None else model_spec.network.num_input_ids
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
         self.replicas, self.coalesced = dispatcher.replicas, dispatcher.coalesced
@@ -107,14 +107,14 @@ class AsyncEngine:
         self.on_failure: Callable[[], None] = lambda: None
 
     def share_tenants(self, other: AsyncEngine) -> None:
-        """Apply the `max_waiting` limit of each tenant to both models together. Call this before `start`."""
+        """Apply each tenant's `max_waiting` to the requests of this model and `other` together. Call before `start`."""
         self._queue.share_tenants(other._queue)
 
     def start(self) -> None:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Wait for replicas that are loading, then stop all replicas. Unfinished requests end with an error."""
+        """Stop the loaded replicas, and wait until their threads have ended. Unfinished requests end with an error."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -133,7 +133,7 @@ class AsyncEngine:
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
-        """Fingerprint of what computes answers, equal on all replicas. Raise UnavailableError if none is loaded."""
+        """Fingerprint of the compute stack, equal on all replicas. Raise UnavailableError if no replica is loaded."""
         living = self.replicas.living()
         if not living:
             raise UnavailableError(self.health().detail)
@@ -166,11 +166,14 @@ class AsyncEngine:
 
         Args:
             request_id: The client's id of the request. Several requests may have the same id.
-            fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks.
+            fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks,
+                except with static batching.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
-            has_siblings: Whether other requests fork from this one. If so, it must not migrate.
-            admission: Result of `check_capacity` for a group that contains this request. None: check it here.
-            sharing: How identical requests share the answer.
+            has_siblings: Whether other requests fork from this one. If so, it does not migrate to another replica,
+                because the forks share its blocks.
+            admission: Result of `check_capacity` for a group that contains this request. If it is None, this method
+                checks the request alone.
+            sharing: Key by which identical requests get the same answer. If it is None, the answer is not shared.
 
         Raises:
             RequestError: The request can never be served: for example, it is too long, or its adapter was unloaded.
@@ -178,7 +181,7 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         if self.lifecycle.gate is not None:
-            raise UnavailableError(f"{self.lifecycle.gate.reason} since the request arrived: send it again")
+            raise UnavailableError(f"the request was not started: {self.lifecycle.gate.reason}. Send the request again")
         if caller.adapter and not self.adapters.is_offered(caller.adapter):
             raise ModelNotFoundError(
                 "model", "must be a loaded adapter: this one was unloaded since the request arrived"
@@ -289,10 +292,14 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests against all admission limits. Raise the errors of `generate`.
+        """Check a group of requests against all admission limits.
 
-        Every `num_each` consecutive requests share one prompt, which is computed once, or for each request with static
-        batching. Pass the result to `generate` before the event loop runs another task.
+        Raise RequestError if the group would exceed a limit even in an empty queue. Raise CapacityError if it exceeds a
+        limit now, or if its first token would come too late. Raise UnavailableError if no WorkAgent is ready.
+
+        Every `num_each` consecutive requests share one prompt. The prompt is computed once, but with static batching
+        once for each of them. Pass the result to `generate` before the event loop runs another task, which could use
+        the capacity.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
@@ -313,7 +320,7 @@ class AsyncEngine:
         return Admission(predicted_s)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
-        """Predict the seconds to the first token of a request that arrives now; None: too few steps were measured."""
+        """Predict the seconds to the first token of a new request. Return None if too few steps were measured."""
         request_class = class_of(priority, self.config.request_classes)
         route = self._router.route([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
         replica = self._router.load_of(route)

@@ -55,11 +55,11 @@ class Answer:
 
 
 class Auditor:
-    """Audits one of every `every` requests (0: none).
+    """Audits one of every `every` requests, or no request if `every` is 0.
 
     A copy of the request runs alone on an idle engine, and both answers must be equal. Answers are batch-invariant, so
-    any difference is a bug; `audit_mismatch_total` counts them. The copy has its own cache salt, so that it reuses no
-    cached blocks, and the lowest priority and its own tenant, so that it delays no client.
+    any difference is a bug; the metric `audit_mismatch_total` counts the differences. The copy has its own cache salt,
+    so it reuses no cached blocks. It has the lowest priority and its own tenant, so it delays no client.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
@@ -98,7 +98,7 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start the next audit, unless one runs or none waits. Call this only while the engine has no requests."""
+        """Start the next audit if an answer waits and no audit runs. Call this only if the engine has no requests."""
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()

@@ -58,9 +58,10 @@ class BeamSearch:
     """The beam search of one prompt.
 
     Each step continues every live sequence by its `2 * width` most likely tokens. A sequence that continues with a stop
-    token is finished. The `width` most likely other continuations stay live; among equals, the one of the earlier
-    sequence is first. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`; the length
-    includes the stop token. Live sequences finish at `max_tokens`.
+    token is finished. Of the other continuations, the `width` most likely ones stay live. Equally likely ones keep the
+    order of the sequences that they continue. Finished sequences are ranked by their score,
+    `cumulative_logprob / length ** length_penalty`; the length includes the stop token. Live sequences finish at
+    `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -75,9 +76,10 @@ class BeamSearch:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by one token. Return for each new sequence the index of the old one.
+        """Continue every live sequence by one token. Return, for each sequence now live, the index of its predecessor.
 
-        `choices`: for each old sequence, its `2 * width` most likely tokens or more, or the whole vocabulary.
+        `choices`: for each old live sequence, its most likely tokens, most likely first. It must contain at least
+        `2 * width` tokens, or the whole vocabulary if that is smaller.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -123,11 +125,11 @@ class BeamSearch:
 
 
 class BeamSearchSink:
-    """Output sink of a client's request that searches beams. The scheduler computes one request for each beam.
+    """Output sink of a client's request for a beam search. The scheduler computes one request for each beam.
 
-    A beam pauses after each token until the tokens of all beams have arrived. Then the search decides. The first
-    continuation of a beam stays in its request. Further continuations become forks, which share its blocks. A beam
-    without continuation finishes.
+    A beam pauses after each token until the tokens of all beams have arrived. Then the search chooses which
+    continuations stay live. The first continuation of a beam stays in the beam's request. Further continuations become
+    forks of that request, which share its blocks. A beam without a continuation finishes.
     """
 
     def __init__(self, request: Request, context: SinkContext) -> None:
@@ -214,7 +216,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Create the request of a beam. `parent`: request that has computed the beam's tokens except the latest."""
+        """Create the request of a beam. `parent` is the request that has computed all its tokens except the latest."""
         root = self.request
         beam = Request.derived(
             root,

@@ -35,7 +35,7 @@ DROP_DELAY_S: Final = 0.1
 
 
 class RequestLookup:
-    """Reads the event logs and schedulers of all replicas. For `request_id` and `tenant` see `Control`."""
+    """Reads the event logs and schedulers of all replicas. `Control` explains `request_id` and `tenant`."""
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
         self._config = config
@@ -46,7 +46,7 @@ class RequestLookup:
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with an id, if any. Raise RequestNotFoundError if the tenant never had one."""
+        """Return the open requests with this id. Raise RequestNotFoundError if none is open or in an event log."""
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
@@ -55,7 +55,7 @@ class RequestLookup:
         return found
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
-        """Return the scheduler state of each replica between two steps; None: no answer within `STATE_TIMEOUT_S`."""
+        """Return each replica's scheduler state between two steps, or None if no reply comes in `STATE_TIMEOUT_S`."""
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
@@ -64,7 +64,11 @@ class RequestLookup:
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Call a function in each engine; None: no result in time. `asked`: latest calls; a pending one is reused."""
+        """Call a function in the thread of each engine. Return the results, None for an engine that is too late.
+
+        `question` returns the function for an engine. `asked` holds the latest call to each engine: while a call is
+        pending, its result is awaited and no further call is made.
+        """
         living = self._replicas.living()
         for index, engine in living.items():
             before = asked.get(index)
@@ -99,7 +103,7 @@ class RequestLookup:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """Return a trace of each replica's latest steps, with only the tenant's requests. Thread-safe."""
+        """Return a trace of each replica's latest steps, restricted to `tenant` if that is given. Thread-safe."""
         return trace(
             [
                 ReplicaTrace(
@@ -137,7 +141,7 @@ class Control:
     """Operations on open requests, replicas and adapters. Only the event loop may call them.
 
     `request_id` is the client's id of a request, or the id of a response. `tenant` limits an operation to the requests
-    of a tenant.
+    of a tenant; None means all tenants.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:
@@ -165,7 +169,10 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Start to check the files of adapter `number`. If they have changed, unload it: a restart cannot read it."""
+        """Check the files of the adapter with this number in the background, and return at once.
+
+        If they have changed, unload the adapter, because a WorkAgent that restarts could not load the same adapter.
+        """
 
         async def check() -> None:
             for adapter in await asyncio.to_thread(registry.find_changed, number):
@@ -200,10 +207,11 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of requests. Return engine id -> whether the priority is in effect now.
+        """Change the priority of all requests with this id.
 
-        Raise RequestError if it is out of range, RequestNotFoundError if the tenant has no such request,
-        UnavailableError if the engine did not answer in time.
+        Return, for the engine's id of each of them, whether the priority is in effect now. Raise RequestError if the
+        priority is out of range, RequestNotFoundError if the tenant has no such request, and UnavailableError if an
+        engine did not answer in time.
         """
         check_priority(priority)
         done: dict[str, bool] = {}
@@ -253,13 +261,13 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no further requests to a replica, then stop it. Raise RequestError for the last open replica."""
+        """Route no further requests to a replica. It stops once idle. Raise RequestError for the last open replica."""
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again; load it if it has stopped. Raise RequestError for a bad index."""
+        """Route requests to a drained replica again. If it has stopped, load it. Raise RequestError for a bad index."""
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:

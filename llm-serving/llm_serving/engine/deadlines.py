@@ -23,7 +23,7 @@ _Entry = tuple[float, str, int, Request]
 
 
 class Deadlines:
-    """Heap of the deadlines of one engine's requests. Entries of ended requests and replaced deadlines are outdated."""
+    """Heap of the deadlines of one engine's requests. It skips the entries of ended requests and replaced deadlines."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.heap: list[_Entry] = []
@@ -70,7 +70,10 @@ class Deadlines:
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """End the waiting requests that would miss their deadline even if they were next in their class."""
+        """End the waiting requests that would miss their deadline even if they were next in their class.
+
+        `elapsed_s`: seconds since the oldest step in flight began.
+        """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
             return  # without a running request, the next one starts at once, and its step updates the predictor

@@ -1,9 +1,9 @@
 """The engine's part of the disk cache: reads the prefixes of arriving requests, and stores computed prompts.
 
-A request whose prompt fills a block waits here before it enters the scheduler, until the WorkAgent has read those of
-its blocks that are on disk and not in the KV cache. Blocks that are not read within `WAIT_S` are computed. If the
-WorkAgent does not reply for `LATE_S`, all blocks are computed. The blocks that were read are part of the request
-(`Request.disk_prefix`), so a recording contains them.
+A request whose prompt fills at least one block waits here before it enters the scheduler. Meanwhile, the WorkAgent
+reads the prompt's blocks that are on disk and not in the KV cache. Blocks that it has not read within `WAIT_S` are
+computed. If the WorkAgent does not reply for `LATE_S`, all waiting requests enter the scheduler without blocks from
+disk. `Request.disk_prefix` names the blocks that were read, so that a recording of the scheduler contains them.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink, which waits for `find` before it adds the request to the scheduler.
+        """Give a request its output sink. The sink adds it to the scheduler after `find` has read its blocks from disk.
 
-        Beam searches do not wait. Requests with adapters do not wait either, because their blocks are never on disk: an
-        adapter's number of 31 bits is too short to identify the adapter as long as the files exist.
+        A beam search enters the scheduler at once. So does a request with an adapter, because its blocks are never on
+        disk: an adapter's number of 31 bits is too short to identify the adapter as long as the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
@@ -145,7 +145,8 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        If another request is reading the same block, this request is added after it. A fork is added after its parent.
+        If another request is already reading the first of these blocks, `add` is called after that request was added.
+        For a fork, `add` is called after its parent was added.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")

@@ -43,12 +43,13 @@ class Engine(EngineRequests):
     """Runs the steps of a replica: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
 
     If the executor allows it, the next step is formed while the WorkAgent computes the current one. Observers
-    (`StepObserver`) see every step; listeners (`EngineListener`) get the events that concern the owner of the replica.
+    (`StepObserver`) see every step. Listeners (`EngineListener`) get the events on which other parts of the server act,
+    such as migrations.
 
-    Args (for the others see `EngineRequests`):
-        restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
-        notice: Warning about the WorkAgent for the operator, or empty.
-        disk_reads: Blocks of the transfer pool that receive data from disk; None: no disk cache.
+    Args (`EngineRequests` explains the others):
+        restart_wait_s: Maximum seconds that requests wait while the WorkAgent restarts.
+        notice: Warning about the WorkAgent for the operator. It is empty if there is none.
+        disk_reads: Blocks of the transfer pool that receive data from disk, or None if there is no disk cache.
     """
 
     def __init__(
@@ -210,11 +211,11 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the tokens that constraints allow in the oldest step in flight. All earlier steps must have replies."""
+        """Send which tokens the constraints allow in the oldest step in flight. All earlier steps must have replies."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:
-        """Drop the KV cache and requeue the running requests. While a step is in flight, only return False."""
+        """Drop the KV cache and requeue the running requests. If a step is in flight, do nothing and return False."""
         if self._in_flight:
             return False
         self.scheduler.reset_cache()
@@ -241,7 +242,10 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether the next step waits for the reply: formed ahead, it has no drafts and omits some requests."""
+        """Return whether to form the next step only after the replies to all steps in flight.
+
+        A step that is formed earlier has no draft tokens, and omits requests that need their latest token.
+        """
         if self._max_steps_in_flight == 1:
             return True
         if self._drafter is not None and self._drafter.pays:
@@ -273,7 +277,7 @@ class Engine(EngineRequests):
             finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
-        """Handle messages. End all requests if the WorkAgent has been lost for more than `restart_wait_s`."""
+        """Handle the inbox's messages. End all requests if the WorkAgent was lost more than `restart_wait_s` ago."""
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:

@@ -60,7 +60,7 @@ class Inbox:
             os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
-        """End the current `wait`, or, if there is none, the next."""
+        """End the current call of `wait`. If there is none, end the next call at once."""
         with self._lock:
             if self.ended is None:  # after the end, the descriptor may belong to another file
                 os.eventfd_write(self._wake_fd, 1)
@@ -70,7 +70,7 @@ class Inbox:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until `wake`, data on `other_fd` or the timeout. Return whether only `other_fd` is ready."""
+        """Sleep until `wake`, data on `other_fd` or the timeout. Return True if only data on `other_fd` woke it."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:
@@ -105,11 +105,11 @@ AttachSink = Callable[[Request, SinkContext], None]
 class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
-    Any thread may call the methods and properties above `set_priority`; a change is posted as a message, which the
-    engine's thread handles between two steps. Only the engine's thread may call the others.
+    Any thread may call the methods and properties that stand above `set_priority` in the source. They post a change as
+    a message, which the engine's thread handles between two steps. Only the engine's thread may call the others.
 
-    `audit_every`: one of this many requests is audited (0: none). `attach_sink`: gives a client's request its output
-    sink, and queues the requests to compute first.
+    `audit_every`: one of this many requests is audited; 0 means that none is. `attach_sink` gives a client's request
+    its output sink, which adds the requests that compute the answer to the scheduler.
     """
 
     disk_cache: DiskCache | None = None
@@ -147,7 +147,7 @@ class EngineRequests:
         self.ttft_predictor = self._reports.predictor
         """Predicts the TTFT of new requests. Admission control reads it from other threads."""
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
-        """Accounting of tenants and classes across replicas; None: this is the only replica."""
+        """Accounting of tenants and classes across replicas, or None if this is the only replica."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
         self._deadlines = Deadlines(scheduler)
         self._publish_outputs = publish
@@ -156,7 +156,7 @@ class EngineRequests:
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
-        """Passes requests to other replicas and accepts theirs; None: requests do not migrate."""
+        """Passes requests to other replicas and accepts theirs. It is None if requests do not migrate."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
                 scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners
@@ -224,7 +224,7 @@ class EngineRequests:
         return answer
 
     def wake(self) -> None:
-        """Wake the engine's thread, so that it applies changes of other replicas."""
+        """Wake the engine's thread, so that it applies what other replicas have changed, such as its slot leases."""
         with contextlib.suppress(WorkerDiedError):
             self._inbox.post(lambda: None)
         for listener in self._listeners:
@@ -242,7 +242,7 @@ class EngineRequests:
         self._inbox, inbox.on_end = inbox, self._report_closing
 
     def close(self) -> None:
-        """Close the inbox's file descriptor. No step may run after this."""
+        """Close the inbox's file descriptor, and end the thread of the disk cache. No step may run after this."""
         self._inbox.close("the engine is closed")
         if self.disk_cache is not None:
             self.disk_cache.close()
@@ -287,7 +287,7 @@ class EngineRequests:
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection that transfers KV blocks to and from the WorkAgent; None: WorkAgents share memory."""
+        """Connection that transfers KV blocks to and from the WorkAgent, or None if WorkAgents share memory."""
         return self._executor.block_link
 
     def _report_closing(self) -> None:
@@ -297,7 +297,7 @@ class EngineRequests:
     # --- in the engine's thread -------------------------------------------------------------------------------------
 
     def set_priority(self, request_id: str, priority: int) -> bool:
-        """Change a request's priority. Return whether it has this priority now; False if it has finished."""
+        """Change a request's priority. Return False if it keeps its old one, for example because it has finished."""
         request = self._processor.find(request_id)
         if request is None or request.sink is None or not request.sink.set_priority(priority):
             return False
@@ -318,7 +318,7 @@ class EngineRequests:
         return self._auditor.watches(request.request_id)
 
     def reload(self, rules: SchedulingRules, number: int) -> None:
-        """Apply new scheduling rules from now on. `number`: number of this reload of the server, from 1."""
+        """Apply new scheduling rules from now on. `number` counts the server's reloads of its configuration, from 1."""
         self.scheduler.reload(rules)
         self._fairness.record_reload(number)
         self.ttft_predictor.limits = rules.limits
@@ -344,7 +344,7 @@ class EngineRequests:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds after which the engine must wake up even without a message; None: only a message brings work."""
+        """Maximum seconds for which the engine may sleep, or None if only a message can bring work."""
         now = self._clock()
         has_batch = len(self.scheduler.waiting) > 0 and not self.is_frozen
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if has_batch else []

@@ -47,9 +47,9 @@ class Gate:
         self._is_open = False
 
     async def enter(self) -> None:
-        """Wait until the gate opens. Raise UnavailableError if refused, CapacityError if too many wait."""
+        """Wait until the gate opens. Raise UnavailableError if it refuses requests, CapacityError if too many wait."""
         if self._num_waiting >= self._max_waiting:
-            rule = f"{self._num_waiting} requests wait already (scheduler_config.max_waiting_queue)"
+            rule = f"{self._num_waiting} requests wait already, the limit of scheduler_config.max_waiting_queue"
             raise CapacityError(f"{self.reason}, and {rule}")
         self._num_waiting += 1
         try:
@@ -74,7 +74,7 @@ class Gate:
 
 
 class Lifecycle:
-    """The state of a model: it serves, pauses or sleeps. `set_weights`: sets the folder of the WorkAgents' weights."""
+    """The state of a model: it serves, pauses or sleeps. `set_weights` sets the folder of the WorkAgents' weights."""
 
     def __init__(
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
@@ -187,7 +187,7 @@ class Lifecycle:
             return new
 
     def begin_shutdown(self) -> None:
-        """End what would delay a shutdown: a change in progress, and requests that are frozen or wait."""
+        """End what would delay a shutdown: a change in progress, frozen requests, and new requests that wait."""
         self._ending.set()
         if self._change is not None:
             self._change.cancel()
@@ -253,7 +253,7 @@ class Lifecycle:
             self.gate = Gate(reason, new_requests, self._config.scheduler.max_waiting_queue)
         else:
             self.gate.change(reason, new_requests)
-        logger.info("%s; new requests: %s", reason, new_requests)
+        logger.info("%s: new_requests=%s", reason, new_requests)
 
     async def _reopen(self, reason: str) -> None:
         if self.gate is not None and reason:

@@ -27,7 +27,7 @@ class EngineListener:
     """Base class of listeners. Its methods do nothing. Unless stated otherwise, the engine's thread calls them."""
 
     def on_started(self, request_ids: list[str]) -> None:
-        """Called when the first step of these requests was submitted, before their first output."""
+        """Called after the first step of these requests was submitted, and before their first output."""
 
     def on_restart_attempt(self) -> None: ...
 
@@ -41,14 +41,13 @@ class EngineListener:
         """Called with requests that other replicas must continue. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        """Called with other replicas' exported blocks, which can be reused because this engine has copied them."""
+        """Called with blocks that other replicas exported and this engine no longer needs, so they can be reused."""
 
 
 class StepTimes:
     """Durations of steps and of the master's work for them, in seconds on the engine's clock.
 
-    For each step, call in this order: record_submitted, record_reply, record_updated (the next step begins),
-    record_published.
+    For each step, the engine calls record_submitted, record_reply, record_updated and record_published, in this order.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class StepTimes:
         """Time of the latest reply, or of the latest submission without a step in flight."""
 
     def record_submitted(self, scheduled: float, now: float, *, follows: bool) -> None:
-        """Record a submitted step. `scheduled`: start of its scheduling. `follows`: another step is in flight."""
+        """Record a step whose scheduling began at `scheduled`. `follows`: whether another step was in flight."""
         self.host_s = self._reply_s + now - scheduled
         if not follows:
             self.began, self._replied = scheduled, now
@@ -75,7 +74,7 @@ class StepTimes:
         self.computed_s, self._replied = now - self._replied, now
 
     def record_updated(self, now: float) -> None:
-        """Record that the scheduler has applied the reply. The WorkAgent can begin the next step then."""
+        """Record that the scheduler has applied the reply. This is when the WorkAgent can begin the next step."""
         self.step_s, self.began = now - self.began, now
         self.period_s, self._updated = now - self._updated, now
         mean_s = self.step_s if self.mean_s is None else self.mean_s

@@ -63,7 +63,7 @@ class OpenRequests:
         return opened
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
-        """Record that a request's blocks are being transferred to an engine. A later call may name another engine."""
+        """Record that a request's blocks are being transferred to an engine. This replaces an earlier target engine."""
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
@@ -82,7 +82,7 @@ class OpenRequests:
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
-        """Return (number of open requests, index) of each engine, ascending. Later changes update the same list."""
+        """Return (number of open requests, index) of each engine, ascending. Later changes update the returned list."""
         if engines is not self._ranked:
             self._ranked = engines
             self._by_load = sorted((self._num_of[engine], index) for index, engine in engines.items())

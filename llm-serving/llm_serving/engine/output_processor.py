@@ -34,7 +34,7 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each unfinished request until it is sent. Without `metrics`, records no events."""
+    """Collects each unfinished request's output until it is sent. If `metrics` is None, it records no events either."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -82,7 +82,7 @@ class OutputProcessor:
         return [state.request for state in self._states.values()]
 
     def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Add a sampled token, with index `sample` in `output`. Return the stop string that it completes."""
+        """Add a sampled token, with index `sample` in `output`. Return the stop string that it completes, if any."""
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
         state.token_ids += (token_id,)
@@ -110,7 +110,10 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call: the final one if the request has finished and no token is pending."""
+        """Return the output since the last call. It is final if the request has finished and `num_pending` is 0.
+
+        `num_pending`: number of sampled tokens that were not yet added.
+        """
         state = self._states[request.request_id]
         reason = stop_reason = None
         if not num_pending and request.status is FINISHED:
@@ -156,7 +159,7 @@ class OutputProcessor:
         self._metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
-        """Add the times between tokens to the metrics, only once for each step, because each call takes a lock."""
+        """Add the collected times between tokens to the metrics. Called once a step, because each call takes a lock."""
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

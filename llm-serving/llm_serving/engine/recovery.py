@@ -31,7 +31,7 @@ MAX_LOST_STEPS: Final = 4
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, found by bisection: about 2 log2(n) calls of `passes` for each of them."""
+    """Return the suspects that fail alone. A bisection finds each of them with about 2 log2(n) calls of `passes`."""
     if passes(suspects):
         return []
     if len(suspects) == 1:
@@ -44,8 +44,8 @@ class Recovery:
     """Restores a replica after a loss of steps. The WorkAgent recomputes lost KV blocks from the tokens that the master
     has.
 
-    `on_restart_attempt` is called after each attempt to restart the WorkAgent, `on_trial_step` before each step of a
-    test.
+    `on_restart_attempt` is called after each attempt to restart the WorkAgent. `on_trial_step` is called before each
+    step that tests suspected requests.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Recovery:
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
 
-        `error`: of the oldest step in flight, or of a step that could not be submitted. `in_flight`: steps that get no
-        reply any more. Raise WorkerDiedError if the WorkAgent does not restart.
+        `error` is the error of the oldest step in flight, or of a step that could not be submitted. `in_flight` holds
+        the steps whose results are lost. Raise WorkerDiedError if the WorkAgent cannot be restarted.
         """
         logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
@@ -131,7 +131,7 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests, which fail if the requests do."""
+        """Return whether the WorkAgent can compute copies of these requests. A copy fails if its request does."""
         scheduler, executor = self._scheduler, self._executor
         pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states
         if states is not None:

@@ -51,8 +51,9 @@ def build_scheduler(
 ) -> Scheduler:
     """Create the scheduler of replica `index`, which may record its decisions.
 
-    `windows`: of each group of layers. `whole_prompts`: a step must compute whole prompts, because tokens attend to
-    later ones. `num_state_pieces`: transfer pool blocks that one recurrent state occupies.
+    `windows` holds the attention window of each group of layers. `whole_prompts`: whether a step must compute each
+    prompt at once, because its tokens attend to later ones. `num_state_pieces`: number of transfer pool blocks that one
+    recurrent state occupies.
     """
     scheduler = config.scheduler
     states = None
@@ -95,7 +96,7 @@ def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
-    """Return the scheduling rules. With `whole_prompts`, the token budget is at least the longest request."""
+    """Return the scheduling rules. With `whole_prompts`, the longest request fits into the token budget of a step."""
     scheduler, model = config.scheduler, config.model
     max_model_len = min(model.max_generate_length, max_request_tokens)
     policy = POLICIES[scheduler.policy](config)
@@ -196,7 +197,10 @@ def build_engine(
     build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. See `build_scheduler` for its arguments."""
+    """Create the scheduler and the engine of replica `index`.
+
+    `build_scheduler` explains the arguments that it shares. `options` are further arguments of `Engine`.
+    """
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)

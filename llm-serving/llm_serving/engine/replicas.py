@@ -30,7 +30,7 @@ from llm_serving.observability.metrics import ReplicaCounts
 logger = get_logger(__name__)
 T = TypeVar("T")
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> context manager of an engine. Entering loads, leaving stops the WorkAgent."""
+"""(index, publish, on_progress) -> context manager of an engine. Its entry loads the WorkAgent, its exit stops it."""
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
 
 
@@ -45,7 +45,7 @@ class EngineHealth:
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server. `failures`: index -> error. `progress`: text of a replica that is loading."""
+    """Return the health of a server. `failures`: index -> load error. `progress`: status of a loading replica."""
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
         index: engine.restart_status or f"is being restarted: {engine.restarting}"
@@ -124,7 +124,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine whose steps the caller runs. `make`: creates it, given the function that publishes outputs."""
+        """Add an engine whose steps the caller runs. `make` creates it with the function that publishes outputs."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
@@ -150,7 +150,7 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, by index. The same object is returned until an engine changes."""
+        """Return the engines that accept requests, by index. Until these change, each call returns the same object."""
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -170,7 +170,7 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no further requests to the replica. Call `leave` next. Raise RequestError for the last open replica."""
+        """Route no further requests to a replica. `leave` stops it. Raise RequestError for the last open replica."""
         self._check(index)
         if index in self.drained:
             return
@@ -229,10 +229,11 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Return the replica that continues a migrating request, preferably `index`; None: its blocks are sent first.
+        """Return the replica that continues a migrating request, preferably `index`.
 
-        After the transfer, `on_migrating` gets the request again, without blocks if the transfer failed. If too many
-        transfers wait, the replica that has the blocks continues the request.
+        Return None if the request's blocks must first be transferred to that replica. After the transfer,
+        `on_migrating` gets the request again, without blocks if the transfer failed. If too many transfers wait, return
+        the replica that has the blocks.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):
@@ -256,7 +257,7 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Route requests to a drained replica again; load it if it has stopped. Raise RequestError for a bad index."""
+        """Route requests to a drained replica again. If it has stopped, load it. Raise RequestError for a bad index."""
         self._check(index)
         joined = self.drained.pop(index, None)
         if joined is not None:
@@ -281,7 +282,7 @@ class Replicas(EngineListener):
             raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
 
     def index_of(self, engine: Engine) -> int | None:
-        """Return the index of an engine's replica; None: the replica has a newer engine now."""
+        """Return the index of an engine's replica, or None if the replica has another engine now."""
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:

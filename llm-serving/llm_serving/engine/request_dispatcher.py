@@ -60,7 +60,7 @@ class RequestDispatcher:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def close(self, request_id: str) -> OpenRequest | None:
-        """Remove a request that has finished or is aborted. Return it; None: it was not open."""
+        """Remove a request that has finished or is aborted. Return it, or None if it was not open."""
         self.queue.remove(request_id)
         if request_id in self.router.prompts.requests:
             self.router.prompts.remove(request_id)

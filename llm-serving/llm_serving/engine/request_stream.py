@@ -52,7 +52,7 @@ class RequestStream:
         return piece
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
-        """Call `on_waiting` with the change in bytes whenever the unread outputs change; None: stop calling it."""
+        """Set the function that gets each change of the unread outputs' size, in bytes. None removes the function."""
         self._on_waiting = on_waiting
         if on_waiting is not None and self._pieces:
             on_waiting(sum(piece.num_bytes for piece in self._pieces))
@@ -106,9 +106,9 @@ class _Reader:
 class CoalescedResponse:
     """The outputs of one answer so far, for current and later readers.
 
-    The stream of each reader ends at the reader's deadline, and the computation at the latest of these deadlines.
-    `abort` ends the engine's request that computes the answer, `extend_deadline` sets its deadline, and `grew` is
-    called with the bytes of each new output.
+    The stream of each reader ends at the reader's deadline. The computation ends at the latest of these deadlines.
+    `abort` ends the engine's request that computes the answer. `extend_deadline` sets the deadline of that request.
+    `grew` is called with the size of each new output in bytes.
     """
 
     def __init__(
@@ -162,10 +162,13 @@ class CoalescedResponse:
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:
-        """Return a stream of all outputs from the first on. The computation ends when the last stream is closed.
+        """Return a stream of all outputs from the first on.
 
-        `client_id`: the id by which the client may cancel its request. `http_timings`: gets the time of the first
-        token. `deadline`: time on the engine's clock at which this stream ends.
+        `Sharing.grace_s` seconds after the last stream is closed, the computation ends.
+
+        `client_id`: id by which the client may cancel its request. `http_timings`: record that gets the time of the
+        first token. `predicted_s`: predicted seconds to the first token, for the client. `deadline`: time on the
+        engine's clock at which this stream ends.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -203,7 +206,10 @@ class CoalescedResponse:
             self._grew(self, piece.num_bytes)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of readers with one of these ids. If no reader would remain, only return False."""
+        """End the streams of the readers with one of these ids, and return True.
+
+        If no other reader would remain, end no stream and return False: the caller must abort the request.
+        """
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
@@ -275,8 +281,9 @@ class CoalescedResponses:
     """The coalesced responses of a server. Only the event loop may use it.
 
     A response is shared while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
-    responses together exceed `max_bytes` (0: nothing is shared), finished ones are removed first, oldest first, then
-    the largest unfinished ones. Current readers of a removed answer get the rest of it.
+    responses together exceed `max_bytes`, the finished ones are removed first, beginning with the oldest. Then the
+    largest unfinished ones are removed. Current readers of a removed answer get the rest of it. If `max_bytes` is 0,
+    nothing is shared.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
@@ -311,7 +318,7 @@ class CoalescedResponses:
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether every key has an answer; False if `keys` is empty."""
+        """Return whether every key has an answer. Return False if `keys` is empty."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(

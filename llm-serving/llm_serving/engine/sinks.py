@@ -67,7 +67,7 @@ class SequenceSink:
         return self._context.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Finish with this reason, even if the latest token has finished the request for a different reason."""
+        """Finish the request with this reason, even if its latest token has finished it for another reason."""
         self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
@@ -83,7 +83,7 @@ OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
 
 
 def attach_sink(request: Request, context: SinkContext) -> None:
-    """Give a client's request its output sink, and queue the requests to compute first."""
+    """Give a client's request its output sink. The sink adds the request, or its first beam, to the scheduler."""
     request.sink = OUTPUT_SINKS[type(request.beam_search)](request, context)
     request.sink.start()
 

@@ -43,7 +43,7 @@ class ClassLoad(NamedTuple):
 
 
 class ClassMetrics:
-    """Metrics of each request class, with `labels` and the label `priority_class`. `classes`: by ascending rank."""
+    """Metrics of each request class, with the label `priority_class`. `classes` are in ascending order of rank."""
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
@@ -83,7 +83,8 @@ class ClassMetrics:
         """Count whether a finished request met the targets of its class.
 
         A failed request met no target. A request that was aborted or reached its deadline counts only for targets that
-        it had already missed. `tpot_s`: mean seconds between tokens; None: fewer than two tokens.
+        it had already missed. `tpot_s` is the mean time between tokens in seconds, or None if the request has fewer
+        than two tokens.
         """
         request_class = class_of(priority, self._classes)
         targets = self._targets[request_class.name]
@@ -182,9 +183,10 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an HTTP request that was answered. `longest`: number of tokens of the longest answer to each prompt.
+        """Count an HTTP request that was answered.
 
-        `route` is the path template, because clients could create any number of time series with paths.
+        `route` is the path template. With the path itself, clients could create any number of time series. `longest`:
+        for each prompt, the number of tokens of its longest answer.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:
@@ -258,7 +260,7 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests in their first step on a replica, `seconds` after their last step on another."""
+        """Count migrated requests. `seconds`: for each, from its last step on one replica to its first on the next."""
         with self._lock:
             self._num_requests += len(seconds)
             self._seconds += sum(seconds)
@@ -285,7 +287,7 @@ class DiskMetrics:
         self._num_bytes = -1
 
     def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
-        """Count a disk lookup of prompt blocks. `num_bytes`: size of all files; -1: the folder cannot be used."""
+        """Count a disk lookup of prompt blocks. `num_bytes`: size of all files, or -1 if the folder cannot be used."""
         with self._lock:
             self._num_looked_up += num_looked_up
             self._num_read += num_read

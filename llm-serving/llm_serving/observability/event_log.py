@@ -1,7 +1,8 @@
 """The event log: a limited history of requests and steps.
 
-A step records which requests it computed, and a request the few times at which its state changed. So no step has to
-write to each of its requests. `latency_breakdown.py` combines both when a breakdown is requested.
+The record of a step contains the requests that the step computed. The record of a request contains the few times at
+which its state changed. So no step has to write to the record of each request. `latency_breakdown.py` combines both
+when a breakdown is requested.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `singles` of a step as a set. It is cached, because consecutive steps often have the same tuple."""
+        """Return `Step.singles` as a set. The set is cached, because consecutive steps often have the same tuple."""
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:
@@ -171,7 +172,8 @@ class EventSnapshot:
 class EventLog(StepObserver):
     """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
 
-    It holds the latest `num_requests` ended requests (0: the log is off), and `num_steps` steps.
+    It holds the unfinished requests, the latest `num_requests` ended ones and the latest `num_steps` steps. If
+    `num_requests` is 0, the log records nothing.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
@@ -333,7 +335,7 @@ class EventLog(StepObserver):
 
 
 def client_ids(request_id: str) -> list[str]:
-    """Return the ids to search for: `request_id`, and the same without the prefix of a response id."""
+    """Return the ids to search for: `request_id`, and `request_id` without a prefix of response ids (`ID_PREFIXES`)."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 

@@ -117,7 +117,7 @@ class _State(NamedTuple):
 
 
 class _SpanBuilder:
-    """Builds the spans of one request in order. `_cursor`: end of the latest span."""
+    """Builds the spans of one request in order. `_cursor` is the end of the latest span."""
 
     def __init__(self, record: RequestRecord, events: EventSnapshot) -> None:
         self._record = record
@@ -311,9 +311,9 @@ class ExplainedFirstToken(Struct, kw_only=True):
     """Milliseconds from the arrival at the server to the first token."""
 
     predicted_ms: float | None
-    """Predicted at admission and sent to the client; null: too few measurements."""
+    """Predicted at admission and sent to the client; null if too few steps were measured."""
     real_ms: float | None
-    """Measured; null: the request has no token yet."""
+    """Measured; null if the request has no token yet."""
 
 
 class Explanation(Struct, kw_only=True):

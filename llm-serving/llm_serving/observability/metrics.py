@@ -57,7 +57,7 @@ class WorkAgentMemory(NamedTuple):
     committed: int
     """Bytes of the blocks that were used at least once: the system provides memory at first use."""
     resident: int
-    """Resident bytes of the WorkAgent's processes; 0: it runs on another machine."""
+    """Resident bytes of the WorkAgent's processes, or 0 if it runs on another machine."""
 
 
 class StateSlotUsage(NamedTuple):
@@ -117,8 +117,10 @@ class Metrics(Collector):
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions that every scrape calls: number of compiled graphs, and address of the machine (empty: the
-        master's).
+        """Register functions that every scrape calls.
+
+        `num_compilations` returns the number of compiled graphs. `machine` returns the address of the WorkAgent's
+        machine, or an empty text for the master's machine.
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
@@ -158,7 +160,7 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request. Times are seconds from arrival, `decode_s` from the first to the last token."""
+        """Record a finished request. `decode_s`: from the first to the last token. Other times count from arrival."""
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
         with self._lock:
@@ -197,7 +199,7 @@ class Metrics(Collector):
         self._add("llm_serving:bound_violations_total", count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
-        """Count requests that run above their tenant's limit, and classes that got less than their weight."""
+        """Count requests above their tenant's limit, and slots given to a class though another was entitled to them."""
         if num_of_tenants or num_of_classes:
             with self._lock:
                 for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
@@ -300,7 +302,7 @@ class Metrics(Collector):
     def _watched(
         self, gauges: Sequence[tuple[str, str, str]], watched: Mapping[int, Callable[[], NamedTuple]]
     ) -> Iterator[Metric]:
-        """Yield each of `gauges` (metric, help text, field). `watched`: replica -> function that returns its fields."""
+        """Yield each of `gauges` (metric, help text, field). The functions in `watched` return the fields' values."""
         found = {replica: read() for replica, read in sorted(watched.items())}
         for name, text, field in gauges:
             family = GaugeMetricFamily(name, text, labels=[*self._labels, "replica", "machine"])
@@ -425,7 +427,7 @@ class ThroughputLine:
 
 
 async def log_throughput(metrics: Metrics, clock: Clock, interval_s: float) -> None:
-    """Log a line every `interval_s` seconds, unless no step ran, until the task is cancelled."""
+    """Log a line every `interval_s` seconds until the task is cancelled. Skip it if no step ran in the meantime."""
     line = ThroughputLine(metrics, clock)
     while True:
         await asyncio.sleep(interval_s)

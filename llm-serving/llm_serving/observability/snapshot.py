@@ -44,11 +44,11 @@ class RunningRequest(Struct, kw_only=True):
     shared: int
     """Number of blocks from the start that other requests share."""
     group: int | None
-    """The same number for all requests that share their first block; null: the request shares none."""
+    """The same number for all requests that share their first block; null if the request shares no block."""
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a running request. The caller must replace `group`: clients must not see this block id."""
+        """Return the row of a running request. The caller must replace `group`, a block id, to hide it from clients."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(
@@ -82,7 +82,7 @@ class WaitingRequest(Struct, kw_only=True):
     tenant_limit: bool
     prompt: int
     waited: int | None
-    """Number of steps waited, counted like `bound`; null: no bound applies, or the request was admitted before."""
+    """Number of steps waited, counted like `bound`; null if no bound applies or the request was admitted before."""
     bound: int | None
     """Guaranteed maximum number of steps until the first admission."""
 
@@ -113,7 +113,7 @@ class ClassQueueState(Struct, kw_only=True):
     waiting: int
     blocks: int
     oldest_s: float | None
-    """Seconds that the oldest request of the class has waited; null: none waits."""
+    """Seconds that the oldest request of the class has waited; null if none waits."""
     bounds: str
     """The guaranteed maximum waits of the class's requests, in words."""
 
@@ -227,7 +227,7 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot with the events after `since`: `now` of the previous snapshot. Only for the engine's thread."""
+    """Return a snapshot. It has the events after `since`, the time of the last one. Only for the engine's thread."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)

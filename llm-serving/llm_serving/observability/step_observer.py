@@ -36,10 +36,10 @@ class StepObserver:
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """Called with the next step; None: no request can run. `blocked`: the first request that was not admitted."""
+        """Called with the next step, or None if none can run. `blocked`: the first request that did not fit, if any."""
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        """Called when the executor has received a step. `now`: when the step was formed."""
+        """Called after a step was submitted to the executor. `now`: time at which the step's scheduling began."""
 
     def on_completed(self, step: CompletedStep) -> None: ...
 
@@ -48,7 +48,7 @@ class StepObserver:
 
 
 def observers_by_event(observers: Collection[StepObserver]) -> dict[str, list[StepObserver]]:
-    """Return name of a method -> observers that override it."""
+    """Return, for the name of each method of `StepObserver`, the observers that override the method."""
     events = [name for name in vars(StepObserver) if name.startswith("on_")]
     return {
         event: [each for each in observers if getattr(type(each), event) is not getattr(StepObserver, event)]

@@ -1,7 +1,8 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-Between two steps, each engine reports its service and applies the service that other replicas reported. Recordings
-contain these calls of the scheduler, so that its decisions can be replayed.
+Service is counted in virtual tokens, by class and tenant. Between two steps, each engine reports the service of its
+steps, and applies to its scheduler the service that other replicas reported. A recording of the scheduler contains
+these calls, so that its decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas have served, by class and tenant. Not thread-safe.
 
-    Each list has one element for each (class, tenant), in order of first service, so that one copy makes a snapshot.
-    The lists of a replica may be shorter than the list of totals.
+    The counts are lists with one element for each (class, tenant), in order of first service. A snapshot is one copy of
+    the list of totals. The lists of a replica may be shorter, because pairs that were added later are missing.
     """
 
     def __init__(self) -> None:
@@ -98,8 +99,8 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    Before each step, a replica reads how many tokens the other replicas have computed for each tenant. So the numbers
-    of two tenants with waiting requests differ at most by the difference that one scheduler allows, plus the tokens
+    Before each step, a replica reads how many tokens the other replicas have computed for each tenant. Therefore the
+    token counts of two tenants with waiting requests differ by at most the bound of a single scheduler, plus the tokens
     that the other replicas compute in two steps.
     """
 
@@ -118,7 +119,7 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica. Any thread may call `wake`, after which the replica's thread applies changed leases."""
+        """Add a replica. Any thread may call `wake`, which makes the replica's thread apply its changed slot leases."""
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
         self._leave_classes(replica)
@@ -140,7 +141,10 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add a step's class usage. Return the range of each class's lead (`FleetClassUsage`) since the last call."""
+        """Add a step's class usage.
+
+        Return the minimum and maximum lead (`FleetClassUsage`) of each class since this replica's last call.
+        """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
             return self._lead_monitor.record(replica, service, usage)
@@ -156,7 +160,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas between the snapshots of the last call and of this one."""
+        """Return the service of other replicas in the latest snapshot, without what earlier calls have returned."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
@@ -185,7 +189,7 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the scheduler for remote service, which affects it only while requests wait or arrive."""
+        """Charge tenants for the service of other replicas. This matters only while requests wait or arrive."""
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 
@@ -196,7 +200,10 @@ class FleetSync(FairnessObserver):
         super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report the service of a step to the other replicas. None: no step ran, or a step was repeated."""
+        """Report the scheduler's new service to the other replicas.
+
+        `schedule` is None if no step was scheduled, or if the simulator fast-forwards a step.
+        """
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())
@@ -214,6 +221,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that this replica continues a migrated request, which keeps its tenant's slot."""
+        """Record that this replica continues a migrated request. The request keeps its tenant's slot."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

@@ -49,7 +49,7 @@ class TransferredBlocks:
 
 
 class MigratingRequest(NamedTuple):
-    """A request that has left one engine and has not reached the next. `request`: object that the next engine adds."""
+    """A request between two engines. `request` is a new object, which the next engine adds to its scheduler."""
 
     request: Request
     produced: ProducedOutput
@@ -60,11 +60,11 @@ class MigratingRequest(NamedTuple):
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """Transfer pool blocks with the KV cache. Empty: the next engine recomputes it."""
+        """Transfer pool blocks that hold the request's KV cache. If there are none, the next engine recomputes it."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
-        """Let the next engine recompute the KV cache. Return the blocks, which can be reclaimed."""
+        """Detach the blocks, so that the next engine recomputes the KV cache. Return them; the caller reclaims them."""
         blocks = self.blocks
         if self.request.transfer is not None:
             self.request.transfer = self.request.transfer.without_blocks()
@@ -104,9 +104,9 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
 class RequestMigration(StepObserver):
     """Sends requests of one engine to other engines, and accepts theirs. Only the engine's thread may call it.
 
-    The engine hands a request over after the reply to the step that exports its blocks, once its client has all output
-    so far. The accepting engine imports the blocks in the request's first step there. After that step the blocks are
-    reclaimed.
+    A step exports the request's blocks to the transfer pool. After the reply to that step, the engine publishes all
+    output of the request, then hands the request over. The accepting engine copies the blocks into its KV cache in its
+    first step of the request. After that step, the transfer pool's blocks are reclaimed.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """After the reply to a step, reclaim the blocks that it imported, and remove its exported requests."""
+        """Process a step's reply: reclaim the blocks that it imported, and remove the requests that it exported."""
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -168,7 +168,7 @@ class RequestMigration(StepObserver):
                 self._exported.append((row.request, self._scheduler.migrate_out(row.request), now))
 
     def hand_over(self) -> None:
-        """Pass the removed requests to the listeners, after their clients have all output of this engine."""
+        """Pass the requests that `complete_step` removed to the listeners. Their output must be published before."""
         if not self._exported:
             return
         migrating = []
@@ -240,7 +240,7 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start to transfer a request's blocks, or return False. `done`: called with whether all blocks arrived."""
+        """Start to transfer a request's blocks, or return False if too many wait. `done` gets whether all arrived."""
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
             count = self._num_requests[replica]
@@ -309,7 +309,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield `pieces`. Raise WorkerError after the deadline, because the timeouts of frames do not limit the total."""
+    """Yield `pieces`. Raise WorkerError after the deadline, because each frame's timeout does not limit the sum."""
     for piece in pieces:
         throttle()
         if clock() > deadline:

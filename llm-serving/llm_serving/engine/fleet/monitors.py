@@ -52,10 +52,12 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 class WeightMonitor:
     """Counts how often one replica gives a class a running slot to which another class is entitled.
 
-    While a request of class B waits and B holds less than its share, no class A may get a slot if A has received more
-    service, divided by weight, than B since the wait began. Service is computed from the contents of steps; the service
-    of a class above its share across all replicas is multiplied by `weight_divisor`. Because B may have received more
-    service than A before the wait, a violation counts only if A's excess is larger than B's wait bound allows.
+    The rule: while a request of class B waits and B holds less than its share, no class A may get a slot if A has
+    received more service, divided by weight, than B since the wait began. The monitor computes service from the
+    contents of steps. If a class exceeds its share across all replicas, its weight is divided by `weight_divisor`.
+
+    B may have received more service than A before the wait. Therefore a violation counts only if A's excess is larger
+    than the service that A can receive in the number of steps that B may have to wait (`ClassBounds.first_steps`).
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -154,7 +156,10 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses reload `number`. `kept`: requests that hold a tenant slot but have not run yet."""
+        """Record that a replica uses the configuration of reload `number`.
+
+        `kept`: ids of requests that got a tenant slot before and have not run yet. They are not counted.
+        """
         with self._lock:
             self._reloads[replica] = number
             self._kept[replica] = {*kept}
@@ -173,7 +178,7 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a migrated request. Return 1 if it exceeds its tenant's limit; 0 while the replicas' limits differ."""
+        """Record a migrated request. Return 1 if its tenant exceeds its limit. Return 0 during a reload."""
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)

@@ -52,7 +52,7 @@ class OpenReplicas:
 
 
 def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the hashes of a prompt's full blocks, without the block of its last token, which is always computed."""
+    """Return the hashes of a prompt's full blocks. The last token is always computed, so its block is left out."""
     hashes: list[bytes] = []
     previous = namespace_hash(namespace)
     for index in range(min(MAX_BLOCKS, (len(token_ids) - 1) // block_size)):
@@ -109,7 +109,7 @@ class PromptBlocks:
 
 
 class Route(NamedTuple):
-    """The replica that is chosen for a request. It has computed, or computes, `num_cached_tokens` of the prompt."""
+    """The replica chosen for a request. `num_cached_tokens` of the prompt are cached there or being computed."""
 
     replica: int
     engine: Engine
@@ -153,7 +153,7 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def block_hashes(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
-        """Return the hashes of the prompt's blocks; empty: neither routing nor admission control needs them."""
+        """Return the hashes of the prompt's blocks, or an empty list if routing and admission control need none."""
         scheduler = self._config.scheduler
         if not scheduler.prefix_caching or sampling.prompt_logprobs is not None:
             return []
@@ -167,10 +167,10 @@ class Router:
         return prompt_block_hashes(namespace, prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
-        """Return the best replica for a group of requests, without changing state. `hashes`: of the first prompt's
-        blocks.
+        """Return the best replica for a group of requests, without changing state.
 
-        Raise UnavailableError if no replica accepts requests, or if the chosen WorkAgent will not restart soon.
+        `hashes` are the hashes of the first prompt's blocks. Raise UnavailableError if no replica accepts requests, or
+        if the chosen WorkAgent will not restart soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:
@@ -213,7 +213,7 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the route's replica. `speed_of_another`: used if the replica has no measured speed."""
+        """Return the load of the route's replica. `speed_of_another` returns a speed if that replica has none."""
         index, engine, num_cached_tokens = route
         speed = None
         if engine.restarting is None:
@@ -299,7 +299,10 @@ class Router:
         )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
-        """Return the first measured speed of a replica, as if its KV cache had room for `max_num_seqs` requests."""
+        """Return the measured speed of the first replica that has one, or None.
+
+        `num_slots` is set to `max_num_seqs`, because a full KV cache of that replica does not limit other replicas.
+        """
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
                 return replace(speed, num_slots=speed.limits.max_num_seqs)

@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
     num_used_blocks: int
     block_size: int
     token_s: float
-    """Measured seconds by which a token prolongs a step; 0: too few steps were measured."""
+    """Measured seconds by which a token prolongs a step, or 0 if too few steps were measured."""
 
     @property
     def prompt_s(self) -> float:
@@ -45,8 +45,8 @@ class Candidate(NamedTuple):
 class Candidates:
     """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it.
 
-    `by_load`: (unfinished requests, index), ascending. `cached`: replica -> cached tokens of the prompt, if any, with
-    the least loaded replica first.
+    `by_load` holds (number of unfinished requests, replica), in ascending order. `cached` maps each replica that has
+    cached tokens of the prompt to their number. The least loaded replica comes first.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Candidates:
 
 
 PredictTtft = Callable[[Candidate], float | None]
-"""Returns the predicted seconds until the first token of the request on a replica; None: nothing was measured."""
+"""Returns the predicted seconds until the first token of the request on a replica, or None if no speed is measured."""
 
 
 class RoutingPolicy:
@@ -92,7 +92,7 @@ class RoutingPolicy:
     """Whether the policy reads `num_cached_tokens`. If not, no prompt blocks are hashed."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        """Return one of the candidates, without changing state, because some callers only check admission."""
+        """Return one of the candidates. This must not change state, because some callers only check admission."""
         raise NotImplementedError
 
     def record_routed(self, replica: int) -> None: ...
@@ -103,7 +103,10 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
-    """Chooses the lowest cost: twice the blocks to compute plus the blocks to hold, like NVIDIA Dynamo's KV router."""
+    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router.
+
+    The cost is twice the number of blocks to compute, for this request and the queued ones, plus the blocks in use.
+    """
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
         return min(candidates, key=lambda each: (_block_cost(each), each.num_unfinished, each.replica))
@@ -136,8 +139,9 @@ def _is_match(candidate: Candidate) -> bool:
 
 
 class PredictedTtft(RoutingPolicy):
-    """Chooses the replica with the lowest sum of the predicted TTFT and a fraction of the delay of other requests.
+    """Chooses the replica with the lowest cost.
 
+    The cost is the predicted TTFT plus a fraction of the time by which this prompt delays the replica's other requests.
     So a cached prefix counts little on an idle replica and much on a busy one. The fraction is small, because most
     other requests are decoding. Until a replica has measured enough steps, `PrefixAffinity` decides.
     """

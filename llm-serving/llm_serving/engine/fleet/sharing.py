@@ -19,7 +19,7 @@ _NO_CHANGES: Final[Mapping[str, int]] = {}
 
 
 class ClassDemand:
-    """Number of replicas on which each class has unmet demand. Updated incrementally, so no step scans all replicas."""
+    """Number of replicas on which each class has unmet demand. Updates are incremental, so no step scans replicas."""
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
@@ -54,9 +54,9 @@ class ClassDemand:
 class FleetClassUsage:
     """Determines which classes exceed their share across all replicas. Thread-safe.
 
-    The usage of a class is its service divided by its weight. Its lead is its usage minus the lowest usage of all
-    classes with demand. A class is deprioritized once its lead exceeds a scheduling quantum, until it is at most half a
-    quantum.
+    The usage of a class is its service divided by its weight. The lead of a class is its usage minus the lowest usage
+    of all classes with demand. A class is deprioritized once its lead exceeds a scheduling quantum. This ends once its
+    lead is at most half a quantum.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share; None: unchanged since the replica's last call."""
+        """Return the classes that exceed their share, or None if they are the same as in the replica's last call."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:
@@ -125,7 +125,7 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step. Return the range of each class's lead since the replica's last call."""
+        """Add a step. Return the minimum and maximum lead of each class since the replica's last call."""
         self._demand.update(replica, usage)
         leads = self._leads
         for name, served in service.items():
@@ -210,7 +210,7 @@ class TenantSlots:
         return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
     def join(self, replica: int, wake: Callable[[], None]) -> None:
-        """Add a replica. `wake`: makes the replica's thread call `exchange`. Any thread may call it."""
+        """Add a replica. `wake` makes the replica's thread call `exchange`. Any thread may call `wake`."""
         self.leave(replica)
         with self._lock:
             self._wakes[replica] = wake
@@ -251,7 +251,7 @@ class TenantSlots:
             wake()
 
     def exchange(self, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
-        """Report the changed demands of a replica. Return tenant -> change of its leased slots."""
+        """Record the demands of a replica that have changed. Return, by tenant, how many slots it gains or loses."""
         if not (demands or self._pending.get(replica) or self._arrived.get(replica)):
             return _NO_CHANGES
         with self._lock:
