@@ -77,7 +77,7 @@ def test_vocab_and_merges_equal_the_tokenizer_json(pairs):
     ("name", "content", "message"),
     [
         ("tokenizer_config.json", '{"tokenizer_class": "RobertaTokenizer"}', "must be one of GPT2Tokenizer, Qwen2"),
-        ("tokenizer_config.json", "{}", r"Given: None; a tokenizer\.json has this rule: with transformers, AutoTok"),
+        ("tokenizer_config.json", "{}", r"Given: None\. For other classes, write a tokenizer\.json with transformers"),
         ("vocab.json", '{"a": 0, "b": 0}', "each token to an id of its own"),
         ("vocab.json", '{"a": 0, "b": "1"}', "each token to an id of its own"),
         ("vocab.json", '{"a": 0, "b": -1}', "each token to an id of its own"),

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class PolicyName(enum.StrEnum):
-    """Stage that a step begins with; see `scheduler.policies`."""
+    """Scheduling policy: whether a step begins with prefill or decode. See `scheduler.policies`."""
 
     PREFILL_FIRST = "prefill_first"
     DECODE_FIRST = "decode_first"

@@ -56,7 +56,10 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, unless that thread has ended before."""
+    """Ask the kernel to kill this process when the thread that started it ends.
+
+    If that thread has ended before this call, the process is not killed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -75,7 +78,10 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of an optional package. Raise ConfigError, which names `user`, if it is not installed."""
+    """Import a module of an optional package. Raise ConfigError if the package is not installed.
+
+    `user`: setting or command that needs the package, for the error message. `remedy`: end of the error message.
+    """
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -86,7 +92,7 @@ def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
 
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
-"""Errors that mean a shortage of descriptors or memory. EAGAIN: there are too many processes or threads."""
+"""Errors that mean a shortage of descriptors or memory. EAGAIN means that there are too many processes or threads."""
 
 
 def return_large_blocks() -> bool:
@@ -115,7 +121,10 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Release pages of libraries that only the start used. Those of MindSpore take more than 200 MB."""
+    """Release the unmodified pages of all libraries. On the next access, the kernel reads a page from its file again.
+
+    Many pages are used only while the process starts: more than 200 MB of MindSpore's libraries.
+    """
     start = size = 0
     with suppress(OSError), Path("/proc/self/smaps").open() as mappings:
         for line in mappings:
@@ -163,7 +172,10 @@ def _of_allocator(name: str) -> Any:
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return the system's description of a shortage of descriptors, memory or threads; None: another error."""
+    """Return the system's description of an error that means a shortage of descriptors, memory or threads.
+
+    Return None for other errors.
+    """
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return os.strerror(error.errno)
     if isinstance(error, MemoryError):
@@ -182,6 +194,6 @@ def describe_address_space_limit() -> str | None:
 
 
 def explain_address_space_limit(error: BaseException) -> str | None:
-    """Return `describe_address_space_limit()` if that limit may have caused the error."""
+    """Return `describe_address_space_limit()` if that limit may have caused the error, else None."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
     return describe_address_space_limit() if lacks_memory else None

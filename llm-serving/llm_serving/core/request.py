@@ -40,7 +40,11 @@ class ConstraintMatcher(Protocol):
     ) -> list[Int32Array]: ...
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
-        """Return at most `count` tokens: the draft up to its first forbidden token, then those that are forced."""
+        """Return at most `count` draft tokens that the constraint allows.
+
+        These are the given draft tokens before the first forbidden one. Then tokens follow as long as the constraint
+        leaves only one choice.
+        """
 
 
 class Constraint(Protocol):
@@ -50,7 +54,7 @@ class Constraint(Protocol):
 
 
 class DiskPrefix(NamedTuple):
-    """The blocks of a request's prompt that are in the disk cache, `num_stored` from the start of the prompt."""
+    """The part of a request's prompt that is in the disk cache: the first `num_stored` blocks of the prompt."""
 
     num_stored: int
     start: int = 0
@@ -63,7 +67,8 @@ class DiskPrefix(NamedTuple):
 class Transfer:
     """The KV blocks of a migrating request in the transfer pool, and the request's history.
 
-    The blocks do not change until the importing replica releases them. If there are none, it recomputes all tokens.
+    The blocks do not change until the importing replica releases them. If there are no blocks, that replica recomputes
+    all tokens.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -124,7 +129,7 @@ class ClientRequest:
     cache_salt: Final[str] = ""
     """Requests share cached prefixes only if tenant and salt are equal."""
     adapter: Final[int] = 0
-    """Number of the adapter that computes the answer; 0: none."""
+    """Number of the adapter that computes the answer, or 0 for no adapter."""
     fork_of: Final[str | None] = None
     """Id of the parent, a request with the same prefix. This request waits until the parent's prompt is computed."""
     wants_vector: Final[bool] = False
@@ -209,7 +214,7 @@ class ScheduledRequest(ClientRequest):
     wants_migration: bool = False
     """Whether the request migrates to another replica once its prompt is computed."""
     is_migrating: bool = False
-    """Whether its blocks are being exported. No further step of this replica computes it."""
+    """Whether the blocks of the request are being exported. No further step of this replica computes the request."""
     transfer: Transfer | None = None
     """KV blocks and state from the replica that computed the prompt."""
     disk_prefix: DiskPrefix | None = None
@@ -220,7 +225,10 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def has_prompt_results(self) -> bool:
-        """Whether steps return prompt log-probabilities or a vector, or the request generates no token."""
+        """Whether the prompt itself gives a result: log-probabilities or a vector.
+
+        This is also true for a request that generates no token, because the end of its prompt finishes it.
+        """
         return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
@@ -293,7 +301,10 @@ class Request(ScheduledRequest):
 
     @classmethod
     def derived(cls, request: ClientRequest, **changes: Any) -> Request:
-        """Return a new request with the client's fields of `request`, no parent, and `changes`."""
+        """Return a new request with the same `ClientRequest` fields as `request`, but without its parent (`fork_of`).
+
+        `changes`: fields that get other values.
+        """
         values = {each.name: getattr(request, each.name) for each in fields(ClientRequest)}
         return cls(**{**values, "fork_of": None, **changes})
 

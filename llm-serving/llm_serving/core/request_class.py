@@ -51,7 +51,10 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """Return the class with the largest rank up to `priority`, or else the first. `classes`: by ascending rank."""
+    """Return the class with the largest rank that is not above `priority`. If all ranks are above it, return the first.
+
+    `classes`: the classes in ascending order of rank.
+    """
     best = classes[0]
     for each in classes:
         if each.rank <= priority:

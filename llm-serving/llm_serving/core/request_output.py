@@ -137,7 +137,8 @@ class OutputSink(Protocol):
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record results for prompt tokens from `start` on, or, without results, that the prompt is computed.
+        """Record the results for prompt tokens from index `start` on. If `logprobs` and `vector` are None, only record
+        that the prompt is computed.
 
         The request may have finished. After a recomputation, the same results may be recorded again.
         """

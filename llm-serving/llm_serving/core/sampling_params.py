@@ -298,7 +298,10 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether each step needs all earlier tokens. (A constraint does not: the allowed tokens are sent later.)"""
+        """Whether a step can be formed only after all earlier tokens are known. Bad words of several tokens need this.
+
+        A constraint does not, because the master sends the allowed tokens during the step.
+        """
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
@@ -343,7 +346,9 @@ AT_LEAST_ONE: Final = Whole(1)
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Return sampling parameter -> default of a folder's generation config. Raise ModelError for bad values."""
+    """Return the defaults of sampling parameters in a folder's generation config, by parameter. Raise ModelError if the
+    file or a value is invalid.
+    """
     if folder is None:
         return {}
     path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)
@@ -362,7 +367,7 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids of `eos_token_id` in a folder's generation config. Raise ModelError for invalid values."""
+    """Return the ids of `eos_token_id` in a folder's generation config. Raise ModelError if file or ids are invalid."""
     path = folder / GENERATION_CONFIG
     value = _read(path).get("eos_token_id")
     items = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,8 +1,8 @@
 """The interface between master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
-A step lists, for each row (one request), the tokens to compute, the number of context tokens in the cache, and the
-blocks that hold them, and which tokens give a result of which kind. The only state of a WorkAgent is the KV cache and
-the tokens of its latest step.
+A row of a step belongs to one request. For each row, the step lists the tokens to compute, the number of context tokens
+in the cache, and the blocks that hold them. It also lists which tokens give a result, and of which kind. The only state
+of a WorkAgent is the KV cache and the tokens of its latest step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class BlockMoveKind(enum.IntEnum):
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block, in all layers, to another. `kvcache.block_table` explains epochs."""
+    """A copy of one block to another, in all layers.
+
+    An epoch is the number of a block's allocation. It shows a WorkAgent whether the block was allocated again; see
+    `kvcache.block_table`.
+    """
 
     kind: int
     source: int
@@ -57,7 +61,7 @@ STATE_BEFORE: Final = -1
 class StateAccess(NamedTuple):
     row: int
     token: int
-    """Index, in the row, of the token after which the slot is written; `STATE_BEFORE`: the slot is read."""
+    """Index, in the row, of the token after which the slot is written, or `STATE_BEFORE` if the slot is read."""
     slot: int
     epoch: int
     """Number of the slot's allocation. It shows the WorkAgent whether the slot was allocated again."""
@@ -83,7 +87,7 @@ class ResultKind(enum.IntEnum):
 
 
 class ResultToken(NamedTuple):
-    """A token of a step that gives a result. `token`: index among those of the row in this step."""
+    """A token of a step that gives a result. `token`: index among the tokens that the step computes for the row."""
 
     row: int
     token: int
@@ -109,7 +113,11 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sampling parameters of S samples. Lists of all samples are concatenated; offsets mark the part of each sample."""
+    """Sampling parameters of S samples.
+
+    Parameters that are lists, such as biases, are concatenated for all samples. The list of sample s is the part from
+    `offsets[s]` to `offsets[s + 1]`.
+    """
 
     temperature: Float32Array  # [S], 0 is greedy
     top_k: Int32Array  # [S], 0 is off
@@ -144,7 +152,7 @@ class SamplingInput:
         position: Int32Array | None = None,
         num_logprobs: Int32Array | None = None,
     ) -> SamplingInput:
-        """Return parameters without penalties, biases and constraints; by default greedy."""
+        """Return parameters without penalties, biases and constraints. By default, sampling is greedy."""
         zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
         whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
         nothing = np.empty(0, np.int32)
@@ -190,7 +198,10 @@ SAMPLE_FIELDS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """Tokens to score in a step. Each of the P results of kind LOGPROBS has its own tokens, G in all."""
+    """The tokens whose log-probabilities a step returns, for each of its P results of kind LOGPROBS.
+
+    Each result has its own list of tokens. The concatenated lists have G tokens.
+    """
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids
@@ -209,8 +220,9 @@ def no_scoring() -> ScoringInput:
 class StepInput:
     """One forward pass over B rows and T packed tokens, without padding.
 
-    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`. With G
-    groups of layers, row b also has the tables b + B, b + 2 B and so on.
+    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`. If the
+    KV cache has G groups of layers (`core.window`), each group has its own table for row b. Group g has
+    `block_tables[g * B + b]`.
     """
 
     step: int
@@ -219,7 +231,7 @@ class StepInput:
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
     block_tables: Int32Array
-    """[G * B, W] block ids, first group of layers first. Unused columns are 0, those before the window NO_BLOCK."""
+    """[G * B, W] block ids, first group of layers first. Columns before the window are NO_BLOCK, unused ones 0."""
     block_epochs: Int32Array  # [G * B, W], for each entry of block_tables the epoch of its block
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # of the S results of kind TOKEN

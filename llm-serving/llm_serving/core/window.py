@@ -12,7 +12,7 @@ NO_WINDOW: Final = 2**31
 
 class LayerWindow(NamedTuple):
     num_tokens: int = 0
-    """Number of tokens that a token attends to, including itself; 0: all."""
+    """Number of tokens that a token attends to, including itself. 0 means all earlier tokens."""
     is_chunked: bool = False
     """Whether windows do not overlap (Llama 4): they begin at multiples of `num_tokens`."""
 
@@ -40,7 +40,8 @@ class Window:
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
         """Return the maximum number of blocks that a request holds: those of the window, and those that a step fills.
 
-        If `num_blocks`, the group's share of the cache, is too small for both, steps are shorter.
+        `num_blocks`: the group's share of the cache. If the longest step does not fit into this share, the maximum is
+        smaller, and steps compute fewer tokens. Without a sliding window, return `NO_WINDOW`.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -72,7 +73,7 @@ class CacheGroups:
         return any(each.is_sliding for each in self.windows)
 
     def max_blocks(self, block_size: int, num_blocks: int) -> list[int]:
-        """Return the maximum number of blocks of a request, for each group; `NO_WINDOW`: no limit."""
+        """Return the maximum number of blocks of a request, for each group. `NO_WINDOW` means no limit."""
         return [each.max_blocks(block_size, num_blocks // len(self)) for each in self.windows]
 
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
@@ -91,7 +92,10 @@ class CacheGroups:
         return low * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return the number of prompt tokens for which every step has room."""
+        """Return a number of prompt tokens of one request that a step can always compute within `max_blocks`.
+
+        This is for groups with a sliding window. Without any, return 1.
+        """
         chunks = [
             min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)
             for window, most in zip(self.windows, self.max_blocks(block_size, num_blocks), strict=True)

@@ -15,12 +15,14 @@ from llm_serving.text.tool_parsers.base import overlap
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Delimiters of a format.
+    """The delimiters of a format in which models write their reasoning.
 
-    `template_pattern`: matches only chat templates of such models; the first match is used. `answer`: delimiters around
-    the answer, which models may omit, or empty texts. `opening_suffix`: text after the opening delimiter in prompts
-    that ask for no reasoning. `special_tokens`: the delimiters are special tokens, which detokenization normally skips.
-    `has_channels`: each part of an answer has a header with its channel (gpt-oss), so reasoning may follow text.
+    `template_pattern`: regular expression that matches only chat templates of models with this format. A model has the
+    first format in `REASONING_FORMATS` that matches. `answer`: delimiters around the answer, which models may omit;
+    empty texts if the format has none. `opening_suffix`: text after the opening delimiter in prompts that ask for no
+    reasoning. `special_tokens`: whether the delimiters are special tokens, which detokenization normally skips.
+    `has_channels`: whether each part of an answer has a header that names its channel, as in gpt-oss. Then reasoning
+    may also follow text.
     """
 
     template_pattern: str
@@ -92,11 +94,12 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits streamed text at the delimiters of the format `form`, here called `<think>` and `</think>`.
+    """Splits streamed text into reasoning and answer. `form`: the format, whose delimiters may differ from the
+    `<think>` and `</think>` in this description.
 
-    The result does not depend on how the text is divided into pieces. White space around the reasoning is dropped. Text
-    that does not start with `<think>` is all answer; after `<think>` without `</think>`, all is reasoning. `is_open`:
-    whether the prompt ends with `<think>`.
+    The result does not depend on how the text is divided into pieces. White space around the reasoning is dropped. A
+    text that does not start with `<think>` has no reasoning. If `</think>` is missing, all text after `<think>` is
+    reasoning. `is_open`: whether the prompt ends with `<think>`, so that the text starts within the reasoning.
     """
 
     def __init__(self, form: ReasoningFormat = THINK, *, is_open: bool) -> None:
@@ -153,7 +156,10 @@ class ReasoningParser:
         return Split(reasoning, answer)
 
     def _think(self, ended: bool) -> Split:
-        """Return reasoning text. Hold back trailing white space and a partial `</think>`."""
+        """Return reasoning text. Hold back trailing white space and a partial `</think>`.
+
+        If the text has ended, return a partial `</think>` as reasoning, and drop the trailing white space.
+        """
         text = self._strip_start(self._text)
         kept = overlap(text, self._closing)
         released = text if ended else text[: len(text) - kept].rstrip()
@@ -166,8 +172,9 @@ class ReasoningParser:
 
 
 class _FramedAnswer:
-    """Removes the delimiters around an answer, with white space outside and one line break inside. The result does not
-    depend on the division into pieces. An answer that does not start with `opening` is unchanged.
+    """Removes the delimiters around an answer. White space outside the delimiters and one line break inside each are
+    also removed. An answer that does not start with `opening` is returned unchanged. The result does not depend on how
+    the text is divided into pieces.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
@@ -221,7 +228,10 @@ class _FramedAnswer:
 
 
 class AnswerParser:
-    """Parses one answer incrementally: its reasoning, and up to `max_calls` calls (None: all) of `tools`."""
+    """Parses one answer incrementally into reasoning, text and tool calls.
+
+    Calls after the first `max_calls` are dropped. If `max_calls` is None, all calls are returned.
+    """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
         self._reasoning = reasoning
@@ -230,7 +240,7 @@ class AnswerParser:
         self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> list[Part]:
-        """Return the non-empty parts, in order, that this text completes; with `ended`, all remaining parts."""
+        """Add a piece of text. Return the non-empty parts that it completes, or all remaining parts if `ended`."""
         parts = self._parts(Split(answer=text) if self._reasoning is None else self._reasoning.add(text))
         if ended:
             parts += self._parts(Split() if self._reasoning is None else self._reasoning.flush())

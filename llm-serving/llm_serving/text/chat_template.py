@@ -60,7 +60,10 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks answers for training. It is rendered as its content."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks answers for training.
+
+    Here the marks have no effect: only the content of the block is rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so
 
@@ -179,7 +182,9 @@ MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One chat template (`source`: Jinja text) and its processes. Raise ModelError if the template is not valid."""
+    """One chat template and the confined processes that render it. `source`: the template in the Jinja language. Raise
+    ModelError if the template is not valid.
+    """
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -196,8 +201,10 @@ class ChatTemplate:
             self._free.put(None)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
-        """Return the prompt text of a conversation. This waits for a process: do not call it on the event loop. Raise
-        RequestError if the template rejects the messages, fails, or exceeds the limits of text, time or memory.
+        """Return the prompt text of a conversation. This waits for a process, so it must not run on the event loop.
+
+        Raise RequestError if the template rejects the messages, fails, or exceeds its limit of text length, CPU time or
+        memory.
         """
         process = self._free.get()
         try:
@@ -206,7 +213,11 @@ class ChatTemplate:
                 process = process if process is not None and process.lives else _started(self.source)
                 answer = process.ask(question)
             except TransportError as error:
-                logger.warning("A chat template exceeded its time or memory limit; ending its process: %s", error)
+                logger.warning(
+                    "Terminating the process of a chat template, which probably exceeded its time or memory limit: "
+                    "error=%s",
+                    error,
+                )
                 if process is not None:
                     process.end()
                 process = None
@@ -230,7 +241,9 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process that has compiled the template. Raise RequestError if it is refused, TransportError otherwise."""
+    """Start a process, and compile the template in it. Raise RequestError if the template cannot be compiled, and
+    TransportError if the process exits or does not answer.
+    """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
         answer = process.ask(Compile(source))
@@ -244,8 +257,11 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> chat template of a model folder. A file named `default` replaces all templates in `config`, the
-    content of `tokenizer_config.json`. Raise ModelError if a file cannot be read or has no templates.
+    """Return the chat templates of a model folder, by name. `config`: content of `tokenizer_config.json`.
+
+    The templates in files are added to those in `config`. If a file, such as `chat_template.jinja`, has the default
+    template, the templates in `config` are ignored. Raise ModelError if a file cannot be read, or if a
+    `chat_template.json` has no template.
     """
     files = _read_template_files(folder)
     if DEFAULT in files:
@@ -310,8 +326,9 @@ class Conversations:
         """Return the prompt text, as `apply_chat_template` of the transformers library does. Raise RequestError if the
         model has no suitable template, or if the template rejects the messages.
 
-        `add_generation_prompt`: the text ends with the start of an assistant's answer. `continue_final_message`: it
-        ends with the last of the `messages`, of which there must be one; not with `add_generation_prompt`.
+        `add_generation_prompt`: end the text with the start of an assistant's answer. `continue_final_message`: end the
+        text with the last message, so that the model continues this message. It needs at least one message, and cannot
+        be combined with `add_generation_prompt`.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
@@ -329,7 +346,7 @@ class Conversations:
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
     def source(self, *, with_tools: bool) -> str:
-        """Return the text of the template for conversations with or without tools; empty: there is none."""
+        """Return the text of the template for conversations with or without tools, or "" if there is none."""
         names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
         return next((self._templates[name].source for name in names if name in self._templates), "")
 

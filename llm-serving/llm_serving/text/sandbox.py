@@ -1,5 +1,6 @@
-"""Confined processes, for work on untrusted input: limited memory, CPU time and no file access. A process that exceeds
-a limit exits; a thread could not be stopped.
+"""Confined processes for work on untrusted input. They have limited memory and CPU time, and cannot write files.
+
+The kernel terminates a process that exceeds its CPU time. A thread could not be terminated in this way.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from llm_serving.core.process import command_of
 from llm_serving.transport.channel import Channel
 
 ANSWER_TIMEOUT_S: Final = 60.0
-"""Maximum seconds to wait for an answer: far above the CPU limit, because the process may wait for a core."""
+"""Maximum seconds to wait for an answer. It is far above the CPU limit, because the process may wait for a core."""
 _ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 
 Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """The master's end of a confined process, which runs `main` of `module`, and exits when its socket is closed."""
+    """A confined process, as its parent, the master, uses it.
+
+    The process runs `main` of `module`. It exits when the master closes the socket between the two processes.
+    """
 
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
         ours, theirs = socket.socketpair()

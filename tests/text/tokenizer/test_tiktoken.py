@@ -81,7 +81,7 @@ class TestTiktoken:
         write_ranks(tmp_path, BYTES)
         with (tmp_path / "tokenizer.model").open("ab") as file:
             file.write(b"***\n")
-        with pytest.raises(ModelError, match=r"tokenizer\.model: line 257 is not base64 and a rank"):
+        with pytest.raises(ModelError, match=r"tokenizer\.model: line 257 must be a token in base64"):
             Tokenizer.load(tmp_path)
 
     def test_tiktoken_refuses_an_invalid_pattern(self, tmp_path, monkeypatch):

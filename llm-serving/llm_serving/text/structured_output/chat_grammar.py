@@ -25,7 +25,7 @@ class Calls:
 @dataclass(frozen=True, slots=True)
 class AnswerReasoning:
     """The reasoning before an answer, of up to `budget` tokens. `is_open`: whether the prompt ends with the opening
-    delimiter; None: the answer has no reasoning.
+    delimiter, or None if the answer has no reasoning.
     """
 
     format: ReasoningFormat
@@ -36,8 +36,10 @@ class AnswerReasoning:
 def answer_grammar(
     form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, delimiters: Delimiters
 ) -> Grammar:
-    """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
-    `form`: grammar of the response format; None: any text. `delimiters`: grammar terms of delimiters.
+    """Return the grammar of an answer.
+
+    `form`: grammar of the response format, or None to allow any text. `delimiters`: creates the grammar terms of
+    delimiters. Raise GrammarError if a tool's schema or the reasoning budget cannot be enforced.
     """
     if form is not None and calls is None and reasoning is None:
         return form
@@ -66,7 +68,9 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return a term for `content` between an answer's delimiters; "": there are none, or free text contains them."""
+    """Return a grammar term for `content` between the answer's delimiters. Return "" if the format has no such
+    delimiters, or if the term for free text matches them as well.
+    """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""
     opening, closing = reasoning.format.answer

@@ -52,7 +52,10 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return llguidance's table of the tokenizer. This takes a second for 200,000 tokens. `end_ids`: not empty."""
+    """Return the tokenizer in the form that llguidance needs. This takes a second for 200,000 tokens.
+
+    `end_ids`: ids of the tokens that end an output. At least one of them must have an entry in `token_bytes`.
+    """
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
     return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)
@@ -71,7 +74,7 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar compiled for one tokenizer. `compiled`: creates a matcher at the start of the grammar."""
+    """A grammar compiled for one tokenizer. `compiled`: compiles the grammar and returns a matcher at its start."""
 
     def __init__(
         self,
@@ -88,20 +91,23 @@ class TokenConstraint:
 
     @property
     def error(self) -> str:
-        """Why the grammar could not be compiled; empty: it was compiled."""
+        """Why the grammar could not be compiled, or "" if it was compiled."""
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def create_matcher(self) -> ConstraintMatcher:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Replace the matcher by one without lexer states, for this output and later ones. Return it."""
+        """Replace the matcher by a new one, and return it.
+
+        The new matcher has no lexer states yet, so this output and later ones can again create `max_states` states.
+        """
         self._matcher = self._compiled()
         return self._matcher
 
     @property
     def ignored(self) -> list[str]:
-        """Descriptions of the constraints of a lenient schema that are not enforced."""
+        """Descriptions of the constraints that are not enforced, because the schema is lenient (see `json_grammar`)."""
         return list(self._matcher.get_grammar_warnings())
 
     def __eq__(self, other: object) -> bool:
@@ -175,11 +181,16 @@ class ConstraintCompiler:
                     process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
                 tried = process.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
             except TransportError as error:
-                logger.warning("A grammar exceeded its time or memory limit; its process is terminated: %s", error)
+                logger.warning(
+                    "Terminating the process that compiles a grammar, which probably exceeded its time or memory "
+                    "limit: error=%s",
+                    error,
+                )
                 if process is not None:
                     process.end()
                 process = None
-                raise CostlyGrammarError("takes too much time or memory to compile") from None
+                rule = "takes too much time or memory to compile; simplify it, or try again later"
+                raise CostlyGrammarError(rule) from None
         finally:
             self._free.put(process)
         if tried.error:

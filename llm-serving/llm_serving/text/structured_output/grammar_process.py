@@ -1,7 +1,8 @@
 """A confined process that compiles a grammar as a trial before the master compiles it.
 
-A short grammar may take minutes to compile, or overflow the stack; the master's threads have larger stacks. The trial
-uses a tokenizer of single bytes, because the cost does not depend on the model's tokens.
+Even a short grammar may take minutes to compile, or overflow the stack. Then only this process ends. Its stack is
+smaller than the stacks of the master's compiling threads, so a grammar that passes the trial does not overflow those.
+The trial uses a tokenizer of single bytes, because the cost does not depend on the model's tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Try(msgspec.Struct):
 class Tried(msgspec.Struct):
     error: str
     place: str = ""
-    """JSON pointer to the part of a schema that cannot be compiled; empty: unknown."""
+    """JSON pointer to the part of a schema that cannot be compiled, or "" if this part is unknown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,11 @@
 """Response formats as grammars: JSON schema, regular expression, choice, Lark and GBNF, translated for llguidance.
 
-A response starts with the first part of a grammar. Parts in llguidance's language (Lark with extensions) may refer to
-others as `@name`. Every token whose text matches is allowed, even where the following text is fixed. For some formats,
-such as dates, the compiler is too permissive (29 February in any year), so an additional pattern narrows them.
+A grammar consists of parts. The first part describes the whole response. A part in llguidance's language (Lark with
+extensions) refers to another part as `@name`. Every token whose text matches is allowed. This also holds where the
+grammar leaves only one text: the model may divide this text into any tokens.
+
+For some formats in JSON schemas, the compiler is too permissive. For example, it accepts 29 February of any year as a
+`date`. This module adds a pattern to parts of a schema with such a format.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""Setting -> regular expression of white space in a JSON text. It is limited, because a model could repeat it
-endlessly."""
+"""Setting -> regular expression of white space in a JSON text. Its length is limited, because a model could otherwise
+repeat white space endlessly."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
@@ -59,7 +62,7 @@ def definitions_of(schema: Any) -> dict[str, Any]:
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
     """Return a JSON pointer to the smallest part of `schema` that alone, with its definitions, causes `error`.
-    `error_of`: returns the error of a schema; None: it has none.
+    `error_of`: returns the error of a schema, or None if it has none.
     """
     definitions = definitions_of(schema)
     path: Path = ()
@@ -95,7 +98,10 @@ def _pointer(path: Path) -> str:
 
 
 def narrow_formats(schema: dict[str, Any]) -> None:
-    """Add the additional pattern to each part of a schema with a format in `_RULES`. A second call changes nothing."""
+    """Add a pattern to each part of a schema whose `format` the compiler would enforce too permissively.
+
+    `_RULES` lists these formats and their patterns. A second call changes nothing.
+    """
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -127,7 +133,9 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """Return llguidance's options for a schema. `whitespace`: see `json_grammar`."""
+    """Return a member of a JSON schema that sets llguidance's options. `whitespace`: see `json_grammar`. `others`:
+    further options.
+    """
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 
@@ -135,9 +143,11 @@ def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
 def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
-    """Return a grammar of the JSON texts that match a schema (a JSON text), with properties in its order. Raise
-    GrammarError if the schema is not a JSON object, or has integers beyond `MAX_INT`. `whitespace`: regular expression
-    of the white space between parts. `lenient`: ignore unsupported constraints.
+    """Return a grammar of the JSON texts that match a schema. Properties have the order of the schema.
+
+    `schema`: JSON text of the schema. `whitespace`: regular expression of the white space between the elements of the
+    JSON text. `lenient`: ignore unsupported constraints. Raise GrammarError if the schema is not a JSON object, or has
+    integers beyond `MAX_INT`.
     """
     try:
         content = json.loads(schema, parse_int=_exact)
@@ -173,7 +183,10 @@ def is_lark(text: str) -> bool:
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return a grammar in llguidance's language, in which `@name` refers to the single-part grammar `named[name]`."""
+    """Return the grammar that `text` describes in llguidance's language. There, `@name` refers to `named[name]`.
+
+    A grammar in `named` must have one part, apart from a first part that only refers to it.
+    """
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():
         *_, part = grammar.parts

@@ -37,10 +37,11 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
 
 
 class TokenMatcher:
-    """Matches an output against a grammar; see `core.request.ConstraintMatcher`.
+    """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`.
 
-    `start`: a matcher at the start of the grammar, which is copied and never advanced. `create_start`: creates a new
-    one. Copies share their count of lexer states, so other outputs may have used up its limit.
+    `start`: a matcher at the start of the grammar, which is copied and never advanced. All copies share one limit on
+    the number of lexer states, which other outputs may have exhausted. `create_start`: creates a matcher that has
+    created no states.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class TokenMatcher:
             self._restart()
             masks = self._masks(output_token_ids, draft_token_ids)
             if self._matcher.is_error():
-                logger.error("A grammar cannot be enforced for the rest of an output: %s", self._matcher.get_error())
+                error = self._matcher.get_error()
+                logger.error("A grammar matcher failed and allows no token after this output: error=%s", error)
         return masks
 
     def _masks(self, output: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
@@ -142,7 +144,10 @@ class TokenMatcher:
         return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
 
     def _only_one(self, words: Int32Array) -> int | None:
-        """Return the only allowed token, or the longest if all others are prefixes of it; None: there is a choice."""
+        """Return the only allowed token, or None if there is a choice.
+
+        If the texts of all allowed tokens are prefixes of the longest one, return the token with the longest text.
+        """
         indices = np.flatnonzero(words)
         if not 0 < len(indices) <= MAX_ONLY:
             return None

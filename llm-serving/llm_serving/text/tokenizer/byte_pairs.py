@@ -1,5 +1,7 @@
-"""Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words, which the
-tokenizer's class gives for older files (`vocab.json` with `merges.txt`).
+"""Converts byte-pair tokenizers to a `tokenizer.json`.
+
+This file holds the vocabulary, the merges, and the rule that splits a text into words. Older models have `vocab.json`
+and `merges.txt` without this rule. For them, the tokenizer's class determines the rule.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ _END: Final = "<|endoftext|>"
 class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
-    `patterns`: regular expressions, each of which splits the parts that the previous one made; empty: that of GPT-2.
-    `digits`: each digit is a word. `composes`: texts are first normalized to NFC. `whole`: a word that is a token is
-    kept whole, even if the merges would split it.
+    `patterns`: regular expressions, each of which splits the parts that the previous one made. If there are none, the
+    pattern of GPT-2 is used. `digits`: whether each digit is a word. `composes`: whether texts are first normalized to
+    NFC. `whole`: whether a word that is a token is kept whole, even if the merges would split it.
     """
 
     patterns: tuple[str, ...] = ()
@@ -51,8 +53,8 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` next to it. Raise ModelError if they cannot be read, contradict each
-    other, or belong to a class whose word rule is unknown.
+    """Read a `vocab.json` and the `merges.txt` next to it. Raise ModelError if they cannot be read or contradict each
+    other, or if it is unknown how the config's `tokenizer_class` splits a text into words.
     """
     words = _words_of(path, config)
     vocab = read_json(path)
@@ -102,9 +104,9 @@ def _words_of(path: Path, config: Mapping[str, Any]) -> Words:
     words = _CLASSES.get(name.removesuffix("Fast")) if isinstance(name, str) else None
     if words is None:
         raise ModelError(
-            f"{path}: `tokenizer_class` of tokenizer_config.json, which determines how a text is split into words, "
-            f"must be one of {', '.join(_CLASSES)}. Given: {shorten(name)}; a tokenizer.json has this rule: with "
-            f"transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+            f"{path}: `tokenizer_class` of tokenizer_config.json must be one of {', '.join(_CLASSES)}, because it "
+            f"determines how a text is split into words. Given: {shorten(name)}. For other classes, write a "
+            f"tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     return words
 

@@ -22,8 +22,8 @@ class StopStringMatcher:
     """Cuts a text before its first complete stop string. The result does not depend on the division into pieces.
 
     Each stop string has a Knuth-Morris-Pratt automaton. Its state is the length of the longest prefix of the stop
-    string with which the text so far ends; the longest such prefix is held back. If several stop strings end at the
-    same character, the longest wins.
+    string with which the text so far ends. The end of the text is held back if it is a prefix of any stop string. If
+    several stop strings end at the same character, the longest wins.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -98,10 +98,11 @@ SILENT: Final = _SilentDetokenizer()
 
 
 class IncrementalDetokenizer:
-    """The text of one request in pieces. All pieces and `flush()` joined are the decoded output.
+    """Decodes the output of one request in pieces. The pieces and the result of `flush()`, joined, are the whole text.
 
     Text is held back while the bytes of a character are incomplete, and while it may start a stop string. If the prompt
-    ends within a character, the output completes it. After a text, sentencepiece's leading space is kept.
+    ends within a character, the output completes it. A leading space that the tokenizer's decoder would strip is kept
+    if the prompt has text, because the output continues that text.
     """
 
     def __init__(

@@ -24,13 +24,13 @@ _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceVocabulary:
-    """A `tokenizer.model`. Special tokens are recognised in the text. Ids are those of `LlamaTokenizer` of
-    transformers.
+    """The content of a `tokenizer.model`. A text gets the same ids as with `LlamaTokenizer` of transformers. Special
+    tokens are recognised in the text.
 
-    `added_tokens`: those of `tokenizer_config.json`, by id; the file may lack them. `special_texts`: texts that the
-    config assigns to a use, such as `bos_token`. `legacy`: every text between special tokens gets a leading space;
-    otherwise only the whole text, with `add_prefix_space`. `content`: replaces the file's; `path` is then only named in
-    errors.
+    `added_tokens`: tokens of `tokenizer_config.json`, by id, which the file may lack. `special_texts`: texts that the
+    config names as special tokens, for example as `bos_token`. `legacy`: whether each text between special tokens gets
+    a leading space. Otherwise, only the whole text gets one, and only with `add_prefix_space`. `content`: used instead
+    of the content of the file; then only error messages use `path`.
     """
 
     adds_special_tokens = False

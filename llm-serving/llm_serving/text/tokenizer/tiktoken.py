@@ -171,7 +171,8 @@ def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise ModelError(f"{path}: line {number} is not base64 and a rank. Given: {shorten(line)}") from None
+            rule = f"line {number} must be a token in base64, a space and its rank"
+            raise ModelError(f"{path}: {rule}. Given: {shorten(line)}") from None
     special = {len(ranks) + i: AddedToken(text, special=True) for i, text in enumerate(family.special)}
     return RankedPairs(path, ranks, family.pattern, 0, special, family.names, family.prefix, family.composes)
 

@@ -99,9 +99,9 @@ def _family(path: Path, config: Mapping[str, Any]) -> TiktokenFamily:
 class Tokenizer:
     """The tokenizer of a model folder. It runs no code of the folder except the chat template, in a confined process.
 
-    `config`: content of `tokenizer_config.json`. `more_eos_token_ids`: ids that end a text in addition to its
-    `eos_token`. `chat_templates`: None: those of the config. Raise ModelError if the config contradicts itself or the
-    vocabulary.
+    `config`: content of `tokenizer_config.json`. `more_eos_token_ids`: ids that end a text in addition to the config's
+    `eos_token`. `chat_templates`: templates by name, or None to use those of the config. Raise ModelError if the config
+    contradicts itself or the vocabulary.
     """
 
     def __init__(
@@ -135,8 +135,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or a GGUF file, or from `vocab_file`, a tokenizer file or another
-        folder. Raise ModelError if no tokenizer is found, or if it cannot be read.
+        """Load the tokenizer of `folder`, which is a Hugging Face folder or a GGUF file.
+
+        `vocab_file`: tokenizer file, GGUF file or folder from which to load the tokenizer instead. Raise ModelError if
+        no tokenizer is found, or if it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():
@@ -162,7 +164,8 @@ class Tokenizer:
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text without lone surrogates. Special tokens in the text are recognised.
+        """Return the token ids of a text, which must have no lone surrogates. Special tokens in it are recognised.
+
         `add_special_tokens`: add the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
         """
         by_hand = self._add_bos is not None
@@ -175,8 +178,10 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
-        """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1. With
-        `max_tokens`, the longer text is cut first. Only a `tokenizer.json` specifies special tokens and types of pairs.
+        """Return the token ids of two texts with the special tokens around them, and the type of each token: 0 or 1.
+
+        If the ids exceed `max_tokens`, the longer text is cut first. Vocabularies other than `TokenizersVocabulary` do
+        not specify special tokens and types for pairs: then no special tokens are added, and all types are 0.
         """
         if isinstance(self._vocabulary, TokenizersVocabulary):
             return self._vocabulary.encode_pair(first, second, max_tokens)
@@ -193,7 +198,10 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, perhaps of a part of a character; for a special token, its name."""
+        """Return the UTF-8 bytes of one token, which may be only a part of a character.
+
+        A special token has the bytes of its name, such as `<s>`. An unknown id has none.
+        """
         table = self._vocabulary.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
@@ -206,7 +214,11 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
-        """Return the bytes of every token, and its text if it consists of complete characters, else None."""
+        """Return two lists, indexed by token id: the bytes of each token, and its text.
+
+        The text is None if the bytes are not complete characters. With `skip_special_tokens`, the bytes and texts of
+        special tokens are empty.
+        """
         return self._tables_without_special if skip_special_tokens else self._tables
 
     @cached_property
@@ -221,7 +233,10 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """Do the same as `Conversations.render`. Encode the text with `add_special_tokens=False`."""
+        """Return the prompt text of a conversation; see `Conversations.render`.
+
+        The template writes all special tokens, so the text must be encoded with `add_special_tokens=False`.
+        """
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:
@@ -284,7 +299,7 @@ def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None
     draft = Tokenizer.load(draft_model_path)
     rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"
     if draft.vocab_size != tokenizer.vocab_size:
-        raise ModelError(f"{rule}, {tokenizer.vocab_size} tokens. Given: {draft.vocab_size}")
+        raise ModelError(f"{rule}, which has {tokenizer.vocab_size} tokens. Given: {draft.vocab_size} tokens")
     for token_id in range(tokenizer.vocab_size):
         if draft.token_bytes(token_id) != tokenizer.token_bytes(token_id):
             expected, given = (_quoted(each, token_id) for each in (tokenizer, draft))
@@ -294,7 +309,7 @@ def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None
         kind = "a special token" if token_id in tokenizer.special_token_ids else "no special token"
         raise ModelError(f"{rule}, where token {token_id}, {_quoted(tokenizer, token_id)}, is {kind}")
     if (size := ModelSpec.from_folder(draft_model_path).vocab_size) < tokenizer.vocab_size:
-        raise ModelError(f"{rule}, {tokenizer.vocab_size} tokens. Given: weights for {size}")
+        raise ModelError(f"{rule}, which has {tokenizer.vocab_size} tokens. Given: weights for {size} tokens")
 
 
 def _quoted(tokenizer: Tokenizer, token_id: int) -> str:

@@ -21,8 +21,8 @@ _FILLERS: Final = ("", "\n", "a")
 class TypedText:
     """Inserts sentinels into special tokens in messages, and tokenizes the rendered prompt.
 
-    `encode`: tokenizes a text; its second argument adds the special tokens that the model expects. `special`: text ->
-    id.
+    `encode`: tokenizes a text, and adds the special tokens that the model expects if its second argument is true.
+    `special`: text of each special token -> its id. `token_bytes`: returns the bytes of a token.
     """
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
@@ -32,8 +32,9 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Insert a sentinel into each special token in the messages, except in their roles. Return the messages, and
-        the sentinel, or "" if there was no such token.
+        """Insert a sentinel into each special token in the messages, but not in the values of `role`.
+
+        Return the changed messages and the sentinel. The sentinel is "" if the messages have no special token.
         """
         sentinel = secrets.token_hex(16)
         changed = [

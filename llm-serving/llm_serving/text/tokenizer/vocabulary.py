@@ -31,8 +31,9 @@ MORE_SPECIAL: Final = "additional_special_tokens"
 class AddedToken:
     """One token of `added_tokens_decoder`. Added tokens are searched before a text is split further.
 
-    `special`: it controls the model and is not text. `lstrip`, `rstrip`: it absorbs the white space before or after it.
-    `normalized`: it is searched in the normalized text (`tokenizer.json` only); None: unless special.
+    `special`: whether the token controls the model and is not text. `lstrip`, `rstrip`: whether the token absorbs the
+    white space before or after it. `normalized`: whether the token is searched in the normalized text. Only a
+    `tokenizer.json` uses this; there, None means that only special tokens are searched in the original text.
     """
 
     text: str
@@ -97,10 +98,11 @@ class TokenSplitter:
 class Vocabulary(Protocol):
     """The content of a tokenizer file.
 
-    `token_bytes`: [vocab_size], UTF-8 of each token, perhaps of a part of a character. `strips_leading_space`: the
-    encoder puts a space before a text, which decoding removes. `adds_special_tokens`: the file specifies the special
-    tokens to add; if not, a text starts with `bos_token`. `usual_names`: use, such as `bos_token` -> special token, for
-    configs that assign no tokens.
+    `token_bytes`: [vocab_size], UTF-8 bytes of each token, which may be only a part of a character.
+    `strips_leading_space`: whether the encoder puts a space before a text, which decoding removes.
+    `adds_special_tokens`: whether the file specifies the special tokens to add. If not, a text by default starts with
+    `bos_token`. `usual_names`: name of a special token in the config, such as `bos_token` -> its usual text, for
+    configs that do not name it.
     """
 
     token_bytes: list[bytes]
@@ -117,9 +119,9 @@ class Vocabulary(Protocol):
 class TokenizersVocabulary:
     """A `tokenizer.json`, whose decoder must join the tokens' bytes.
 
-    `added_tokens`: those of `tokenizer_config.json`, by id; the file may lack some. `special_texts`: texts that the
-    config assigns to a use; those in the file become special. `content`: replaces the file's; `path` is then only named
-    in errors.
+    `added_tokens`: tokens of `tokenizer_config.json`, by id, some of which the file may lack. `special_texts`: texts
+    that the config names as special tokens, for example as `bos_token`. Those that the file has become special tokens.
+    `content`: used instead of the content of the file; then only error messages use `path`.
     """
 
     adds_special_tokens = True
@@ -153,7 +155,10 @@ class TokenizersVocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
-        """Add the missing tokens in the order of their ids, as the transformers library does, with consecutive ids."""
+        """Add the tokens that the `tokenizer.json` lacks, and make those in `special_texts` special.
+
+        As in the transformers library, tokens are added in the order of their ids, but get consecutive new ids.
+        """
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         named = frozenset(special_texts)
         tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
@@ -184,7 +189,10 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts cut to `most` tokens together, the longer one first."""
+    """Return the lengths of two texts after both together are cut to `most` tokens.
+
+    The longer text is cut first. If both are still too long, each gets half of `most`.
+    """
     if most is None or first + second <= most:
         return first, second
     shorter, longer = sorted((first, second))
@@ -251,7 +259,7 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; {}: the file does not exist. Raise ModelError if it is not valid."""
+    """Return the JSON object in a file, or {} if the file does not exist. Raise ModelError for any other content."""
     if not path.exists():
         return {}
     try:
@@ -264,8 +272,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer config of a folder. If it lists no added tokens, `added_tokens.json` and
-    `special_tokens_map.json` do. Raise ModelError if a file cannot be read.
+    """Return the content of a folder's `tokenizer_config.json`. If it lists no added tokens, add those of
+    `added_tokens.json`, and the names of special tokens in `special_tokens_map.json`. Raise ModelError if a file cannot
+    be read.
     """
     config = read_json(folder / CONFIG_FILE)
     if _lists_tokens(config):

@@ -1,7 +1,8 @@
 """Code that the parsers of all tool formats share: calls, the text around them, and their grammar rules.
 
-The grammar rules of a format define `calls`, which matches one or several calls, and `free`, in which a text that
-starts like a call must continue as one. `@args0`, `@args1`, ... are the grammars of the tools' arguments.
+The grammar rules of a format define `calls` and `free`. `calls` matches one or several calls. `free` matches text and
+calls: after an opening delimiter, the text must continue as a call. `@args0`, `@args1`, ... are the grammars of the
+tools' arguments.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ class Read(NamedTuple):
 
 class CallReader(Protocol):
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Return the calls in `body`, which is all text after the opening so far; None: more text is needed.
+        """Return the calls in `body`, or None if more text is needed. Raise NotACallError if no call follows.
 
-        The result extends the one for a shorter `body`, and does not depend on how often `read` is called. `ended`: no
-        more text follows. Raise NotACallError if the text cannot become a call.
+        `body`: all text after the opening delimiter so far. `ended`: no more text follows. A longer `body` does not
+        change returned calls. It only adds calls, or arguments of the last call. The result does not depend on how
+        often `read` is called.
         """
 
 
@@ -85,7 +87,7 @@ class DelimitedCalls:
         self._openings = re.compile("|".join(map(re.escape, readers)))
         self._reader = next(iter(readers.values()))() if begins_open else None
         self._opened_by = ""
-        """Opening before `_text` while a reader is active; empty: the answer began without one."""
+        """Opening before `_text` while a reader is active, or "" if the answer began without one."""
         self._text = ""
         self._num_calls = self._num_chars = 0
         """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
@@ -199,7 +201,9 @@ class Callee:
 
 
 class Delimiters:
-    """Grammar terms for delimiters, and for white space in JSON. `special_id`: returns a special token's id or None."""
+    """Creates grammar terms for delimiters. `whitespace`: regular expression of the white space in JSON. `special_id`:
+    returns the id of the special token with a text, or None if there is none.
+    """
 
     def __init__(
         self,
@@ -235,13 +239,19 @@ def escaped(text: str) -> str:
 
 
 def repeated(rule: str, between: str, most: int | None) -> str:
-    """Return a term that matches `rule` one to `most` times (None: unlimited), separated by the term `between`."""
+    """Return a grammar term that matches `rule` one to `most` times, separated by the term `between`.
+
+    If `most` is None, the number is not limited.
+    """
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the grammar rules of a format in which one of `openings`, usually the first, precedes the calls."""
+    """Return the grammar rules `calls` and `free` (see the module) of a format whose calls follow an opening delimiter.
+
+    `calls` requires the first of `openings`; `free` allows any of them. `inside`: term for the text after the opening.
+    """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
     return f"calls: {delimiters(openings[0])} {inside}\nfree: (({names}) {inside})? TEXT?\n{''.join(opened)}"
@@ -250,7 +260,10 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return rules that define `call`: a JSON object with name and arguments, after the members `first`."""
+    """Return the grammar rules of `call`, which matches a JSON object with the tool's name and its arguments.
+
+    `name`, `arguments`: keys of these two members. `first`: grammar terms of the members before them.
+    """
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")

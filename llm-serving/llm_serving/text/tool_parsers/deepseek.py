@@ -1,6 +1,7 @@
 """Tool calls of DeepSeek, each between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`.
 
-V3.1 writes the name, `<｜tool▁sep｜>`, arguments; V3 and R1 `function<｜tool▁sep｜>`, the name, a fenced block.
+V3.1 writes the tool's name, `<｜tool▁sep｜>` and the arguments. V3 and R1 write `function<｜tool▁sep｜>`, the name, and
+the arguments in a fenced code block.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of calls (see `base`). Only the constraints `enum` and `const` of strings are
+    """Return the grammar rules of calls (see `base`). Of the constraints on strings, only `enum` and `const` are
     enforced.
     """
     rest = f"call {delimiters(CLOSING)}"

@@ -44,10 +44,11 @@ _BETWEEN: Final = "\n\n"
 
 
 class HarmonyParser:
-    """Parses one answer incrementally; the division into pieces does not change the result.
+    """Parses one answer incrementally. The division into pieces does not change the result.
 
-    `names`: tools whose calls are streamed; others are returned when they are complete. None: calls are text. `thinks`:
-    whether reasoning is separated. `in_thought`: whether the prompt ends with the header of a reasoning message.
+    `names`: tools whose calls are returned while they are generated. Calls of other tools are returned when they are
+    complete. If `names` is None, calls are returned as text. `thinks`: whether reasoning is returned as `Thought`
+    instead of text. `in_thought`: whether the prompt ends with the header of a reasoning message.
     """
 
     def __init__(self, names: Collection[str] | None, *, thinks: bool = True, in_thought: bool = False) -> None:

@@ -36,9 +36,10 @@ _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 class HeadedLayout:
     """The delimiters of a format.
 
-    `section`: text before all calls. `head`: text between the opening of a call and the brace of its arguments, with a
-    group `name` and perhaps a group `id`. `tail`: texts that may follow the arguments, in this order; a call that the
-    grammar forces has only the last one. `end`: text after all calls, which some models omit.
+    `section`: text before all calls. `opening`: text before each call. `head`: regular expression for the text between
+    `opening` and the brace of the arguments, with a group `name` and perhaps a group `id`. `tail`: texts that may
+    follow the arguments, in this order. The grammar rules allow only the last of them. `end`: text after all calls,
+    which some models omit.
     """
 
     section: str
@@ -50,7 +51,9 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads calls. Those of the tools in `names` are streamed; others are returned when they are complete."""
+    """Reads calls. Calls of the tools in `names` are returned while they are generated. Calls of other tools are
+    returned when they are complete.
+    """
 
     layout: HeadedLayout
     names: Collection[str]
@@ -140,8 +143,8 @@ def rules(
     head: Callable[[str], str],
     before_tail: str = "",
 ) -> str:
-    """Return the grammar rules of calls (see `base`). `head`: returns the term between the opening of a call of this
-    tool and its arguments. `before_tail`: term between the arguments and the last text of `layout.tail`.
+    """Return the grammar rules of calls (see `base`). `head`: returns, for the name of a tool, the term between the
+    opening of a call and its arguments. `before_tail`: term between the arguments and the last text of `layout.tail`.
     """
     opening, tail = delimiters(layout.opening), delimiters(layout.tail[-1])
     calls = "".join(

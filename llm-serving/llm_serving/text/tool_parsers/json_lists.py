@@ -25,8 +25,11 @@ from llm_serving.text.tool_parsers.json_text import JsonEnd, call_of, parsed
 
 @dataclass(frozen=True, slots=True)
 class JsonListLayout:
-    """The delimiters and keys of a format. `openings`: texts before the list; a forced call uses the first. `closing`:
-    text after it, which some models omit. `first`: grammar terms of members before name and arguments.
+    """The delimiters and keys of a format.
+
+    `openings`: texts that may precede the list; an answer that must be a call starts with the first. `closing`: text
+    after the list, which some models omit. `name`, `arguments`: keys of these members of a call. `first`: grammar terms
+    of the members before them.
     """
 
     openings: tuple[str, ...]

@@ -26,8 +26,10 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the value at `start`, or after white space there; None: the value is incomplete. Each
-        `text` extends the previous one. Raise NotACallError if the text cannot become an object or array.
+        """Return the index after the object or array at `start`, or None if the object or array is incomplete.
+
+        White space may precede it. `text` must extend the text of the previous call. Raise NotACallError if the text
+        cannot become an object or array.
         """
         if not self._closing:
             self._at = start + len(text[start:]) - len(text[start:].lstrip())
@@ -64,7 +66,7 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call returned while its arguments are generated. They begin at index `start` and may be invalid."""
+    """A call returned while its arguments, which begin at index `start`, are generated. They may be invalid JSON."""
 
     def __init__(self, name: str, start: int, call_id: str = "") -> None:
         self._name = name
@@ -75,7 +77,7 @@ class StreamedCall:
         """Whether `end` is final: after the closing brace, or before the first invalid bracket."""
 
     def read(self, body: str, *, ended: bool) -> Call:
-        """Return the call generated so far. Each `body` extends the previous one."""
+        """Return the call generated so far. `body` must extend the text of the previous call of this method."""
         if not self.is_whole:
             try:
                 end = self._json.find(body, self._start)
@@ -89,7 +91,10 @@ class StreamedCall:
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return a streamed call if the object at `start` has the name of an offered tool, then arguments; else None."""
+    """Return a streamed call if the object at `start` begins with a name in `names`, followed by arguments.
+
+    Otherwise, return None.
+    """
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 

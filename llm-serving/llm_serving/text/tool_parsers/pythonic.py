@@ -48,8 +48,8 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Delimiters of a format: texts before, after and between calls. `is_list`: whether calls are a Python list.
-    `fence`: texts around the calls, which the model may omit.
+    """Delimiters of a format: texts before, after and between calls. `is_list`: whether the model writes the calls as a
+    Python list. `fence`: texts around the calls, which the model may omit.
     """
 
     opening: str
@@ -92,8 +92,8 @@ class IncompleteError(NotACallError):
 
 
 def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
-    """Parse a text that is one call or a list of calls, in the syntax of `source` or Python's, or raise
-    NotACallError.
+    """Parse a text that consists of calls or a list of calls. `source`: class that parses the syntax of the calls, by
+    default Python's. Raise NotACallError if the text is anything else.
     """
     try:
         return (source or PythonicSource)(text).calls()
@@ -102,7 +102,9 @@ def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call
 
 
 def unfenced_calls(fence: tuple[str, str], text: str) -> list[Call]:
-    """Do the same as `calls_in` for a text within a fence, or without it. White space around the fence is ignored."""
+    """Parse calls that may be in a code block. `fence`: texts that begin and end the block. White space around them is
+    ignored. Raise NotACallError if the text does not consist of calls.
+    """
     opening, closing = map(str.strip, fence)
     return calls_in(text.strip().removeprefix(opening).removesuffix(closing))
 
@@ -182,7 +184,9 @@ class PythonicSource:
         return unescaped(found[1] if found[1] is not None else found[2])
 
     def _peek(self, *, may_end: bool = False) -> str:
-        """Return the next character that is no white space; at the end of the text, "" if `may_end`."""
+        """Skip white space, and return the next character without consuming it. At the end of the text, return "" if
+        `may_end`; otherwise, raise IncompleteError.
+        """
         found = _SPACES.match(self._text, self._at)
         assert found is not None
         self._at = found.end()
@@ -258,11 +262,14 @@ def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
 
 
 def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
-    """Return the rules of a call with arguments in schema order. The rule `first{k}` matches the arguments from the
-    k-th on; `more{k}` matches a separator and these arguments.
+    """Return the grammar rules of a call with its arguments in schema order. Optional arguments may be missing.
 
-    `texts`: before the arguments, between a name and its value, between two arguments, and after them. `value`: returns
-    the term for a value by its schema.
+    `rule`: name of the rule for the call. `texts`: texts before the arguments, between a name and its value, between
+    two arguments, and after the arguments. `value`: returns the grammar term for the values of a schema. Raise
+    GrammarError if the name of an argument is not a Python identifier.
+
+    The rule `{rule}_first{k}` matches the arguments from index k on. The rule `{rule}_more{k}` matches a separator and
+    these arguments, or no text if all are missing.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     opening, equals, between, closing = texts

@@ -28,9 +28,10 @@ from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, 
 class XmlLayout:
     """The delimiters of a format.
 
-    `call`, `argument`: texts before a name, after it, and after the arguments or value. `margin`: text on both sides of
-    a value. `several`: one opening may precede several calls. `string_end`: text after an argument's name if the model
-    states that the value is a string; empty: it never does. Then `argument[1]` states that the value is JSON.
+    `call`: texts before the name of a tool, after the name, and after the arguments. `argument`: texts before the name
+    of an argument, after the name, and after the value. `margin`: text on both sides of a value. `several`: whether
+    several calls may follow one `opening`. `string_end`: text that replaces `argument[1]` if the value is a string, or
+    "" if the format does not state types. In a format with a `string_end`, `argument[1]` states that the value is JSON.
     """
 
     opening: str
@@ -71,7 +72,7 @@ _SPACES: Final = re.compile(r"\s*")
 
 
 class _Reader:
-    """Reads the calls after one opening delimiter. `in_call`: whether it opens one call, not a section."""
+    """Reads the calls after one opening delimiter, which opens a section of calls or, if `in_call`, one call."""
 
     def __init__(self, layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
         self._layout = layout
@@ -153,7 +154,7 @@ class _Reader:
         return False
 
     def _typed(self, text: str) -> Any:
-        """Return the value of an argument. If the model does not state its type, the schema decides."""
+        """Return the value of an argument. If the model does not state the type of the value, the schema decides."""
         if self._name_end == self._layout.string_end:
             return text
         if self._layout.string_end:
@@ -164,7 +165,7 @@ class _Reader:
         return typed_value(text, schema_of(self._schemas, self._tool, self._key))
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return which of `delimiters` follows; "": more text is needed. If none follows, raise NotACallError."""
+        """Return which of `delimiters` follows, or "" if more text is needed. Raise NotACallError if none follows."""
         at = _end_of_spaces(body, self._at)
         if skip:
             self._at = at
@@ -177,7 +178,9 @@ class _Reader:
         return ""
 
     def _text_before(self, body: str, *delimiters: str) -> tuple[str, str] | None:
-        """Return the name before one of the delimiters, and this delimiter; None: more text is needed."""
+        """Return the name before the first of the delimiters, and this delimiter, or None if more text is needed. Raise
+        NotACallError if the text is not a valid name.
+        """
         longest = MAX_NAME_CHARS + max(map(len, delimiters))
         text = body[self._at : self._at + longest]
         start, delimiter = min(

@@ -1,4 +1,7 @@
-"""Arguments that models write between tags: strings unquoted, other values as JSON. The schema distinguishes them."""
+"""Arguments that models write between tags: strings without quotes, other values as JSON.
+
+A text such as `1` may be either. Then the tool's schema decides whether it is a string.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +76,11 @@ def unquoted_rule(closing: str) -> str:
 
 
 def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing: str, whitespace: str) -> str | None:
-    """Return the grammar term for a call's arguments in schema order; None: the schema has no properties. Of the
-    constraints, only `enum` and `const` of strings are enforced.
+    """Return the grammar term for a call's arguments in schema order, or None if the schema has no properties. Of the
+    constraints on strings, only `enum` and `const` are enforced. Raise GrammarError if a strict tool has other ones.
 
-    `opening`: returns the term before the value of the argument with this name, given whether the value is a string,
-    which is not quoted. `closing`: text after each value, which white space may follow. `whitespace`: see
-    `json_grammar`.
+    `opening`: returns the term before a value. Its arguments are the name of the argument, and whether the value is an
+    unquoted string. `closing`: text after each value; white space may follow it. `whitespace`: see `json_grammar`.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
@@ -94,7 +96,7 @@ def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing:
 
 
 def value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str | None:
-    """Return the grammar term for the value of an argument; None: any unquoted text."""
+    """Return the grammar term for the value of an argument, or None if the value is any unquoted text."""
     about = schema if isinstance(schema, dict) else {}
     texts = about.get("enum", [about["const"]] if "const" in about else ())
     if texts and all(isinstance(each, str) for each in texts):
