@@ -38,7 +38,9 @@ def test_consistency_check_kills_an_agent_with_another_fingerprint(field: str) -
     first: Any = Agent(1, WIDE)
     consistency.check(first)
     other: Any = Agent(0, msgspec.structs.replace(WIDE, **{field: "other"}))
-    message = f"WorkAgent 0 would compute different answers than WorkAgent 1: {field} other and {getattr(WIDE, field)}"
+    message = (
+        f"WorkAgent 0 would compute different answers than WorkAgent 1: {field} is other, not {getattr(WIDE, field)}"
+    )
     with pytest.raises(WorkerDiedError, match=message):
         consistency.check(other)
     assert other.is_killed

@@ -227,16 +227,38 @@ def test_step_without_block_moves_needs_no_host_pool():
 @pytest.mark.parametrize(
     ("move", "message"),
     [
-        ((COPY, 10, 0), r"the source of COPY must be a block of the cache below `num_blocks` 10\. Given: 10"),
-        ((COPY, 0, -1), r"the target of COPY must be a block of the cache below `num_blocks` 10\. Given: -1"),
-        ((OUT, 10, 0), r"the source of SWAP_OUT must be a block of the cache below `num_blocks` 10\. Given: 10"),
-        ((OUT, 9, 3), r"the target of SWAP_OUT must be a block of the host pool below `num_swap_blocks` 3\. Given: 3"),
-        ((IN, 3, 9), r"the source of SWAP_IN must be a block of the host pool below `num_swap_blocks` 3\. Given: 3"),
-        ((IN, -1, 9), r"the source of SWAP_IN must be a block of the host pool below `num_swap_blocks` 3\. Given: -1"),
-        ((IN, 0, 10), r"the target of SWAP_IN must be a block of the cache below `num_blocks` 10\. Given: 10"),
+        (
+            (COPY, 10, 0),
+            r"the source of COPY must be a block of the cache with an id below `num_blocks` = 10\. Given: 10",
+        ),
+        (
+            (COPY, 0, -1),
+            r"the target of COPY must be a block of the cache with an id below `num_blocks` = 10\. Given: -1",
+        ),
+        (
+            (OUT, 10, 0),
+            r"the source of SWAP_OUT must be a block of the cache with an id below `num_blocks` = 10\. Given: 10",
+        ),
+        (
+            (OUT, 9, 3),
+            r"target of SWAP_OUT must be a block of the host pool with an id below `num_swap_blocks` = 3\. Given: 3",
+        ),
+        (
+            (IN, 3, 9),
+            r"the source of SWAP_IN must be a block of the host pool with an id below `num_swap_blocks` = 3\. Given: 3",
+        ),
+        (
+            (IN, -1, 9),
+            r"source of SWAP_IN must be a block of the host pool with an id below `num_swap_blocks` = 3\. Given: -1",
+        ),
+        (
+            (IN, 0, 10),
+            r"the target of SWAP_IN must be a block of the cache with an id below `num_blocks` = 10\. Given: 10",
+        ),
         (
             (TAKE, 4, 9),
-            r"the source of IMPORT must be a block of the transfer pool below `num_transfer_blocks` 4\. Given: 4",
+            r"the source of IMPORT must be a block of the transfer pool with an id below "
+            r"`num_transfer_blocks` = 4\. Given: 4",
         ),
         ((3, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT, 6 IMPORT_STATE\. Given: 3"),
         ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT, 6 IMPORT_STATE\. Given: -1"),

@@ -86,8 +86,8 @@ def test_a_transferred_block_arrives_in_all_layers(here: TransferMemory, there: 
 @pytest.mark.parametrize(
     ("block_ids", "epochs", "rule"),
     [
-        ([0], [6], "block 0 of the transfer pool has another owner"),
-        ([0, 3], [5, 8], "block 3 of the transfer pool has another owner"),
+        ([0], [6], "block 0 of the transfer pool does not hold the contents of epoch 6"),
+        ([0, 3], [5, 8], "block 3 of the transfer pool does not hold the contents of epoch 8"),
         ([4], [5], "blocks of the transfer pool must be from 0 to 3. Given: [4]"),
         ([-1], [8], "blocks of the transfer pool must be from 0 to 3. Given: [-1]"),
         ([0, 0], [5, 5], "each block of the transfer pool must be given once, with its epoch. Given: blocks [0, 0]"),

@@ -170,7 +170,8 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
     with caplog.at_level("INFO"):
         load_runner(settings(tmp_path, num_blocks=9), lambda text: None)
     assert (
-        "the stored weights are quantised by GPTQ, 4 bits, groups of 32: in memory they are bfloat16" in caplog.messages
+        "the stored weights are quantised by GPTQ, 4 bits, groups of 32, and kept in memory as bfloat16"
+        in caplog.messages
     )
     loading_bytes = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
     # two float32 copies, the quantized values of one, and the result
@@ -183,7 +184,7 @@ def test_the_log_reports_weights_that_stay_quantized(tmp_path, monkeypatch, capl
     monkeypatch.setenv("LLM_SERVING_THREADS", "2")
     with caplog.at_level("INFO"):
         load_runner(msgspec.structs.replace(settings(tmp_path, num_blocks=9), quantization="w8a8"), lambda text: None)
-    message = "the stored weights are quantised by FP8, 8 bits: in memory they are w8a8, others in bfloat16"
+    message = "the stored weights are quantised by FP8, 8 bits, and kept in memory as w8a8, others in bfloat16"
     assert message in caplog.messages
 
 

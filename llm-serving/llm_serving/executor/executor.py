@@ -63,17 +63,17 @@ class Executor(ABC):
 
     @property
     def machine(self) -> str:
-        """Address of the WorkAgent's machine; empty: the master's machine."""
+        """Address of the WorkAgent's machine. It is empty if this is the master's machine."""
         return ""
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection that transfers the WorkAgent's KV blocks; None: the WorkAgents share memory."""
+        """Connection for transfers of the WorkAgent's KV blocks, or None if it has none."""
         return None
 
     @abstractmethod
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        """Submit a step. `announce_ending`: whether `await_ending` will be called for it."""
+        """Submit a step. `announce_ending` must be True if `await_ending` will be called for it."""
 
     @property
     def needs_allowed_tokens(self) -> bool:
@@ -95,7 +95,7 @@ class Executor(ABC):
         """Wait for the oldest step's output. Raise StepFailedError if only this step failed, else WorkerError."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return each request's draft tokens; no tokens if the draft model fails. No step may be in flight."""
+        """Return the draft tokens of each request, or no tokens if the draft model fails. No step may be in flight."""
         return [[] for _ in requests]
 
     def drop_cache(self) -> None:  # noqa: B027
@@ -109,7 +109,11 @@ class Executor(ABC):
         return None
 
     def restart(self, reason: str) -> None:
-        """Replace a lost WorkAgent; steps count from 0 again. Raise RestartFailedError; WorkerDiedError: no retry."""
+        """Replace a lost WorkAgent. Steps are then numbered from 0 again.
+
+        Raise RestartFailedError if this attempt failed and the caller may try again. Raise WorkerDiedError if it must
+        not try again.
+        """
         raise WorkerDiedError(reason)
 
     def cancel_restarts(self) -> None:  # noqa: B027
@@ -186,7 +190,8 @@ class _ExpectedResults(NamedTuple):
         )
         if given != self:
             raise ProtocolError(
-                f"the reply to step {output.step} has other results than requested: {given}, not {self}"
+                f"the reply to step {output.step} has other results than requested. Requested: {self._asdict()}. "
+                f"Received: {given._asdict()}"
             )
         lowest = -1 if output.row_errors else 0
         if self.num_samples and not lowest <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
@@ -199,7 +204,7 @@ class RemoteExecutor(Executor):
     """Sends each step to a WorkAgent as a small frame, with its arrays in a shared buffer or in the frame.
 
     There are as many buffers as steps in flight, used in turn. So a buffer is overwritten only after the reply to the
-    step that used it. After `step_timeout_s`, the WorkAgent counts as lost.
+    step that used it. If the WorkAgent sends no reply within `step_timeout_s`, it counts as lost.
     """
 
     num_restarts = 0

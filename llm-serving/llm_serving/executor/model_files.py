@@ -55,7 +55,9 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of a model's files and of a replaced tokenizer. Raise ModelError if one is missing."""
+        """Record the state of the files of a model and its tokenizer. If `tokenizer` is not None, it replaces the
+        tokenizer in `folder`. Raise ModelError if one is missing.
+        """
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
     def check(self) -> None:

@@ -56,7 +56,7 @@ def _free_port() -> int:
 
 
 class StartedAgent(NamedTuple):
-    """A WorkAgent that has connected from `machine` (empty: the master's). The handshake follows."""
+    """A WorkAgent that has connected, before the handshake. `machine` is empty if it runs on the master's machine."""
 
     process: AgentProcess
     channel: AgentLink
@@ -74,7 +74,9 @@ class Placement(Protocol):
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> StartedAgent:
-        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, is cancelled, or is late (`timeout_s`)."""
+        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, if the start is cancelled, or if the WorkAgent
+        has not connected after `timeout_s` seconds.
+        """
 
     def settings(self, settings: LoadModel) -> LoadModel: ...
 

@@ -227,7 +227,9 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return a request's logit biases, with those that forbid bad words and, below `min_tokens`, stop tokens."""
+    """Return the logit biases of a request's sample after `num_drafts` draft tokens. Biases of minus infinity forbid
+    the tokens that would complete bad words and, before `min_tokens` output tokens, the stop tokens.
+    """
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:

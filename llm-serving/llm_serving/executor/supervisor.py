@@ -104,10 +104,10 @@ def start_work_agent(
 ) -> WorkAgentProcess:
     """Start WorkAgent `index` and wait until its model is loaded.
 
-    The WorkAgent that replaces `previous` allocates the same number of blocks. `timeout_s` limits the whole start,
-    `load_timeout_s` the time between two messages. If `on_progress` raises an exception, or on cancellation, the
-    WorkAgent is killed. Raise ModelError if the model cannot be loaded, WorkerDiedError if the WorkAgent exited or was
-    late.
+    A WorkAgent that replaces `previous` allocates the same number of blocks. `timeout_s` limits the time of the whole
+    start, and `load_timeout_s` the time between two messages. Kill the WorkAgent if `on_progress` raises an exception
+    or the start is cancelled. Raise ModelError if the model cannot be loaded, WorkerDiedError if the WorkAgent exited
+    or exceeded a limit, or if the start was cancelled.
     """
     settings = load_settings(config, index)
     if previous is not None:
@@ -151,7 +151,9 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Make the WorkAgent load the model, after a check that it runs the master's code, which may have been upgraded."""
+    """Make the WorkAgent load the model. Before that, check that it runs the same code as the master, because the files
+    may have been upgraded since the master started.
+    """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
     def receive() -> AgentMessage:
@@ -280,7 +282,7 @@ class ConsistencyCheck:
             return agent
         agent.kill()
         names = ", ".join(
-            f"{name} {ours} and {theirs}"
+            f"{name} is {ours}, not {theirs}"
             for name in ComputeFingerprint.__struct_fields__
             if (ours := getattr(found, name)) != (theirs := getattr(expected, name))
         )
@@ -306,10 +308,11 @@ def restart_timeout_s(load_s: float, num_failed: int) -> float:
 class SupervisedExecutor(RemoteExecutor):
     """Runs steps on a WorkAgent. When it exits, `restart` replaces it.
 
-    After `max_restarts` consecutive restarts without a completed step, the start of the first WorkAgent fails. A later
-    WorkAgent is still restarted, but `restarts_exhausted` is True. `pause` waits for a number of seconds, and returns
-    whether restarts were cancelled. Raise ConfigError if the model cannot be loaded, WorkerDiedError if every attempt
-    exits.
+    The constructor starts a first WorkAgent. If this exits before it is ready, the constructor tries again, at most
+    `max_restarts` times. It raises WorkerDiedError if each attempt exits, ConfigError if the model cannot be loaded.
+
+    `restart` has no such limit. But after more than `max_restarts` restarts without a completed step,
+    `restarts_exhausted` is True. `pause` waits for a number of seconds, and returns whether restarts were cancelled.
     """
 
     def __init__(
@@ -405,7 +408,7 @@ class SupervisedExecutor(RemoteExecutor):
                     raise
                 delay_s = restart_delay_s(self.num_restarts)
                 self.num_restarts += 1
-                logger.warning("restarting WorkAgent %d in %g s: %s", self._index, delay_s, error)
+                logger.warning("trying again to start WorkAgent %d in %g s: %s", self._index, delay_s, error)
                 if self._pause(delay_s):
                     raise
             else:

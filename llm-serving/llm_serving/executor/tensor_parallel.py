@@ -27,10 +27,10 @@ from llm_serving.transport.messages import (
 
 
 class RankChannels:
-    """Sends every message to all ranks. Returns a message once all ranks have sent an equal one.
+    """Sends every message to all ranks. Returns a received message only when all ranks have sent an equal one.
 
-    So no rank reads a step's arrays after the reply to the step, and different tokens on different ranks are detected.
-    Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
+    So no rank still reads the arrays of a step when the master receives the reply, and a rank with different tokens is
+    detected. Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
@@ -48,7 +48,9 @@ class RankChannels:
             channel.send(_to_rank(rank, message))
 
     def receive(self, timeout_s: float | None = None) -> AgentMessage:
-        """Return the next message of all ranks. Raise the errors of `Channel.receive`, also if the messages differ."""
+        """Return the next message of all ranks. Raise the errors of `Channel.receive`, and ProtocolError if the
+        messages of the ranks differ.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not all(self._received):
             for rank in self._ready(deadline):
@@ -97,7 +99,7 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """Return the part of a message that must be equal on all ranks. For the reply to a step it is the whole message."""
+    """Return the part of a message that must be equal on all ranks, for example a whole `StepDone` with its tokens."""
     match message:
         case Welcome():
             return message.version, message.code_fingerprint

@@ -40,7 +40,7 @@ class AgentLink(Protocol):
 class AgentProcess(Protocol):
     @property
     def pids(self) -> list[int]:
-        """Process ids on this machine, one for each rank; empty: the WorkAgent runs on another machine."""
+        """Process ids on this machine, one for each rank. Empty if the WorkAgent runs on another machine."""
 
     @property
     def has_exited(self) -> bool: ...
@@ -52,7 +52,9 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: the caller has killed it."""
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. If the caller has killed the process
+        already, it passes None.
+        """
 
 
 class LocalProcess(subprocess.Popen[bytes]):
@@ -99,7 +101,9 @@ class RestartStatus:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the predicted seconds until the WorkAgent is ready; None: an attempt failed or is too slow."""
+        """Return the predicted seconds until the WorkAgent is ready. Return None after a failed attempt or too many
+        restarts, or if this attempt is much slower than the first start.
+        """
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
         return max(self.attempt_at + self.load_s - now, 0.0)
@@ -137,7 +141,9 @@ class StartCancellation:
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Return a context in which a cancellation calls `callback`, or calls it at once if cancelled before."""
+        """Return a context in which a cancellation calls `callback`. If the starts are already cancelled, call it at
+        once.
+        """
         with self._lock:
             if self._event.is_set():
                 callback()

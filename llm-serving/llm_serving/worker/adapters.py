@@ -27,7 +27,9 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """Adapters in host memory by number, and the adapter slots of the network, which a program or Cells read."""
+    """The LoRA adapters in host memory, by adapter number. This class also copies them to the adapter slots, which are
+    parts of the network's Parameters.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Start to read an adapter into host memory, or drop it if `folder` is empty. Its copy in a slot stays."""
+        """Start to read adapter `number` into host memory in a thread. If `folder` is empty, drop the adapter from host
+        memory; a copy of it in a slot can still be used.
+        """
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
         else:
@@ -73,10 +77,11 @@ class AdapterMemory:
         return [self._matrices(adapter, linear) for linear in self._linears]
 
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Return the slot of each token, [T]; -1: no adapter. Copy adapters that are not in their slot.
+        """Return the adapter slot of each token, [T], or -1 for a token without an adapter. Before that, copy each
+        adapter that is not yet in its slot.
 
-        `adapters`: [B, 2], number and slot of the adapter of each row; number 0: none. Empty: no row has an adapter.
-        Raise WorkerError if an adapter is not in host memory, or if rows name different adapters for a slot.
+        `adapters` [B, 2] holds the adapter number (0 if there is none) and the slot of each row. It is empty if no row
+        has an adapter. Raise WorkerError if an adapter is not in host memory, or if two adapters have the same slot.
         """
         if not len(adapters):
             return np.full(int(query_lens.sum()), -1, np.int32)
@@ -86,7 +91,7 @@ class AdapterMemory:
             )
         wanted = {(number, slot) for number, slot in adapters.tolist() if number}
         if len({slot for _, slot in wanted}) < len(wanted):
-            raise WorkerError("adapters must not name two adapters for one slot in a step")
+            raise WorkerError(f"each adapter of a step must have its own slot. Given (number, slot): {sorted(wanted)}")
         for number, slot in sorted(wanted):
             if self._slots.get(slot) != number:
                 self._load(number, slot)
@@ -94,7 +99,10 @@ class AdapterMemory:
 
     def _load(self, number: int, slot: int) -> None:
         if number not in self._host or not 0 <= slot < self.limits.max_loras:
-            raise WorkerError(f"adapter {number} is not in host memory, or slot {slot} does not exist")
+            last = self.limits.max_loras - 1
+            raise WorkerError(
+                f"adapter {number} is not in host memory, or its slot is not from 0 to {last}. Given: slot {slot}"
+            )
         try:
             adapter = self._host[number].result()
         except ModelError as error:
@@ -136,7 +144,9 @@ def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter],
 
 
 def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
-    """Write an adapter to its slot in Cells: rows of A and columns of B. Rows and columns beyond its rank are zeros."""
+    """Write an adapter to its slot in a network of Cells, where a slot is a range of rows of A and of columns of B. Set
+    rows and columns beyond the adapter's rank to zero.
+    """
     a, b = parameters
     width = a.shape[0] // slots
     (of_a,), of_b = stored.a, stored.b

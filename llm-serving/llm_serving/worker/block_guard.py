@@ -1,4 +1,6 @@
-"""Checks of each step: block moves name existing blocks, and rows read only blocks and states written for them."""
+"""Checks of each step: a block move must name existing blocks, and a row may read only blocks and states whose
+allocation epoch is the expected one.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError if a move names a block that does not exist in its source or target (`SOURCE_AND_TARGET`), or
-    if its kind is wrong: with `exports`, all moves must be exports, otherwise none may be.
+    """Raise WorkerError if a move has a wrong kind, or names a block that its source or target memory does not have.
+
+    `SOURCE_AND_TARGET` lists the two memories of each kind. If `exports`, each move must be an export (a copy to the
+    transfer pool); otherwise no move may be one.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -74,8 +78,8 @@ def check_block_moves(
             outside = (ids < 0) | (ids >= size)
             if outside.any():
                 raise WorkerError(
-                    f"block_moves: the {end} of {kind.name} must be a block of the {memory} below `{_SIZES[memory]}` "
-                    f"{size}. Given: {ids[outside][0]}"
+                    f"block_moves: the {end} of {kind.name} must be a block of the {memory} with an id below "
+                    f"`{_SIZES[memory]}` = {size}. Given: {ids[outside][0]}"
                 )
 
 
@@ -89,12 +93,13 @@ class BlockTags(NamedTuple):
 
 
 class BlockGuard:
-    """Checks that rows read only blocks written for them. A block is tagged with its epoch (the number of its
-    allocation, from the master) and the number of tokens written.
+    """Checks that rows read only blocks written for them. The tag of a block is its epoch (the number that the master
+    gave its allocation) and the number of tokens written to it.
 
-    A row may read only blocks with the epoch in its block table, up to the tokens written. Two rows may not write one
-    block. A move names the epoch and the number of tokens that its source must have. So a bug in the master (a block
-    allocated twice, an outdated block table, a skipped position) is detected before it causes wrong text.
+    A row may read a block only if the block has the epoch in the row's block table, and only tokens that were written.
+    Two rows may not write one block. The source of a move must have the epoch and the number of tokens that the move
+    names. So the guard detects a bug in the master before it causes wrong text, for example a block allocated twice, an
+    outdated block table or a skipped position.
     """
 
     def __init__(
@@ -106,7 +111,9 @@ class BlockGuard:
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """`transfer`: tags of the transfer pool, which other WorkAgents share. `states`: tags of the state slots."""
+        """`transfer` holds the tags of the transfer pool, which other WorkAgents share, `states` those of the state
+        slots.
+        """
         self._block_size = block_size
         self._groups = groups
         self._num_groups = len(self._groups.windows)
@@ -119,7 +126,9 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check the sources of the next moves and tag their targets. Raise WorkerError for a wrong source."""
+        """Check the sources of moves that will be executed next, and tag their targets. Raise WorkerError if a source
+        has another epoch or fewer tokens than its move names.
+        """
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -127,7 +136,9 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Before exports are executed, check their sources. Their targets are unreadable until `finish_exports`."""
+        """Check the sources of exports that will be executed next. Tag their targets as empty, so that no WorkAgent
+        reads them before `finish_exports`.
+        """
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
@@ -141,7 +152,7 @@ class BlockGuard:
             tags.num_written[move.target] = min(move.num_tokens, MAX_TOKENS_PER_BLOCK)
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if blocks of the transfer pool were overwritten while they were read."""
+        """After imports were executed, raise WorkerError if a source in the transfer pool was overwritten meanwhile."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind in (BlockMoveKind.IMPORT, BlockMoveKind.IMPORT_STATE):
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
@@ -184,8 +195,9 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if the epoch of a block differs from `owners`. `reads`: mask of the block table entries
-        from which `blocks` and `owners` were taken.
+        """Raise WorkerError if the epoch of a block is not the expected one in `owners`.
+
+        `reads` is the mask by which `blocks` and `owners` were selected from the block tables and their epochs.
         """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
@@ -194,7 +206,8 @@ class BlockGuard:
 
 
 NO_SLOT = -1
-"""Stands for a slot in a state input: the row starts from a zero state, or the state after the token is not stored."""
+"""Replaces a slot number in the network's state inputs. The row then starts from a zero state, or the state after the
+token is not stored."""
 
 
 class StateGuard:
@@ -207,9 +220,11 @@ class StateGuard:
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check a step's state accesses, and tag the slots that it writes. Raise WorkerError for a wrong state.
+        """Check a step's state accesses, and tag the slots that it writes. Raise WorkerError if an access is not
+        allowed.
 
-        Return the slot that each row reads, [B], and the slot for the state after each token, [T]; `NO_SLOT`: none.
+        Return the slot that each row reads, [B], and the slot that stores the state after each token, [T]. An entry is
+        `NO_SLOT` if there is no such slot.
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):

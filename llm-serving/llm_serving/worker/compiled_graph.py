@@ -36,13 +36,14 @@ _DECODE_PHASE: Final = "increment"
 class CompiledNetwork:
     """One graph for batches of every shape.
 
-    `Cell.__call__` checks its arguments, which takes 140 of 160 µs. They always have the same types and ranks, so this
-    class calls the graph directly, by private names of MindSpore; if a release lacks them, it uses the ordinary call.
+    `Cell.__call__` takes 160 µs, 140 of them to check the arguments. These always have the same types and ranks, so
+    this class calls the compiled graph directly, by private names of MindSpore. If a release lacks them, it calls the
+    Cell.
 
     Args:
-        inputs: The arguments, as for `Cell.set_inputs`; None: those of a step.
+        inputs: Arguments for `Cell.set_inputs`. If None, those of a step.
         is_decode: Whether the graph computes decode steps. On Ascend, MindSpore then keeps the shapes, kernel arguments
-            and memory of a step for the next one of the same shapes.
+            and memory of a step, and uses them again for the next step with the same shapes.
     """
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None, *, is_decode: bool = False) -> None:
@@ -63,7 +64,9 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph. The arguments must not change meanwhile; a program's result is valid until the next call."""
+        """Run the graph. The arguments must not change during the call. The result of a `ProgramNetwork` is valid until
+        the next call.
+        """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
             float(self._run(()))  # waits for the result ten times faster than `asnumpy`
@@ -72,7 +75,9 @@ class CompiledNetwork:
         return values
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph. Return the result of a program, or a tensor that the device may still be computing."""
+        """Start the graph. Return a tensor that the device may still be computing. If the network is a
+        `ProgramNetwork`, wait for its result and return it.
+        """
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
         tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
@@ -80,13 +85,17 @@ class CompiledNetwork:
         return self._run(tensors)
 
     def on_device(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return an array as a tensor for `submit`: on an NPU in its memory, so that several steps can use it."""
+        """Return an array as a tensor for `submit`. On an NPU, the tensor is in device memory, so that several steps
+        can use it without a new copy.
+        """
         tensor = self._tensor(array)
         self._sources.append(tensor)  # as in `submit`
         return tensor.to("Ascend", non_blocking=True) if self._pins else tensor
 
     def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return an array as a tensor: on an NPU in pinned memory, so that the host need not wait for the copy."""
+        """Return an array as a tensor. On an NPU, the tensor is in pinned host memory, so that the host need not wait
+        while it is copied to the device.
+        """
         tensor = ms.Tensor.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self._pins else tensor
 
@@ -107,10 +116,10 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file that mindspore_lite computes on an NPU, called like a `CompiledNetwork`.
+    """The graph in a MINDIR file, which mindspore_lite computes on an NPU. It is called like a `CompiledNetwork`.
 
-    `ini`: options of the graph engine, in the format of older servers. Raise ConfigError if the arguments in the file
-    differ from the examples `inputs` in type or number of dimensions.
+    `ini` is a file with options of the graph engine. The constructor raises ConfigError if the arguments of the graph
+    differ from `names` and the examples `inputs` in name, type or number of dimensions.
     """
 
     num_compilations = 1
@@ -179,8 +188,8 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of rows
-    in a step of whole prompts.
+    """Return networks that are compiled at their first call. `num_prompt_rows` is the maximum number of rows in a step
+    for the graph `prompts`, which computes steps in which each row is a whole prompt.
     """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
@@ -194,7 +203,9 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return the exported networks of `lowering.mindir`. Raise ConfigError if they have unexpected arguments."""
+    """Return the networks that `llm-serving export` wrote to `folder`. Raise ConfigError if the arguments of their
+    graphs are not the expected ones.
+    """
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]
     states, head = (

@@ -50,14 +50,18 @@ def free_npu_memory() -> int:
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may use of `free` bytes (0: unknown) on its NPU. A limit above them is lowered,
-    as YAMLs for older servers expect.
+    """Return how many bytes a WorkAgent may use on its NPU: `max_device_memory`, lowered to the `free` bytes less
+    `NPU_RESERVE`. If `free` is 0, the free memory is unknown, and the limit is not lowered.
+
+    A limit that is too high is no error, because YAML files for older servers expect it to be lowered.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return settings of the graph compiler. On Ascend, PagedAttention needs infer boost, which needs level O0."""
+    """Return the settings of the graph compiler. On Ascend, PagedAttention has no kernel without infer boost, and infer
+    boost supports only level O0.
+    """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
     # Level O1 is level O0 with operator fusion.
@@ -66,7 +70,7 @@ def _jit_config(device: DeviceConfig) -> dict[str, str]:
 
 
 def _soc_version() -> str:
-    """Return the name of the NPU's chip, such as "ascend910b"; empty: MindSpore does not report it."""
+    """Return the name of the NPU's chip, such as "ascend910b", or an empty text if MindSpore does not report it."""
     try:
         from mindspore._c_expression import MSContext
 
@@ -84,9 +88,11 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice, usually empty: the operator library is
-    missing, or the device cannot guarantee `exactness: exact`. `is_native`: False for MindFormers' networks, which have
-    their own matrix products. Raise KernelError if `kernels` requires the library and it cannot be built or loaded.
+    """Return the backend for `device_target` and `kernels`, and a notice for the operator.
+
+    The notice is empty unless the operator library is missing or the device cannot guarantee `exactness: exact`.
+    `is_native` is False for MindFormers' networks, which have their own matrix products. Raise KernelError if `kernels`
+    requires the library and it cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)

@@ -66,7 +66,7 @@ class DiskStore:
     def __init__(self, folder: Path, max_bytes: int, fingerprint: bytes) -> None:
         self.folder = folder
         self.num_bytes = -1
-        """Size of all files when this process last changed the folder; -1: unknown."""
+        """Size of all files when this process last changed the folder, or -1 if it is unknown."""
         self.num_damaged = 0
         self._max_bytes = max_bytes
         self._fingerprint = fingerprint
@@ -84,7 +84,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Return how many blocks before the first missing one are stored. Mark them as used now."""
+        """Mark the blocks before the first missing one as used now. Return their number."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())
@@ -97,8 +97,8 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block; None: it is not stored. Delete a damaged file; ignore one that is not
-        regular.
+        """Return the contents of a block, or None if it is not stored or cannot be read. Delete a damaged file. Skip a
+        path that is not a regular file.
         """
         path = self._own / block_hash.hex()
         try:
@@ -159,8 +159,8 @@ class DiskStore:
         return Written(is_new=True, num_evicted=num_evicted)
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
-        """Delete temporary files of killed processes and, until `num_bytes` more bytes fit, the least recently used
-        blocks. Return the bytes of the remaining files, and the number of deleted blocks.
+        """Delete the least recently used blocks until `num_bytes` more bytes fit, and temporary files of killed
+        processes. Return the total bytes of the remaining files, and the number of deleted blocks.
         """
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)

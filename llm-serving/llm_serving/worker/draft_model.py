@@ -1,8 +1,9 @@
 """Draft tokens from a small model (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-2023), or from the model's own layer for multi-token prediction, MTP (`models.layers`).
+2023), or from the served model's layer for multi-token prediction, MTP (`models.layers`).
 
-Both sample with the random number that the request uses at the same position, to propose the served model's token
-wherever the distributions agree. The served model verifies each token, so answers do not depend on drafts.
+Both sample a draft token with the random number that the request uses at the same position. So a draft token equals the
+served model's token if the distributions are equal. The served model verifies each draft token, so answers do not
+depend on them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from llm_serving.worker.sampler import ChooseTokens, choose_tokens_for, sample
 
 
 class DraftSlot:
-    """Cache blocks of the draft model, and the tokens that they hold."""
+    """Cache blocks of the draft model for one request, and the tokens whose keys and values they hold."""
 
     def __init__(self, blocks: range) -> None:
         self.blocks = np.array(blocks, np.int32)
@@ -51,7 +52,9 @@ class DraftSlot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign `token_ids` to the slot. Return how many of the first ones are already cached, at most all but one."""
+        """Assign the tokens of a request from position `start` on to the slot. Return how many of the first tokens are
+        already cached. The last token never counts, because a step must compute at least one token.
+        """
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):
@@ -81,8 +84,8 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` draft tokens for each request; none for one that exceeds a limit. Raise
-        WorkerError if the model fails.
+        """Return up to `num_draft_tokens` draft tokens for each request. A request that exceeds a limit, such as
+        `MAX_PROPOSED_TOKENS`, gets no draft tokens. Raise WorkerError if the model fails.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:
@@ -152,7 +155,9 @@ class DraftModel:
         return unfinished
 
     def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute the tokens that are not cached. Return the next token of each row; -1: none."""
+        """Compute a step, which contains the tokens that are not cached. Return the next token of each row, or -1 if no
+        token can be sampled.
+        """
         token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
         return token_ids
 
@@ -179,7 +184,9 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the model of `runner`, which then keeps hidden states. Raise ModelError if this fails."""
+    """Load the MTP layer of the model of `runner`, and make the runner keep the hidden states that the layer reads.
+    Raise ModelError if the layer cannot be loaded or run.
+    """
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
     reader = WeightReader(folder, runner.spec.scheme, on_weights)
@@ -198,9 +205,10 @@ def load_mtp(
 
 
 class MtpModel(DraftModel):
-    """Runs the MTP layer of the model of `runner`, whose embedding and LM head it shares.
+    """Runs the MTP layer of the model of `runner`. The layer shares the model's embedding and LM head.
 
-    A row is a token and the hidden state of the token before it: the model's, or the layer's if that token is a draft.
+    For each token, the layer reads the token and the hidden state of the token before it. This state comes from the
+    layer itself if the token before is a draft token, otherwise from the model.
     """
 
     def __init__(
@@ -233,7 +241,9 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request without the tokens that follow a token whose hidden state is not stored."""
+        """Return the request with only its last tokens: those for which the hidden state of the token before is kept.
+        Store these hidden states in `_given`.
+        """
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:
             return request._replace(token_ids=[])

@@ -49,7 +49,9 @@ def has_experts_in_dtype(network: Network, quantization: str | None) -> bool:
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return a text that says what answers depend on. `has_experts`: as `has_experts_in_dtype` returns it."""
+    """Return a text that says whether answers are bit-identical, and what they depend on otherwise. `has_experts` is
+    the result of `has_experts_in_dtype`.
+    """
     if has_experts and backend_name == "ascend_invariant":
         return OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]
@@ -59,8 +61,8 @@ PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
 
 
 def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return the guarantees, one of which a WorkAgent on Ascend logs: installed packages -> guarantee. If the guarantee
-    does not depend on packages, the only key is empty.
+    """Return the possible guarantees of a WorkAgent on Ascend. A key says which packages must be installed for the
+    guarantee. If the guarantee does not depend on packages, the only key is an empty text.
 
     Args:
         is_native: Whether the network is this project's own, and not read from exported graphs.
@@ -80,7 +82,9 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if PagedAttention's order of sums depends on other rows with this block size."""
+    """Raise ConfigError if, with this block size, other rows of a step change the order in which PagedAttention adds
+    the keys of a row. If `attention_rows` is 0, every size is allowed.
+    """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(
             "`pa_config.block_size` must be 16 or 32 with `device_config.exactness: exact` on Ascend: with 64 or 128, "

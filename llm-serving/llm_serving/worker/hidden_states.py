@@ -39,7 +39,9 @@ class HiddenStates:
         self._num_uses = 0
 
     def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
-        """Drop the states of blocks that a step overwrites by moves, and of slots that it computes."""
+        """Drop the states of blocks that the moves of a step overwrite, and those of the KV slots that the step
+        writes.
+        """
         if len(block_moves):
             entries = self._entry_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
             self._is_kept[entries[entries != _NO_ENTRY]] = False
@@ -62,8 +64,10 @@ class HiddenStates:
         self._is_kept[entries[found], offsets[found]] = True
 
     def read(self, block_ids: Sequence[int], first: int, count: int) -> Float32Array:
-        """Return the states [n, H] of the last n of `count` tokens, with the largest n for which all these states are
-        kept. The first of the `count` tokens is at offset `first` of the first block.
+        """Return the states [n, H] of the last n of `count` tokens. n is the largest number for which no state is
+        missing.
+
+        The first of the `count` tokens is at offset `first` of the first block.
         """
         columns, offsets = np.divmod(np.arange(first, first + count), self._block_size)
         entries = self._entry_of[np.array(block_ids, np.int32)[columns]]

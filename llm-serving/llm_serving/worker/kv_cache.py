@@ -40,8 +40,8 @@ def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int3
 class TransferMemory:
     """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
-    All WorkAgents of a machine inherit one file; the first one that maps it sets its size. For one on another machine,
-    the master copies blocks by `read` and `write`. All replicas have the same layout:
+    All WorkAgents of a machine inherit one file; the first one that maps it sets its size. To or from a WorkAgent on
+    another machine, the master copies blocks by `read` and `write`. The layout is the same on all machines:
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
@@ -119,7 +119,10 @@ class TransferMemory:
     def _check_owners(self, ids: list[int], epochs: Sequence[int]) -> None:
         others = (self.epochs[ids] != epochs) | (self.num_written[ids] <= 0)
         if others.any():
-            raise WorkerError(f"block {ids[int(np.flatnonzero(others)[0])]} of the transfer pool has another owner")
+            index = int(np.flatnonzero(others)[0])
+            raise WorkerError(
+                f"block {ids[index]} of the transfer pool does not hold the contents of epoch {epochs[index]}"
+            )
 
 
 def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:
@@ -167,7 +170,7 @@ class KVTensors:
         num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors. Raise ConfigError if an int32 number cannot count the KV slots, ModelError if the
+        """Allocate zeroed tensors. Raise ConfigError if there are more KV slots than int32 indices, ModelError if the
         backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS // spec.layout.max_parts:
@@ -232,7 +235,10 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return the tensors of a view. Rows of the pair have n parts. Block n * i of the view is its part of row i."""
+    """Return the key and value tensors of a view, which has smaller blocks in the memory of `pair`.
+
+    A row of the pair has n parts of the size of a view's block. Block n * i of the view is part `view.part` of row i.
+    """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):
         shape = block_size, view.shape.kv_heads, width

@@ -1,4 +1,4 @@
-"""The WorkAgent's thread that serves the master's requests for KV blocks. It must not import MindSpore."""
+"""The WorkAgent's thread that serves the master's requests for KV blocks. This module must not import MindSpore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARE: Final = 0.1
 
 
 class BlockStore(Protocol):
-    """The methods of `worker.kv_cache.TransferMemory`."""
+    """The methods of `worker.kv_cache.TransferMemory`, whose module imports MindSpore."""
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]: ...
 
@@ -38,7 +38,7 @@ class BlockStore(Protocol):
 
 
 class Disk(Protocol):
-    """The methods of `worker.disk_store.DiskStore` that requests of the master need."""
+    """The attributes and methods of `worker.disk_store.DiskStore` that `serve_blocks` uses."""
 
     num_bytes: int
     num_damaged: int
@@ -60,8 +60,9 @@ def serve_blocks(
 ) -> None:
     """Answer the master's requests for blocks until the connection fails.
 
-    `pause_after`: called after each frame with its CPU seconds by `clock`, but not after reads from disk, for which a
-    request waits. `block_size`: tokens in each block of `disk`.
+    After each answer, call `pause_after` with the CPU seconds that the answer took by `clock`. Make no pause after
+    reads from disk, because a request waits for the blocks. `block_size` is the number of tokens in each block of
+    `disk`.
     """
     began = clock()
     while True:
@@ -129,7 +130,7 @@ def _store(message: StoreBlocks, pool: BlockStore, disk: Disk, block_size: int) 
 
 
 class BackgroundThrottle:
-    """Slows a background thread down while steps run. The thread works in small pieces."""
+    """Slows a background thread down while steps run. The thread calls `pause_after` after each small piece of work."""
 
     def __init__(self, pause: Callable[[float], object] = time.sleep) -> None:
         self._pause = pause
@@ -146,7 +147,9 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """If a step ran during work of `took_s` CPU seconds, sleep, so that work takes at most `SHARE` of the time."""
+        """If a step ran during the work, which took `took_s` CPU seconds, sleep. The sleep is so long that the thread
+        works for at most the fraction `SHARE` of the time.
+        """
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))

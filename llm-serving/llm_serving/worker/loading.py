@@ -66,9 +66,10 @@ def load_runner(
     """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
     for the operator, which is usually empty.
 
-    `ranks_fd`, `transfer_fd`: memory of the ranks and of the transfer pool, if any. `group_port`: of this machine, for
-    the collectives of ranks. Raise ConfigError if the model cannot be read or its cache does not fit, KernelError if
-    kernels are missing, RankLostError if a rank is.
+    `ranks_fd` and `transfer_fd` are the shared memory of the ranks and of the transfer pool, if they exist.
+    `group_port` is the port on this machine that the collectives of the ranks use. Raise ConfigError if the model
+    cannot be read or its cache does not fit, KernelError if kernels are missing, RankLostError if another rank has
+    exited.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -117,7 +118,9 @@ def load_runner(
             size = readable_size(spec.scheme.block_bytes)
             kept = f"the blocks of the file, {size} without a second rounding, others in "
         described = spec.scheme.description
-        logger.info("the stored weights are quantised by %s: in memory they are %s%s", described, kept, settings.dtype)
+        logger.info(
+            "the stored weights are quantised by %s, and kept in memory as %s%s", described, kept, settings.dtype
+        )
     if ranks_fd is not None and ranks is None:
         ranks = _join_ranks(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)
@@ -223,7 +226,9 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
 
 def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
     if backend.name != "cpu":
-        raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
+        raise ConfigError(
+            f"`cluster_config.tensor_parallel` must be 1 with the backend {backend.name}. Given: {settings.num_ranks}"
+        )
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
     ranks.use()
     return ranks
@@ -255,7 +260,9 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of NPU memory for this WorkAgent. Raise ConfigError without a limit or known free memory."""
+    """Return the bytes of NPU memory that this WorkAgent may use. Raise ConfigError if `max_device_memory` is not set
+    and the device does not report its free memory.
+    """
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(

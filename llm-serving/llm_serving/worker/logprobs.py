@@ -46,7 +46,9 @@ def weight_scales(temperatures: Float32Array) -> Float32Array:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weights of logits [V] without NaN: multiples of 2^-33. Their finite maximum `largest` has weight 1."""
+    """Return the weight of each logit in `values` [V], a multiple of 2^-33. The logits must not be NaN, and the largest
+    one, `largest`, must be finite. Its weight is 1.
+    """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
         y *= scale
@@ -71,7 +73,9 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Set all `weights` [V] but the `count` >= 1 largest to 0, and keep the lowest ids among equal weights."""
+    """Keep the `count` >= 1 largest of `weights` [V], and set all others to 0. Of equal weights, keep those with the
+    lowest token ids. `descending` is a sorted copy of the weights, if the caller has one.
+    """
     if count >= len(weights):
         return weights
     if descending is None:
@@ -85,7 +89,9 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights that a filter removes to 0, `top_p` last. The largest weight is kept."""
+    """Apply min_p, top_k and top_p, in this order. Set the weight of each removed token to 0. The largest weight is
+    kept.
+    """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
     if top_k > 0:
@@ -99,10 +105,12 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
-    """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first.
+    """Keep the most typical tokens: as few as are needed for at least the fraction `share` < 1 of the total weight. Set
+    the weights of all others to 0.
 
-    These are the ones whose exponent is closest to the mean exponent (Meister et al. 2022, section 4); among equals,
-    the lowest ids. `exponents`: [V], logarithm to base 2 of each weight before it was rounded.
+    A token is the more typical, the closer its exponent is to the mean exponent (Meister et al. 2022, section 4). Of
+    equally typical tokens, those with the lowest ids are kept. `exponents` [V] holds the logarithm to base 2 of each
+    weight before it was rounded.
     """
     (ids,) = np.nonzero(weights > 0)
     kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
@@ -138,7 +146,9 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest values ([V], no NaN), descending; of equal ones the lowest first."""
+    """Return the indices of the `count` largest values, the largest value first. Equal values are in the order of their
+    indices. `values` [V] must not contain NaN.
+    """
     size = len(values)
     count = min(count, size)
     if count == 1:
@@ -156,14 +166,15 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
-    """Return log-probabilities of sampled tokens ([S], 0 for no token) and of the most likely ones, as in `StepOutput`.
+    """Return the log-probabilities of the sampled tokens, [S], and of the most likely tokens, as in `StepOutput`. Where
+    `totals` is 0, the log-probability is 0.
 
     Args:
         logits: [S, V]
         chosen: [S], sampled tokens.
-        top: [S, K], most likely tokens; -1 in unused entries.
-        largest: [S], largest logits; read only where `totals` is not 0.
-        totals: [S], `total_weight`; 0 for samples without a token or without requested log-probabilities.
+        top: [S, K], most likely tokens. Unused entries are -1.
+        largest: [S], largest logits. They are read only where `totals` is not 0.
+        totals: [S], `total_weight`, or 0 for samples without a token or without requested log-probabilities.
     """
     logprobs = np.zeros(len(chosen), np.float32)
     if all_zero(totals):

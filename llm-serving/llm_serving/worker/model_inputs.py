@@ -84,7 +84,9 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Tokens whose hidden states a network returns: those with results, else the first, as kernels need a row."""
+        """Tokens whose hidden states a network returns: those with results. If a step has no results, the first token,
+        because kernels need at least one row.
+        """
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
@@ -127,8 +129,10 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references, ids -1 - j, by the tokens `previous` of the previous step (-1: failed). Raise WorkerError for
-    a reference to a missing sample.
+    """Replace each reference by a token of the previous step. A token id -1 - j is a reference to `previous[j]`.
+
+    If sample j failed, `previous[j]` is -1, and the reference is replaced by a valid placeholder. Raise WorkerError if
+    there was no sample j.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -144,8 +148,8 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for a step. `previous`: tokens that the previous step sampled. Raise WorkerError
-    if the step is inconsistent or exceeds vocabulary, positions or cache.
+    """Return the network's arguments for a step. `previous` holds the tokens that the previous step sampled. Raise
+    WorkerError if the step is inconsistent or exceeds vocabulary, positions or cache.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
@@ -194,7 +198,9 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
 
 
 def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) -> Int32Array:
-    """Return for each row of `block_tables` the first column to which the row's first token attends, [G * B]."""
+    """Return, for each row of `block_tables`, the column of the first block to which the request's first token in this
+    step attends, [G * B] for G groups of layers.
+    """
     firsts = []
     for window in groups.windows:
         first = np.zeros(step.num_rows, np.int32)
@@ -207,8 +213,8 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with 0 instead of `NO_BLOCK` before the window of each row, where blocks have been freed.
-    Raise WorkerError if any other entry is not the id of a block.
+    """Return the block tables with 0 instead of `NO_BLOCK`, which stands for a freed block before a row's sliding
+    window. Raise WorkerError if any other entry is not the id of a block.
     """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
@@ -228,8 +234,8 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
     num_groups = len(limits.groups.windows)
     if len(step.num_computed) != num_rows or len(step.block_tables) != num_groups * num_rows:
         raise WorkerError(
-            f"query_lens, num_computed and the block_tables of each of {num_groups} groups must have one entry a row. "
-            f"Given: {num_rows}, {len(step.num_computed)}, {len(step.block_tables)}"
+            f"num_computed must have one entry for each of {num_rows} rows, and block_tables {num_groups} for each. "
+            f"Given: num_computed {len(step.num_computed)}, block_tables {len(step.block_tables)}"
         )
     if step.block_epochs.shape != step.block_tables.shape:
         raise WorkerError(
@@ -273,4 +279,7 @@ def _check_result_tokens(step: StepInput) -> None:
     counts = np.bincount(kinds, minlength=len(ResultKind)).tolist()
     given = [step.sampling.num_samples, step.scoring.num_results]
     if counts[:2] != given:
-        raise WorkerError(f"sampling and scoring must describe {counts[0]} and {counts[1]} results. Given: {given}")
+        raise WorkerError(
+            f"sampling must describe {counts[0]} results and scoring {counts[1]}, as many as result_tokens has. "
+            f"Given: sampling {given[0]}, scoring {given[1]}"
+        )

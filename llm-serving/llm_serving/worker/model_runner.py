@@ -89,10 +89,11 @@ class ModelRunner:
         """Read the weights and allocate the cache. `warm_up` compiles the network.
 
         Args:
-            num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts; 0: no such graph.
-            networks: Networks that contain weights and caches; None: build them from the folder.
+            num_prompt_rows: Maximum number of requests in a step of whole prompts, which have a graph of their own. If
+                0, there is no such graph.
+            networks: Networks that contain weights and caches. If None, they are built from the folder.
             on_weights: Called with the bytes of weights read so far, and the total.
-            transfer_fd: Memory of the transfer pool; None: there is none.
+            transfer_fd: Memory of the transfer pool, or None if there is none.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -107,7 +108,7 @@ class ModelRunner:
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         self.draft_model: DraftModelClient | None = None
         self.hidden_states: HiddenStates | None = None
-        """Hidden states of the newest tokens, which the MTP layer reads; None: they are not kept."""
+        """Hidden states of the newest tokens, which the MTP layer reads, or None if they are not kept."""
         self.parameters: Parameters = {}
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
@@ -216,7 +217,8 @@ class ModelRunner:
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
             WorkerError: The step is inconsistent, too large, or reads blocks that were not written for it. Nothing was
-                computed, but the step counts as done. Discard results of the next step that refer to its tokens.
+                computed, but the step counts as done. The caller must discard results of the next step that depend on
+                tokens of this step.
             RankLostError: Another rank has exited or computes a different step. No further step can be computed.
         """
         if self._ranks is None:
@@ -400,7 +402,9 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for `latest`, the previous step. Return `inputs` with its tokens instead of references, and the tokens."""
+    """Wait for the previous step, `latest`. Return `inputs` with the tokens that it sampled in place of references, and
+    these tokens.
+    """
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

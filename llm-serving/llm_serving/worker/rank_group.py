@@ -1,8 +1,8 @@
 """The group of ranks that compute a replica together.
 
-Programs on a CPU add partial sums in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose
-processes find each other through a *scheduler* process ("Dynamic Cluster" in MindSpore's documentation), which rank 0
-starts, and which computes nothing.
+If a network is one operator on a CPU (`lowering.program`), the ranks add partial sums in shared memory
+(`kernels.ranks`). Other networks use MindSpore's collectives. Their processes find each other through MindSpore's
+*scheduler* process ("Dynamic Cluster" in its documentation), which rank 0 starts, and which computes nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class RankGroup(Protocol):
         """Raise RankLostError if another rank has exited or computes a different step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send `numbers`, equally many on each rank and below 2^31. Return those of all ranks, by rank."""
+        """Send `numbers` to the other ranks. Return the numbers of all ranks, by rank. Each rank must send equally many
+        numbers, all below 2^31.
+        """
 
 
 class CollectiveGroup:
@@ -53,7 +55,9 @@ class CollectiveGroup:
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined. `port`: of MindSpore's scheduler. `rank_table`: of HCCL, if needed."""
+        """Wait until all ranks have joined. `port` is the port of MindSpore's scheduler process, and `rank_table` the
+        path of HCCL's rank table, if HCCL needs one.
+        """
         if rank_table is not None:
             os.environ["RANK_TABLE_FILE"] = rank_table
         os.environ.update(
@@ -91,7 +95,7 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start MindSpore's scheduler process. If it exits, this rank exits too: the ranks would wait forever."""
+    """Start MindSpore's scheduler process. If it exits, exit this rank too, because the ranks would wait forever."""
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603

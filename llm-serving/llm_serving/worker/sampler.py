@@ -79,7 +79,9 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the operator library's sampling function, or NumPy's without the library and for `plain`."""
+    """Return the sampling function of the operator library, or that of NumPy if the library is missing or the backend
+    is `plain`.
+    """
     if backend_name == "plain":
         return sampling_reference.choose_tokens
     try:
@@ -164,8 +166,8 @@ def sample(
 ) -> StepOutput:
     """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Call `check_sampling` before.
 
-    `previous`: tokens of the previous step, to which histories may refer. Rows without any possible token are in
-    `row_errors`.
+    `previous` holds the tokens of the previous step, to which the token histories of samples may refer. If no token of
+    a row can be sampled, `row_errors` of the output says why.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)
@@ -177,7 +179,9 @@ def sample(
 
 
 def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
-    """Return for each sample whether it takes the largest logit. Requires `uses_logits_unchanged`."""
+    """Return for each sample whether it takes the token with the largest logit. If `uses_logits_unchanged` is False,
+    this is the largest logit after penalties, bias and allowed tokens.
+    """
     greedy: NDArray[np.bool_] = (sampling.temperature == 0) | (sampling.top_k == 1)
     return greedy
 

@@ -57,7 +57,9 @@ def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64A
 
 
 def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits for each (seed, position): key and counter of Philox."""
+    """Return a number in [0, 1) with 53 random bits for each (seed, position). The seed is the key of Philox, and the
+    position the counter.
+    """
     zero = np.zeros(len(seeds), np.uint64)
     counter = (positions.astype(np.uint64), zero, zero, zero)
     high, low, _, _ = philox4x32(counter, (seeds & _LOW_WORD, seeds >> _WORD_BITS))
@@ -126,8 +128,10 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """Return the sampled token of logits `values` [V], whose largest, at index `best`, is finite; None: no token is
-    left.
+    """Return the token sampled from the logits `values` [V] by the random `number`. Return None if penalties, bias and
+    allowed tokens leave no token.
+
+    `best` is the index of the largest logit, which must be finite.
     """
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
@@ -177,8 +181,11 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Apply penalties, in place: presence and frequency of tokens of the output, repetition (Keskar et al. 2019,
-    section 4.1, with the sign rule of later practice) of all tokens.
+    """Apply the penalties to the logits `values`, in place.
+
+    Presence and frequency penalties apply to the tokens in `output`. The repetition penalty (Keskar et al. 2019,
+    section 4.1) applies to all `tokens`. It multiplies negative logits instead of dividing them, as later
+    implementations do.
     """
     if repetition != 1:
         seen = np.unique(tokens)

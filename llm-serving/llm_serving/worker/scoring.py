@@ -40,7 +40,9 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) alone. `choose_tokens` finds the same values as for a sampled token."""
+    """Score each row of the hidden states [P, H] independently. `choose_tokens` returns the sums of weights and the
+    most likely tokens, so that these are the same as for a sampled token.
+    """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []
@@ -89,13 +91,15 @@ def _rank(logits: Float32Array, token_id: int) -> int:
 
 
 def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
-    """Return how many hidden states each result of a step needs; None: each needs one."""
+    """Return how many hidden states each result of a step needs, or None if each needs one. Only means need several."""
     of_means = result_tokens[:, 2] == ResultKind.MEAN
     return np.where(of_means, result_tokens[:, 1] + 1, 1).astype(np.int32) if of_means.any() else None
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return a copy of inputs that selects, for each result, the last `counts` tokens up to its selected token."""
+    """Return a copy of inputs that selects several tokens for each result: the token of the result and the tokens
+    before it, `counts` in all.
+    """
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)
@@ -103,14 +107,16 @@ def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
 
 
 def means(states: Float32Array, counts: Int32Array) -> Float32Array:
-    """Return the mean of each result's hidden states, [len(counts), H]. Float64 sums are in the order of tokens."""
+    """Return the mean of each result's hidden states, [len(counts), H]. The sums are in float64, in token order."""
     ends = np.cumsum(counts)
     pooled = [states[end - count : end].mean(axis=0, dtype=np.float64) for end, count in zip(ends, counts, strict=True)]
     return np.array(pooled, np.float32)
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Split ids that include a type as id // `vocab`. Positions then index a table by type and position."""
+    """Split each input id, `token + type * vocab`, into token and type. Add the type to the position, so that positions
+    index the rows of `PositionEmbedding.table`.
+    """
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

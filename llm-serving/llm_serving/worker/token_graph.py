@@ -1,7 +1,8 @@
-"""The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`.
+"""The graph of steps in which each row has one token. These are decode steps, and all steps of a backend with
+`attention_rows`, for which each token becomes a row.
 
-The device chooses the tokens unless `choice_of` says that the host must sample. It computes a step while the host
-prepares the next one.
+The device chooses the tokens unless `choice_of` says that the host must sample. The device computes a step while the
+host prepares the next one.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class StartedStep:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`finish`: makes the output from the copy."""
+        """`finish` makes the output of the step from the copied array."""
         self._pending: tuple[HostCopy, Callable[[NDArray[Any]], StepOutput]] | None = (copy, finish)
         self.placeholders: Int32Array = np.zeros(num_samples, np.int32)
         """Valid token ids that stand for the samples until these are known."""
@@ -117,7 +118,8 @@ class StartedStep:
 class DeviceLogits:
     """Logits [S, V], float32, in the memory of the device, which computes them while the host continues.
 
-    `token_ids`, `largest`: from `Backend.largest_logits`, or None. `parameters`: of `TokenDrawing`, int32 [S, 15].
+    `token_ids` and `largest` are the results of `Backend.largest_logits`, and `parameters` the arguments of
+    `TokenDrawing`, int32 [S, 15]. They are None if no `TokenGraph` computed the step.
     """
 
     def __init__(
@@ -138,15 +140,15 @@ class DeviceLogits:
 
 
 def tokens_of(chosen: Float32Array) -> Int32Array | None:
-    """Return the tokens [S] from the result of `TokenGraph.choose`; None: the host must report a logit that is not
-    finite.
+    """Return the tokens [S] from the result of `TokenGraph.choose`. Return None if a logit is not finite: the host must
+    then sample, because it reports this error.
     """
     ids, values = chosen.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
 
 def choice_of(sampling: SamplingInput) -> TokenChoice:
-    """Return how the tokens of samples can be chosen, if the device draws tokens."""
+    """Return how a device that can draw tokens chooses those of a step, or `HOST` if the host must sample."""
     if not uses_logits_unchanged(sampling):
         return TokenChoice.HOST
     greedy = greedy_samples(sampling)
@@ -185,7 +187,7 @@ def drawing_parameters(sampling: SamplingInput) -> Int32Array:
 
 
 def _pieces(fractions: Any) -> list[Any]:
-    """Divide multiples of 2^-53 up to 1, [S], into `NUM_PIECES` integers, highest first."""
+    """Divide fractions [S], multiples of 2^-53 from 0 to 1, into `NUM_PIECES` integers each, the highest bits first."""
     whole = np.ldexp(fractions.astype(np.float64), 53).astype(np.int64)
     return [whole >> PIECE_BITS * index & (1 << PIECE_BITS) - 1 for index in reversed(range(NUM_PIECES))]
 
@@ -226,10 +228,10 @@ class TokenGraph:
     def submit(
         self, inputs: ModelInputs, given_ids: Int32Array | None = None, sampling: SamplingInput | None = None
     ) -> DeviceLogits:
-        """Start a step. A step without results returns the logits of its first token, because some kernels need a row.
+        """Start a step. If it has no results, return the logits of its first token, because some kernels need a row.
 
-        `given_ids`: token ids in which references (`core.step.reference_to_previous_step`) stand for tokens that the
-        device chose in the latest run; None: there are none. `sampling`: None: the host samples.
+        `given_ids` are token ids with references (`core.step.reference_to_previous_step`) to tokens that the device
+        chose in the latest run, or None if there are no references. If `sampling` is None, the host samples.
         """
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
         step = np.zeros((num_tokens, NUM_TOKEN_COLUMNS + inputs.block_tables.shape[1]), np.int32)
@@ -259,8 +261,10 @@ class TokenGraph:
         return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
 
     def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
-        """Return the row of block tables that each row reads, and the rows with results. In decode steps, both depend
-        on the number of tokens alone, and stay on the device for the next step.
+        """Return, for each row of the step, the row of the block tables that it reads. Return also the rows with
+        results.
+
+        In decode steps, both arrays depend only on the number of tokens, so they stay on the device for the next step.
         """
         table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
         table_rows[num_tokens:] = 0
@@ -275,8 +279,8 @@ class TokenGraph:
         return choice if choice in self._drawing or choice is TokenChoice.GREEDY else TokenChoice.HOST
 
     def choose(self, computed: DeviceLogits) -> ms.Tensor | None:
-        """Start to choose the tokens of a submitted step, float32 [S, 2] for `tokens_of`; None: the host must
-        sample.
+        """Start to choose the tokens of a submitted step. Return the argument of `tokens_of`, float32 [S, 2], or None
+        if the host must sample.
         """
         if computed.choice is TokenChoice.GREEDY:
             return computed.largest
@@ -313,8 +317,8 @@ class TokenGraph:
             if np.any(differ):
                 self._drawing = {}
                 logger.warning(
-                    "device and sampler drew different tokens for %d of %d rows of random logits: the host draws "
-                    "the tokens of steps that are not greedy",
+                    "the device drew other tokens than the sampler for %d of %d rows of random logits, so the host "
+                    "draws the tokens of all steps that are not greedy",
                     np.count_nonzero(differ),
                     _NUM_CHECKED,
                 )

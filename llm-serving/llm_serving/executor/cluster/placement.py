@@ -38,7 +38,9 @@ POLL_INTERVAL_S: Final = 0.2
 
 class AgentStarter(Protocol):
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent` for each rank, all on one machine, or raise WorkerDiedError."""
+        """Run `python -m llm_serving.work_agent` for each rank, all ranks on one machine. Raise WorkerDiedError if they
+        cannot be started.
+        """
 
     def close(self) -> None: ...
 
@@ -47,8 +49,10 @@ class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
     Each rank has one connection for steps. If blocks are transferred, each replica has one more. Each connection
-    presents its own random token. `host`: address of this machine, for the other machines. `own_devices`: whether a
-    WorkAgent sees only its own devices, numbered from 0. Raise ConfigError if the address cannot be bound.
+    presents its own random token.
+
+    `host` is the address of this machine to which the other machines connect. `own_devices` says whether a WorkAgent
+    sees only its own devices, numbered from 0. The constructor raises ConfigError if it cannot listen at `host`.
     """
 
     def __init__(

@@ -172,7 +172,9 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Copy the folder to an actor's machine unless it is there. Return its path. Raise ConfigError without room."""
+        """Copy the folder to an actor's machine, unless the machine has a copy. Return the path of the copy. Raise
+        ConfigError if the object store or the machine has no room for it.
+        """
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
         if found is None:
