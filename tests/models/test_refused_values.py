@@ -23,7 +23,7 @@ def test_heads_of_full_layers_may_be_given_for_each_layer():
         (
             "llama4",
             {"layer_types": ["sliding_attention"] * 4},
-            "`layer_types` must be a list of 4, each full_attention",
+            "`layer_types` must be a list of 4 values, each full_attention",
         ),
         (
             "llama4",
@@ -49,7 +49,11 @@ def test_heads_of_full_layers_may_be_given_for_each_layer():
         ("gemma3n", {"intermediate_size": [96]}, "`intermediate_size` must be an integer or a list of 5"),
         ("phimoe", {"num_experts_per_tok": 1}, "`num_experts_per_tok` must be 2"),
         ("minicpm3", {"attention_bias": True}, "`attention_bias` must be false"),
-        ("nemotron3", {"hybrid_override_pattern": "MEXEM-"}, "`hybrid_override_pattern` must be 6 of M, *, - and E"),
+        (
+            "nemotron3",
+            {"hybrid_override_pattern": "MEXEM-"},
+            "`hybrid_override_pattern` must be 6 characters, each M, *, - or E",
+        ),
     ],
 )
 def test_unsupported_values_are_refused_by_key(name, changes, message):

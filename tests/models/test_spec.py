@@ -173,8 +173,12 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         ("mistral", {"sliding_window": 0}, "`sliding_window` must be an integer >= 1. Given: 0"),
         ("gemma3", {"sliding_window": -1}, "`sliding_window` must be an integer >= 1. Given: -1"),
         ("gemma3", {"sliding_window_pattern": 0}, "`sliding_window_pattern` must be an integer >= 1. Given: 0"),
-        ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types` must be a list of 3, each full_attention or"),
-        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "`no_rope_layers` must be a list of 3, each 0 or 1"),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"]},
+            "`layer_types` must be a list of 3 values, each full_attention or",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "`no_rope_layers` must be a list of 3 values, each 0 or 1"),
         ("llama", {"head_dim": -32}, "`head_dim` must be an integer >= 1 and <= 1024. Given: -32"),
         ("llama", {"rope_theta": 1}, "`rope_theta` must be a number from 2 to 1e+30. Given: 1"),
         ("llama", {"rope_scaling": YARN | {"factor": float("nan")}}, "`factor` must be a number from 1e-30 to 1e+30"),
@@ -189,7 +193,8 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "llama",
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
-            "rope_scaling: `type` must not be dynamic if only 2 elements of a head are rotated. Given: 'dynamic'",
+            "rope_scaling: `type` must not be dynamic: it needs at least 4 rotated elements per head, not 2. Given: "
+            "'dynamic'",
         ),
         ("phi3", {"partial_rotary_factor": 0.01}, "`partial_rotary_factor` must select an even number of the 32"),
         ("granite", {"logits_scaling": 1e-320}, "`logits_scaling` must be a number from 1e-30 to 1e+30. Given: 1e-320"),

@@ -57,7 +57,9 @@ class Streams:
         return active
 
     def normalize(self, streams: Value, name: str) -> Value:
-        """Return the normalised mean of all streams, each scaled to the magnitude of the first one."""
+        """Project the streams after the first, scale them to the magnitude of the first one, and return the RMS norm of
+        the mean of all streams. `name` is the tensor name prefix of the norm.
+        """
         net, others = self._net, self.count - 1
         first, rest = net.split(streams, net.hidden, net.hidden * others)
         names = [f"{self._prefix}altup_unembed_projections.{index}" for index in range(others)]
@@ -82,15 +84,19 @@ def mix_streams(
     offset: float = 0.0,
     first: int = 0,
 ) -> Value:
-    """Add to each stream of `base` [T, streams * size], from stream `first` on, a weighted sum of the parts of x [T,
-    parts * size]. A weight is `offset` plus a coefficient; [T, streams * parts] are in the order of streams.
+    """Add a weighted sum of the parts of x to each stream of `base`, from stream number `first` on.
+
+    `base` is [T, streams * size], and x is [T, parts * size]. The weight of part p for stream s is `offset` plus column
+    s * parts + p of `coefficients` [T, streams * parts]. Without `coefficients` every weight is `offset`.
     """
     inputs = {"base": base, "x": x, "coefficients": coefficients}
     return net.record("mix_streams", inputs, {}, {"streams": streams, "offset": offset, "first": first}, base.width)
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Return `like` and the parts of x, scaled to the root mean square of `like`; with `sums`, the sum of all."""
+    """Scale each part of x, which is as wide as `like`, to the root mean square of `like`. Return `like` followed by
+    the scaled parts; with `sums`, return the sum of `like` and the scaled parts instead.
+    """
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
 

@@ -25,7 +25,9 @@ HeadNorm = Callable[[Value, str, list[int]], Value]
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads (`q`) and KV heads (`kv`), and elements of a head: stored (`own`), padded (`dim`)."""
+    """The number of query heads (`q`) and of KV heads (`kv`), and the size of a head: `own` elements in the checkpoint,
+    and `dim` elements with padding.
+    """
 
     q: int
     kv: int
@@ -68,7 +70,12 @@ def rotary_embedding(
     fraction_key: str = "partial_rotary_factor",
 ) -> Rotary:
     """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may
-    have an entry for each `kind` of layer. `theta` and `fraction` (of a head that rotates) are defaults.
+    have an entry for each `kind` of layer.
+
+    Args:
+        theta: Default base of the frequencies.
+        fraction: Default fraction of a head's elements that rotate.
+        fraction_key: Configuration key that an error about the fraction names.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):
@@ -98,7 +105,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
     if name == "default":
         return None
     if name == "dynamic" and rotary_dim < 4:
-        raise reader.fail(key, f"must not be dynamic if only {rotary_dim} elements of a head are rotated")
+        raise reader.fail(key, f"must not be dynamic: it needs at least 4 rotated elements per head, not {rotary_dim}")
     name = "longrope" if name == "su" else name
     longest = c.integer("max_position_embeddings", 2048)
     trained = {"llama3": 8192}.get(name, longest)
@@ -165,14 +172,17 @@ def self_attention(
 
     Args:
         x: Normalised rows.
-        rotary, q_rotary: Rotary embedding of queries and keys (None: there is none), and that of queries if different.
-        names, out: Tensors of query, key and value, or one that stacks them; tensor of the output projection.
-        norms, whole_norms: Tensors of the query and key norms, and whether they extend over all heads of a row.
+        rotary: Rotary embedding of queries and keys. None means that there is none.
+        q_rotary: Rotary embedding of the queries, if it differs from that of the keys.
+        names: Tensor names of query, key and value, or the name of one tensor that stacks all three.
+        out: Tensor name of the output projection.
+        norms: Tensor names of the query norm and the key norm.
+        whole_norms: Whether these norms extend over all heads of a row; otherwise each head is normalised by itself.
         norms_after_rope: Whether the norms follow the rotary embedding.
         head_norm: Norm in place of `Network.rms_norm`.
         unweighted_norms: Whether heads are normalised without weights after the rotary embedding.
         grouped: Whether the stacked tensor has, for each KV head in turn, its query heads, its key and its value.
-        scale: Factor of the scores; None: head_dim^-0.5.
+        scale: Factor of the scores. None means own^-0.5, with the head size `Heads.own` of the checkpoint.
         window, chunk, cap, slopes, sinks: See `Network.attention`.
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
@@ -216,7 +226,9 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the bias of keys after rotation, averaged over positions, which an int8 cache subtracts from keys."""
+    """Return the mean over positions of the rotated bias of the keys. An int8 KV cache subtracts this offset from keys
+    before it rounds them (see `Network.store_kv`).
+    """
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
     rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
@@ -227,7 +239,10 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the row order of the QKV weight: all queries, all keys, all values. Heads are in the order of `Rotary`."""
+    """Return the row order of a QKV weight that holds first all queries, then all keys, then all values.
+
+    The elements of query and key heads are in the order of `Rotary.order`. `grouped`: see `self_attention`.
+    """
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
@@ -243,7 +258,9 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order`: order of elements in a value head; None: as stored."""
+    """Return the column order of the output projection. `order` is the order of elements in a value head, by default
+    that of the checkpoint.
+    """
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

@@ -17,7 +17,7 @@ FIRST_VOCABULARY = 64000
 
 def baichuan2(c: ConfigReader) -> Network:
     if c.integer("vocab_size") == FIRST_VOCABULARY:
-        raise c.fail("vocab_size", "must be that of Baichuan 2; Baichuan 1 is not supported")
+        raise c.fail("vocab_size", f"must not be {FIRST_VOCABULARY}: Baichuan 1, which has it, is not supported")
     net, heads = empty_network(c), attention_heads(c)
     inner, has_rope = c.integer("intermediate_size"), c.has("max_position_embeddings")
     names = QKV if c.boolean("separate_qkv") else ("self_attn.W_pack",)
@@ -41,7 +41,11 @@ def unit_rows(head: Float32Array) -> Float32Array:
 
 
 def alibi_slopes(heads: int) -> Float32Array:
-    """Return n powers of 2^(-8/n), n the largest power of two <= `heads`, then every second power of 2^(-4/n)."""
+    """Return the ALiBi slope of each head (Press et al. 2021).
+
+    n is the largest power of two that is at most `heads`. The first n slopes are 2^(-8i/n) for i = 1, 2, ..., n. The
+    slopes of further heads are 2^(-4i/n) for i = 1, 3, 5, ...
+    """
     whole = 1 << heads.bit_length() - 1
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     more = [2 ** (-4 * (i + 1) / whole) for i in range(0, 2 * whole, 2)]

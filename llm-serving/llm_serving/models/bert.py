@@ -32,7 +32,9 @@ def roberta_classifier(c: ConfigReader) -> Network:
 
 
 def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str] | None = None) -> Network:
-    """Build the network. `first_position`: row of the position embedding for position 0."""
+    """Build the network. `first_position` is the row of the position embedding for position 0. `classifier` holds the
+    tensor names of both linear layers of a classifier. Without it the network ends with the LM head.
+    """
     net = empty_network(c, eps=1e-12, eps_key="layer_norm_eps", causal=False)
     heads, inner = attention_heads(c), c.integer("intermediate_size")
     function = _FUNCTIONS[c.choice("hidden_act", tuple(_FUNCTIONS), "gelu")]

@@ -1,5 +1,7 @@
-"""Cohere's Command R and R7B. Attention and feed-forward block read the same layer norm; both results are added.
-Command R rotates adjacent pairs. Cohere 2 does so only in layers with a sliding window.
+"""Cohere's Command R (Cohere 1) and Command R7B (Cohere 2).
+
+The attention and the feed-forward block read the same layer norm, and both results are added to the residual. In Cohere
+1 all layers have a rotary embedding of adjacent pairs. In Cohere 2 only layers with a sliding window have one.
 """
 
 from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
@@ -18,7 +20,9 @@ def cohere2(c: ConfigReader) -> Network:
 
 
 def _cohere(c: ConfigReader, kinds: list[str], theta: float) -> Network:
-    """Build the network. `kinds`: kind of each layer; an empty text means a rotary embedding and no window."""
+    """Build the network. `kinds` has the kind of each layer: SLIDING, FULL, or "" in Cohere 1. A layer of kind "" has a
+    rotary embedding and no window. `theta` is the default base of the rotary embedding.
+    """
     net, heads = empty_network(c, eps=1e-5, eps_key="layer_norm_eps"), attention_heads(c)
     rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=theta), c.integer("intermediate_size")
     bias, norms = c.boolean("attention_bias"), HEAD_NORMS if c.boolean("use_qk_norm") else None

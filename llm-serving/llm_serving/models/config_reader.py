@@ -34,8 +34,8 @@ _LEAST_NUMBER: Final = 1e-30
 
 
 class ConfigReader:
-    """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError.
-    `of_mtp`: whether the family describes the MTP layer (`models.layers`) instead of the network.
+    """Reads typed values from an untrusted mapping. A key with the value null counts as absent. An invalid value raises
+    ModelError. `of_mtp` tells a model family to describe its MTP layer (`models.layers`) instead of the main network.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, *, of_mtp: bool = False) -> None:
@@ -61,7 +61,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number that is neither tiny nor huge."""
+        """Return a number from 1e-30 to 1e30, or within the limits of the key in `_LEAST` and `_LARGEST`."""
         value = self.config.get(key)
         value = default if value is None else value
         least, largest = _LEAST.get(key, _LEAST_NUMBER), _LARGEST.get(key, _LARGEST_NUMBER)
@@ -93,16 +93,16 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != count or any(each not in known for each in value):
-            raise self.fail(key, f"must be a list of {count}, each {' or '.join(known)}")
+            raise self.fail(key, f"must be a list of {count} values, each {' or '.join(known)}")
         return value
 
     def flags(self, key: str, count: int) -> list[bool] | None:
-        """Return 0 or 1 for each of `count` layers; None: the key is absent."""
+        """Return `count` flags, which the configuration writes as 0 or 1. Return None if the key is absent."""
         value = self.config.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != count or any(each not in (0, 1) for each in value):
-            raise self.fail(key, f"must be a list of {count}, each 0 or 1")
+            raise self.fail(key, f"must be a list of {count} values, each 0 or 1")
         return [bool(each) for each in value]
 
     def integers(self, key: str) -> list[int]:

@@ -19,8 +19,8 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class ContextLengths:
-    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. `reason`: text for the
-    user if RoPE scaling makes them longer than `max_position_embeddings`.
+    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. If RoPE scaling makes the
+    maximum longer than `max_position_embeddings`, `reason` tells the user how it was computed.
     """
 
     default: int
@@ -31,9 +31,10 @@ class ContextLengths:
 def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
     """Return the context lengths of a model in Hugging Face format. Raise ModelError if a file cannot be read.
 
-    RoPE scaling `linear` multiplies `max_position_embeddings` by `factor`; `yarn` multiplies the original training
-    length. `dynamic` applies only to longer contexts, so a user must request them. For other kinds, and if some layers
-    are not scaled, the length is `max_position_embeddings`. `model_max_length` of tokenizer_config.json limits it.
+    RoPE scaling of kind `linear` or `dynamic` multiplies `max_position_embeddings` by `factor`. `yarn` multiplies the
+    original training length. `dynamic` changes only contexts beyond `max_position_embeddings`, so it raises only the
+    maximum: a user must request longer contexts. For other kinds, and if some layers have no scaling, both lengths are
+    `max_position_embeddings`. `model_max_length` of tokenizer_config.json limits a scaled length.
     """
     own = spec.max_position_embeddings
     scaling = _smallest_scaling(spec.network.rotaries, own)

@@ -1,5 +1,7 @@
-"""Falcon-H1: Mamba-2 and attention in parallel in each layer, and constant multipliers. A multiplier is merged into a
-later operation, or, if an activation function follows, into rows of the weight before it.
+"""Falcon-H1: Mamba-2 and attention in parallel in each layer, and constant multipliers.
+
+No operation computes a multiplier alone. If an activation function follows the multiplier, it is part of the weight
+before that function. Otherwise another operation, such as the addition to the residual, applies it as its factor.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Gemma: the stored norm weights are one too small, and the embedding is scaled.
+"""Gemma: folders store norm weights minus 1, and the embedding is scaled.
 
 Gemma 2 and 3 have norms before and after both sublayers, and alternating sliding windows. Gemma 2 caps attention scores
 and logits. Gemma 3 has norms of heads and two rotary embeddings.

@@ -73,12 +73,14 @@ def _sizes(c: ConfigReader, count: int) -> list[int]:
     if not isinstance(values, list):
         return [c.integer("intermediate_size", 16384)] * count
     if len(values) != count:
-        raise c.fail("intermediate_size", f"must be an integer or a list of {count}")
+        raise c.fail("intermediate_size", f"must be an integer or a list of {count} integers")
     return [ConfigReader({"intermediate_size": each}, c.where).integer("intermediate_size") for each in values]
 
 
 def _sparsity(c: ConfigReader, count: int) -> list[float]:
-    """Return for each layer the fraction of normally distributed activations that the model sets to zero; 0: none."""
+    """Return for each layer the fraction of activations that the model sets to zero. The fraction holds for normally
+    distributed activations. A layer with fraction 0 keeps all of them.
+    """
     if not c.has("activation_sparsity_pattern"):
         sparse = 10 if count > 10 else 0
         return [0.95] * sparse + [0.0] * (count - sparse)

@@ -36,7 +36,7 @@ class LayerInputs:
         return cls(prefix, width, layers, rows, c.number("rms_norm_eps", 1e-6))
 
     def embed(self, net: Network, hidden: Value) -> list[Value]:
-        """Return the per-layer input of each layer: [rows, width] each. `hidden`: the token embedding."""
+        """Return the per-layer inputs, [T, width] for each layer. `hidden` is the token embedding [T, hidden size]."""
         whole, at = self.width * self.layers, self.prefix
         projected = net.linear(hidden, at + "per_layer_model_projection", whole)
         # The model divides the projection by the root of the hidden size. Scaling the norm's eps has the same effect.
@@ -86,7 +86,9 @@ def text_decoder(
 
 
 def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[int | None]:
-    """Return for each layer the index of the earlier layer whose keys and values it reads; None: it has its own."""
+    """Return for each layer the index of the earlier layer whose keys and values it reads. The entry of a layer with
+    its own keys and values is None. `default` is the default of `num_kv_shared_layers`.
+    """
     count = c.integer("num_kv_shared_layers", default, least=0)
     first = len(kinds) - count
     own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
@@ -111,7 +113,11 @@ def attention(
     keys_are_values: bool = False,
 ) -> tuple[Value, int]:
     """Add attention with norms of queries, keys and values, and with unscaled scores. Return the result and the number
-    of the cache layer: `layer`, or a new one. `keys_are_values`: values are the keys before norm and rotation.
+    of the cache layer that it reads.
+
+    Args:
+        layer: Cache layer of an earlier layer, whose keys and values are read. None adds a new cache layer.
+        keys_are_values: Whether the values are the keys before norm and rotation, instead of a projection of their own.
     """
     rows, order, q_rows = qkv_rows(heads, rotary, False), rotary.order(), heads.q * heads.own
     kv_rows = heads.kv * heads.own

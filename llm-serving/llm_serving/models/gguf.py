@@ -118,12 +118,16 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
         ("rope.dimension_count", rotary),
     ):
         if value not in (None, own):
-            raise reader.fail(reader.key(name), f"must be the {own} elements of a head")
+            raise reader.fail(reader.key(name), f"must be {own}, the size of a head")
     return heads
 
 
 def _scaling(reader: MetadataReader, config: Config) -> dict[str, Any] | None:
-    """Return `rope_scaling`: a named method, or one divisor for each frequency, as Llama 3 and Phi-3 files store it."""
+    """Return `rope_scaling` of the config.json, or None if the file has no RoPE scaling.
+
+    Files of Llama 3 and Phi-3 store a divisor for each frequency as tensors, which become `longrope`. Other files
+    name the method in their metadata.
+    """
     kind = reader.value(reader.key("rope.scaling.type"), "none")
     has_lists = reader.has_tensor(LONG_FREQUENCIES) or reader.has_tensor(SHORT_FREQUENCIES)
     if kind not in _SCALINGS and not (has_lists and kind == "longrope"):
@@ -160,5 +164,8 @@ def _divisors(reader: MetadataReader, name: str, kind: str) -> list[float]:
     divisors = reader.found.tensors.get(name)
     is_stored = isinstance(divisors, StoredTensor) and len(divisors.shape) == 1 and divisors.shape[0] <= _MAX_ROTATION
     if divisors is None or kind not in ("none", "longrope") or not is_stored:
-        raise ModelError(f"{reader.found.file}: tensor {name} must be a vector, in a file without another RoPE scaling")
+        raise ModelError(
+            f"{reader.found.file}: tensor {name} must be a vector of at most {_MAX_ROTATION} unquantized elements, and "
+            f"`{reader.key('rope.scaling.type')}` must be none or longrope. Given: {kind}"
+        )
     return [float(value) for value in np.array(divisors.read(), np.float64)]

@@ -41,7 +41,9 @@ _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bia
 
 
 def _llama(reader: MetadataReader, config: Config) -> None:
-    """Recognise other families stored as `llama`: Mixtral (experts), Mistral (window), InternLM3 (only QKV biases)."""
+    """Set `architectures` to the family that the file stores as `llama`. A file with experts is a Mixtral; another
+    file with a sliding window is a Mistral. A file with biases only of query, key and value is an InternLM3.
+    """
     if experts := reader.own("expert_count"):
         config["architectures"] = ["MixtralForCausalLM"]
         config["num_local_experts"] = experts
@@ -78,21 +80,26 @@ def _minicpm3(reader: MetadataReader, config: Config) -> None:
 
 
 def _llama4(reader: MetadataReader, config: Config) -> None:
-    """Set what files of Llama 4 leave out, as llama.cpp does: only the model with 128 experts has no norms of heads."""
+    """Set what files of Llama 4 lack, as llama.cpp does. Heads have norms, except in the model with 128 experts.
+    A stored window of 0 means that all layers have a rotary embedding and no layer attends within chunks.
+    """
     config["use_qk_norm"] = config.get("num_local_experts") != 128
     if reader.own("attention.sliding_window") == 0:
         config |= {"attention_chunk_size": None, "no_rope_layers": [1] * config["num_hidden_layers"]}
 
 
 def _baichuan(reader: MetadataReader, config: Config) -> None:
-    """Rename the context length in the 13B model, which has 40 layers and uses ALiBi instead of rotary embedding."""
+    """Rename the context length of the 13B model, which has 40 layers, to `model_max_length`.
+
+    `models.baichuan` uses ALiBi instead of a rotary embedding if there are no `max_position_embeddings`.
+    """
     if config["num_hidden_layers"] == 40:
         config["model_max_length"] = config.pop("max_position_embeddings", None)
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
-    """Read the routing of DeepSeek-V2 or V3. Only sigmoid routers have a correction bias; older files of GLM-4.7-Flash
-    have no key for the scoring function.
+    """Read the routing of DeepSeek-V2 (softmax) or V3 (sigmoid). Older files of GLM-4.7-Flash do not name the scoring
+    function. It is a sigmoid if the file has a correction bias, because softmax routers have none.
     """
     _latent_attention(reader, config)
     if _scores(reader, 2 if reader.has_in_layer("exp_probs_b.bias") else 1, (1, 2)) == 2:
@@ -109,8 +116,8 @@ def _deepseek32(reader: MetadataReader, config: Config) -> None:
 
 
 def _glm_dsa(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have an indexer. Files without this list are of GLM-5 and 5.1, where every layer has one, or of
-    GLM-5.2, which has a longer context.
+    """Read which layers have an indexer. If the file has no such list, the context length tells the model. From 2^20
+    tokens on it is GLM-5.2, where only some layers have an indexer. In GLM-5 and 5.1 every layer has one.
     """
     _deepseek32(reader, config)
     flags = reader.found.metadata.get(reader.key("attention.indexer.types"))

@@ -50,7 +50,9 @@ def _kv_heads(reader: MetadataReader, config: Config) -> list[int]:
 
 
 def qwen_experts(reader: MetadataReader, config: Config) -> None:
-    """List the dense layers, which have no router. Derive the sizes of experts in older files from the dense size."""
+    """Set `mlp_only_layers` to the layers without a router. Older files lack the intermediate size of an expert: set it
+    to that of a dense layer divided by the number of experts per token.
+    """
     layers, dense, used = (
         config["num_hidden_layers"],
         config.get("intermediate_size"),
@@ -99,7 +101,9 @@ def _nemotron_h(reader: MetadataReader, config: Config) -> None:
 
 
 def _nemotron_experts(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have experts. The file has no number of groups that a token uses, so there may be one group."""
+    """Read which layers have experts. Raise ModelError if the experts form several groups, because a file does not
+    store how many of the groups a token uses.
+    """
     _nemotron_h(reader, config)
     has_router = [reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight") for i in range(config["num_hidden_layers"])]
     pattern = zip(config["hybrid_override_pattern"], has_router, strict=True)

@@ -48,7 +48,9 @@ class MetadataReader:
         return self.number(self.key(name))
 
     def numbers(self, name: str) -> list[int] | None:
-        """Return the integers of the key `<architecture>.<name>`, one for each layer; None: it is one number."""
+        """Return the list of integers, one for each layer, of the key `<architecture>.<name>`. Return None if the value
+        is no list or absent.
+        """
         value = self.found.metadata.get(self.key(name))
         if not isinstance(value, np.ndarray):
             return None
@@ -87,11 +89,15 @@ class Architecture:
 
     Attributes:
         family: Name in `architectures` of a config.json.
-        numbers: Metadata key without the architecture's prefix -> key of a config.json. A file may lack the key.
-        bias: Configuration key -> tensors of a layer; the key is true if some layer has one of them.
-        complete: Adds missing keys to the configuration, or changes its values.
-        rotates, rotates_a_part: Whether there is a rotary embedding, and whether it may rotate only a part of a head.
-        has_lists: Whether a number may be a list with an element for each layer, which `complete` reads.
+        numbers: Metadata key without the architecture's prefix -> key of a config.json. Keys that a file lacks are
+            left out.
+        fixed: Keys and values of the config.json that are the same for all models of the architecture.
+        bias: Key of a config.json -> tensors of a layer. The value is true if some layer has one of these tensors.
+        complete: Function that adds further keys to the config.json, or changes its values.
+        rotates: Whether the model has a rotary embedding.
+        rotates_a_part: Whether the rotary embedding may rotate only a part of a head.
+        has_lists: Whether a file may store a list, with a number for each layer, in place of one number. `complete`
+            reads these lists.
     """
 
     family: str

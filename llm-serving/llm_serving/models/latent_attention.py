@@ -22,7 +22,9 @@ KEY_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Indexing:
-    """The settings of an `Indexer`. The layers `shared` use the keys that the layer before them selected."""
+    """The settings of an `Indexer`: the default number of its `heads`, and whether it rotates adjacent pairs
+    (`interleaved`). Layers in `shared` have no indexer; they use the keys that the last indexer before them selected.
+    """
 
     heads: int
     interleaved: bool
@@ -50,7 +52,7 @@ class Indexer:
         self._selected: Value | None = None
 
     def __call__(self, net: Network, x: Value, q: Value, index: int, at: str) -> Value:
-        """Return the keys that a layer attends to. `q`: the normalised latent vector of the queries."""
+        """Return the keys that the layer `index` attends to. `q` is the normalised latent vector of the queries."""
         if index in self._shared and self._selected is not None:
             return self._selected
         heads, dim, order = self._heads, self._dim, self._rotary.order()
@@ -69,7 +71,9 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention:
-    """Adds the latent attention of a layer to a network. `interleaved`: see `Rotary`."""
+    """Adds the latent attention of a layer to a network. `interleaved` tells whether adjacent elements rotate together
+    in the checkpoint.
+    """
 
     def __init__(self, c: ConfigReader, indexing: Indexing | None = None, *, interleaved: bool = True) -> None:
         self.heads = c.integer("num_attention_heads")

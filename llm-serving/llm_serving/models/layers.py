@@ -29,13 +29,16 @@ Layer = Callable[[Value, int, str], Value]
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Tensor name prefixes of an MTP layer: norms of the embedding and of the hidden state (`inputs`), the linear layer
-    from both to the hidden size, and the norm of the result.
+    """The tensor name prefixes of an MTP layer.
 
     Attributes:
-        count_key, default: Configuration key of the number of MTP layers, of which the first is used, and its default.
-        layer: Prefix of the layer; None: the model's prefix of layers with the number after the last layer, which then
-            precedes the other names too.
+        count_key, default: Configuration key of the number of MTP layers, and its default. Only the first MTP layer is
+            used.
+        layer: Prefix of the decoder layer in the MTP layer. None means that the MTP layer is stored like one more layer
+            after the model's last one. The prefix of that layer then also precedes the names below.
+        inputs: Norms of the embedding and of the hidden state.
+        projection: Linear layer from the embedding and the hidden state, joined, to the hidden size.
+        norm: Norm of the result.
     """
 
     count_key: str
@@ -64,7 +67,9 @@ SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 
 
 def layer_kinds(c: ConfigReader, every: int) -> list[str]:
-    """Return the kind of each layer: `layer_types`, else FULL for every `every`-th layer and SLIDING for others."""
+    """Return the kind of each layer from `layer_types`. If this key is absent, the last of each `every` consecutive
+    layers is FULL, and the other layers are SLIDING.
+    """
     count = c.integer("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     return c.choices("layer_types", (FULL, SLIDING), count) or usual
@@ -116,7 +121,9 @@ def decoder(
         tied: Default of `tie_word_embeddings`.
         table_scale, rounded_scale: `scale` and `rounded_scale` of `Network.embedding`.
         scale, cap, lm_head_transform, head_bias: `scale`, `cap`, `transform` and `bias` of `Network.lm_head`.
-        normalize: The final norm; None: `Network.rms_norm`.
+        normalize: The final norm. None means `Network.rms_norm`.
+        mtp_names: Tensor names of the MTP layer, in families that have one. If `c.of_mtp` is true, the MTP layer is
+            added instead of the main network.
     """
     count = c.integer("num_hidden_layers")
     if c.of_mtp and mtp_names is not None and mtp_names.count(c):
@@ -144,8 +151,10 @@ def decoder(
 
 
 def _begin_mtp(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer, whose input rows are [embedding, hidden state]. Return the input of its
-    decoder layer, and the prefix of that layer's tensor names. `after`: prefix of a layer after the model's last one.
+    """Begin the network of an MTP layer. Each of its input rows is an embedding followed by a hidden state.
+
+    Return the input of its decoder layer, and the prefix of that layer's tensor names. `after` is the prefix that a
+    further layer after the model's last one has.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)
@@ -159,7 +168,9 @@ def _end_mtp(net: Network, names: MtpNames, x: Value, at: str) -> Network:
 
 
 def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Network:
-    """End a network with a score: the logit of one token, minus the logit of another if there are two token ids."""
+    """End the network of a reranker with its score. It is the logit of the first token id in SCORE_TOKENS, minus the
+    logit of the second if there are two.
+    """
     ids = c.token_ids(SCORE_TOKENS)
     if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
         raise c.fail(SCORE_TOKENS, f"must hold one or two token ids less than `vocab_size` {net.vocab}")
@@ -183,8 +194,8 @@ def pre_norm(
     normalize: Norm | None = None,
     mtp_names: MtpNames | None = None,
 ) -> Network:
-    """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block.
-    `attention` gets the tensor name prefix of its layer, `feed_forward` this prefix followed by `mlp.`.
+    """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block. Call
+    `attention` with the tensor name prefix of its layer, and `feed_forward` with this prefix followed by `mlp.`.
     """
     norm = normalize or net.rms_norm
 

@@ -1,4 +1,6 @@
-"""Llama 4: most layers have a rotary embedding and attend within chunks; the others have none and attend to all."""
+"""Llama 4: most layers have a rotary embedding and attend within chunks of tokens. The other layers have no rotary
+embedding and attend to all earlier tokens.
+"""
 
 from typing import Any
 

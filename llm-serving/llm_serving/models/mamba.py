@@ -42,7 +42,7 @@ def mamba_sizes(c: ConfigReader) -> Mamba:
 
 
 def checked(c: ConfigReader, key: str, sizes: Mamba) -> Mamba:
-    """Return the sizes. Raise ModelError, which names `key`, if the kernels cannot compute them."""
+    """Return `sizes` unchanged. Raise ModelError about the key `key` if the kernels do not support them."""
     width = max(sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size)
     if sizes.heads % sizes.groups or width > MAX_WIDTH or not 2 <= sizes.taps <= MAX_TAPS:
         rule = f"must be a multiple of its groups, with at most {MAX_WIDTH} elements and 2 to {MAX_TAPS} taps"
@@ -69,7 +69,9 @@ def mamba_mixer(
     norm: Literal["", "before", "after"] = "after",
     transform: Transform | None = None,
 ) -> Value:
-    """Add a Mamba-2 mixer, with a norm before or after its gate. `transform`: for the input projection's weight."""
+    """Add a Mamba-2 mixer with a norm before or after its gate, or, if `norm` is empty, without a norm. `transform` is
+    applied to the weight of the input projection.
+    """
     inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     widths = inner, inner + 2 * shared, sizes.heads
     projected = net.linear(x, at + "in_proj", sum(widths), bias=sizes.bias, transform=transform)

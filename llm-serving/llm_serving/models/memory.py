@@ -48,18 +48,20 @@ def num_state_slots(state_bytes: int, max_running: int, given: int | None = None
 
 
 def num_mask_keys(device_target: str, max_model_len: int) -> int:
-    """Return the number of columns of a step's attention mask [tokens, keys] on an NPU; 0: a CPU needs no mask."""
+    """Return the number of columns of a step's attention mask [tokens, keys]. It is 0 on a CPU, which needs no mask."""
     return max_model_len if device_target == "Ascend" else 0
 
 
 def working_bytes(
     spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int, num_keys: int = 0
 ) -> int:
-    """Return the largest temporary memory in bytes: that of the largest step, or of loading one weight.
+    """Return the largest temporary memory in bytes: that of the largest step or of loading the largest weight.
 
-    A step holds the widest values of each token, the logits of every row and a chunk of prompt logits with the
-    sampler's copies, and on an NPU the attention mask with `num_keys` columns and the values of drawing tokens. Loading
-    holds a weight as stored, a second copy if tensors are stacked, and float32 values of a quantized weight.
+    For each token a step holds the inputs and outputs of the widest operation. For each sampled row it holds the logits
+    and the sampler's copies of them. The same holds for prompt logits, which are computed in pieces of LOGITS_BYTES. On
+    an NPU there are also an attention mask with `num_keys` columns and further values of the sampler for each logit.
+    Loading holds a weight as stored and a second copy, because its tensors may be stacked. Weights that are quantized
+    in the folder also need memory for float32 values.
     """
     token = dtype_bytes * 2 * spec.max_row_elements + MASK_BYTES * num_keys
     row = 4 * (NUM_DRAWING_VALUES if num_keys else 3) * spec.vocab_size
@@ -69,8 +71,8 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the loaded weights. Without `quantization` and with `blocks_a16`, GGUF blocks keep their
-    stored size. Stored integers that the kernels cannot multiply are dequantized.
+    """Return the bytes of the loaded weights. If `quantization` is None or its scheme is `blocks_a16`, weights in GGUF
+    blocks keep their stored size. Quantized values in the folder that the kernels cannot multiply count as dequantized.
     """
     elements = spec.num_weight_elements
     if keeps_blocks(quantization) and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
@@ -106,7 +108,7 @@ def kv_cache_bytes_left(
     quantization: Quantization | None = None,
     num_keys: int = 0,
 ) -> int:
-    """Return the bytes of `limit` that remain for the KV cache; negative: the model alone does not fit."""
+    """Return the bytes of `limit` that remain for the KV cache. It is negative if even the model does not fit."""
     weights = weight_bytes(spec, dtype_bytes, quantization)
     working = working_bytes(spec, dtype_bytes, max_num_batched_tokens, max_num_seqs, num_keys)
     return limit - weights - PROCESS_BYTES - working

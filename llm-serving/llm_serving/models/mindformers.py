@@ -1,9 +1,9 @@
 """MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
-In the supported version 2.1, all inference classes are one model, `GPTModel`, with options for each family. The Qwen2
-class without biases computes a Llama, which has no class of its own. GLM-4-MoE and classes with latent keys are refused
-by name. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys and values with one
-product, and both halves of a gate with another.
+In MindFormers 2.1, the supported version, all inference classes are one model, `GPTModel`, with options for each
+family. Llama has no class there, so the Qwen2 class without biases computes it. This server refuses the classes of
+GLM-4-MoE and DeepSeek-V3 by name. `LlamaForCausalLM`, the class of releases before 2, is still part of 2.1. It computes
+queries, keys, values, gate and up with a matrix product each.
 """
 
 from __future__ import annotations
@@ -211,9 +211,10 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width, without padding. The padding of experts is part of their width.
+    """Return whether the parameter has the values of the stored tensors without padding. Padding of experts is allowed,
+    because MindFormers' class is built with the padded size.
 
-    Its rows may be reordered, because MindFormers' class gets this server's rotary tables, which match the order.
+    Rows may be in another order, because MindFormers' class gets this server's rotary tables, which match the order.
     """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     return (is_whole or ".experts." in weight.names[0]) and weight.transform is None
@@ -230,7 +231,9 @@ def without_key_offsets(network: Network) -> Network:
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what MindFormers' classes lack for the model and contexts of `num_positions` tokens; None: nothing."""
+    """Return what MindFormers' classes lack for the model with contexts of `num_positions` tokens. Return None if they
+    support it.
+    """
     if architecture in _NOT_SERVED:
         return f"MindFormers' {_NOT_SERVED[architecture]}"
     if architecture not in MINDFORMERS_CLASSES:
@@ -269,7 +272,9 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_llama_parameter(name: str) -> str | None:
-    """Return the name of a tensor's parameter in a `LlamaModel`; None: there is none, as for the LM head."""
+    """Return the name of a tensor's parameter in MindFormers' `LlamaModel`. Return None if the model has no such
+    parameter, as for the LM head.
+    """
     for pattern, place in _LEGACY_WEIGHT_NAMES:
         if (found := pattern.fullmatch(name)) is not None:
             return found.expand(place)
@@ -277,7 +282,9 @@ def mindformers_llama_parameter(name: str) -> str | None:
 
 
 def split_stacked_weights(network: Network) -> Network:
-    """Return a copy of the network, only for reading weights, with the parts of stacked weights as separate tensors."""
+    """Return a copy of the network in which each tensor of a stacked weight is a weight of its own. The copy serves to
+    read the weights of MindFormers' `LlamaForCausalLM`, which does not stack them. It does not compute the model.
+    """
     apart = copy.copy(network)
     apart.operations = []
     for operation in without_key_offsets(network).operations:

@@ -31,13 +31,15 @@ def mixture_of_experts(
     top_k_key: str = "num_experts_per_tok",
     routed: Value | None = None,
 ) -> Value:
-    """Add a router and `count` experts. The names in `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
+    """Add a router and `count` experts.
 
     Args:
+        at: Prefix of all tensor names, before the names in `routing`, `parts`, `router` and `stacks`.
         inner_key, top_k_key: Configuration keys of the experts' intermediate size and of `routing.top_k`.
-        parts: Names of each expert's tensors, after its number; the first is empty if experts have no gate.
+        parts: Names of an expert's gate, up and down tensors. The expert's number precedes them. The name of the gate
+            is empty if experts have none.
         stacks: Tensors that hold all experts, instead of `parts`.
-        routed: Input of the router; None: x.
+        routed: Input of the router. None means x.
     """
     inner = c.integer(inner_key)
     if count % routing.groups:
@@ -67,7 +69,9 @@ def mixture_of_experts(
 
 
 def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:
-    """Return the intermediate size of all shared experts of a layer, which are computed as one feed-forward block."""
+    """Return the intermediate size of all shared experts of a layer, which are computed as one feed-forward block.
+    `least` is the minimum number of shared experts.
+    """
     count, inner = c.integer(count_key, default, least=least), c.integer("moe_intermediate_size")
     if count * inner > MAX_WIDTH:
         raise c.fail(count_key, f"times `moe_intermediate_size` {inner} must be at most {MAX_WIDTH}")

@@ -74,7 +74,8 @@ def _pattern(c: ConfigReader) -> str:
     kinds = c.choices("layers_block_type", tuple(KINDS), count)
     pattern = c.config.get("hybrid_override_pattern") if kinds is None else "".join(KINDS[kind] for kind in kinds)
     if not isinstance(pattern, str) or len(pattern) != count or set(pattern) - {MAMBA, ATTENTION, MLP, EXPERTS}:
-        raise c.fail("hybrid_override_pattern", f"must be {count} of {MAMBA}, {ATTENTION}, {MLP} and {EXPERTS}")
+        known = f"{MAMBA}, {ATTENTION}, {MLP} or {EXPERTS}"
+        raise c.fail("hybrid_override_pattern", f"must be {count} characters, each {known}")
     return pattern
 
 

@@ -71,7 +71,9 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
-    """Return the pooling that `mode` (`model_config.pooling`) selects, or None. Raise the errors of `read_pooling`."""
+    """Return the pooling that `mode` (the value of `model_config.pooling`) selects. Return None if the server only
+    generates text. Raise ModelError if the model's own pooling is invalid or not supported.
+    """
     if mode == "none":
         return None
     if spec.network.num_labels:
@@ -100,7 +102,9 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Read the pooling of a folder; None: a generative model. Raise ModelError if it is invalid or unknown."""
+    """Return the pooling that `modules.json` of a folder specifies. Return None if there is no such file, because the
+    model is then generative. Raise ModelError if a module is invalid or not supported.
+    """
     modes, normalises = [], False
     for name, config in _modules(folder):
         if name == "Pooling":
@@ -116,7 +120,8 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the one or two tokens from whose logits a reranker computes its score; empty for other models.
+    """Return the ids of the one or two tokens from whose logits a reranker computes its score. Return an empty list for
+    other models.
 
     The score is the logit of the first token, minus the logit of the second if there are two. The ids are read from
     sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json (vLLM), which lists the
@@ -145,7 +150,9 @@ def missing_module_files(folder: Path) -> list[str]:
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """Return `max_seq_length` of sentence-transformers, in tokens; None: the model's context length."""
+    """Return the `max_seq_length` of sentence-transformers, in tokens. Return None if the folder does not set this
+    limit of the context length.
+    """
     path = folder / TRANSFORMER_FILE
     config = _read(path) if path.exists() else None
     length = config.get("max_seq_length") if isinstance(config, Mapping) else None
@@ -165,7 +172,9 @@ def _token_ids(folder: Path, texts: Any) -> list[int]:
 
 
 def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
-    """Return the pooling of a model with a classifier. Keys of sentence-transformers name its activation function."""
+    """Return the pooling of a reranker with a classifier. Read the activation function of its score from the keys of
+    sentence-transformers; the default is Sigmoid. Raise ModelError if the function is not supported.
+    """
     mode = PoolingMode.LAST
     if not spec.network.causal:
         pools_all = "ModernBert" in spec.architecture and spec.config.get("classifier_pooling") == PoolingMode.MEAN

@@ -82,7 +82,9 @@ def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rota
 
 @lru_cache(8)
 def _gated_rows(heads: Heads, rotated: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the row order [queries, keys, values, gates]. `rotated`: row order of a rotated head."""
+    """Return the row order [queries, keys, values, gates] of the stacked weight. `rotated` is the order of the rows
+    within a query or key head (`Rotary.order`).
+    """
     own, plain = heads.own, padded_order(heads.own, HEAD_MULTIPLE)
     q, k = [2 * own * head for head in range(heads.q)], [own * (2 * heads.q + head) for head in range(heads.kv)]
     v, gate = [start + own * heads.kv for start in k], [start + own for start in q]
@@ -99,7 +101,7 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
         raise c.fail("linear_num_value_heads", f"must be a multiple of `linear_num_key_heads` {key_heads}")
     keys, values = key_heads * key_dim, heads * dim
     if max(keys, values) > MAX_WIDTH:
-        raise c.fail("linear_num_value_heads", f"must give keys and values of at most {MAX_WIDTH} elements per token")
+        raise c.fail("linear_num_value_heads", f"must give at most {MAX_WIDTH} elements per token to keys or values")
     if taps > MAX_TAPS:
         raise c.fail("linear_conv_kernel_dim", f"must be at most {MAX_TAPS}")
     widths = 2 * keys + values, values, heads, heads
@@ -116,6 +118,8 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 
 @lru_cache(8)
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
-    """Return the row order from tensors grouped by key head to q, k, v, z, b, a of all heads."""
+    """Return the row order of a weight that holds q of all heads, then k, v, z, b and a. The tensors instead hold these
+    parts for one key head after another.
+    """
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
     return (*parts_order(0, key_heads, first), *parts_order(key_heads * sum(first), key_heads, (ratio, ratio)))

@@ -99,8 +99,10 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`, with a classifier or no head counted as the decoder. Raise
-    ModelError if there is none, or if a decoder is configured for bidirectional attention.
+    """Return the first name in `architectures` that is a key of FAMILIES.
+
+    A decoder that is saved with a classifier or without a head counts as the decoder with its LM head: `Qwen3Model` is
+    `Qwen3ForCausalLM`. Raise ModelError if no name is known, or if a decoder is configured for bidirectional attention.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")

@@ -47,8 +47,12 @@ _UNLIMITED: Final = 2**20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Describes a model before its weights are read. `config`: the validated `config.json`. `max_position_embeddings`:
-    longest context in tokens for which the model was trained. `eos_token_ids`: every id that ends a text.
+    """Describes a model before its weights are read.
+
+    Attributes:
+        config: The validated content of `config.json`.
+        max_position_embeddings: Longest context in tokens for which the model was trained.
+        eos_token_ids: All token ids that end a text.
     """
 
     architecture: str
@@ -65,7 +69,9 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec of the MTP layer (`models.layers`), if the folder's tensors (`stored`) allow it."""
+        """Return the spec of the MTP layer (`models.layers`). Return None if the model has none that is supported.
+        `stored` has the names of the folder's tensors, which tell whether the experts of the MTP layer are stacked.
+        """
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
         spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
@@ -77,7 +83,9 @@ class ModelSpec:
         return scheme_of(self.config, CONFIG_NAME)
 
     def config_value(self, key: str) -> Any:
-        """Return a configuration value. Missing numbers of KV heads and layers are derived."""
+        """Return a configuration value. If `num_key_value_heads` or `num_hidden_layers` is absent, derive it from the
+        network.
+        """
         caches = self.network.caches
         found = {"num_key_value_heads": caches[0].kv_heads, "num_hidden_layers": len(caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
@@ -88,12 +96,14 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """The shapes of the KV tensors: one for each layer; with groups of layers, one for each layer of a group."""
+        """The shapes of the pairs of key and value tensors. Each layer has its own pair, unless groups of layers share
+        the pairs (see `CacheLayout`).
+        """
         return self.layout.shapes
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """The groups of layers in the KV cache. Without `with_cache_groups` there is one group."""
+        """The groups of layers in the KV cache. A spec that `with_cache_groups` did not return has one group."""
         return self.network.layout or ungrouped(self.network.caches, self._windows)
 
     @cached_property
@@ -134,8 +144,10 @@ class ModelSpec:
         return spec
 
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
-        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens. In an
-        int8 cache layers of different shapes form one group, because each head of a token also has a scale.
+        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens.
+
+        In an int8 cache each head of a token also has a scale, so the memory of a layer does not divide into that of
+        smaller layers. Therefore all layers form one group if they have different shapes.
         """
         spec = replace(self)
         spec.__dict__["network"] = network = copy(self.network)
@@ -164,7 +176,7 @@ class ModelSpec:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Number of weight elements that one token is multiplied by, without LM head, with only top-k experts."""
+        """Number of weight elements that one token is multiplied by. The LM head and unused experts do not count."""
         total = 0.0
         top_k = 1
         for each in self.network.operations[:-1]:

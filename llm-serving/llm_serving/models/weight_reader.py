@@ -1,7 +1,7 @@
 """The weights of a model folder: memory-mapped tensors by their Hugging Face names, read ahead into the page cache.
 
-Computing threads access a memory map in small pieces and in random order, which is slower than the disk allows. So
-`ReadAhead` reads the files sequentially before.
+Compute threads access a memory map in small pieces and in random order, which is slower than the disk allows.
+Therefore `ReadAhead` reads the files sequentially into the page cache, ahead of these threads.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers, or raise ModelError. `on_read` gets the bytes read and all bytes, after each tensor."""
+        """Read the headers of the folder's files. Raise ModelError if they are not valid.
+
+        `on_read` is called after each tensor, with the number of bytes read so far and that of all tensors.
+        """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
         files = read_tensors(folder, packed=scheme is not None)
@@ -123,7 +126,7 @@ class WeightReader:
                 )
             name = hugging_face_name(stored_name) if theirs else prefix + stored_name.removeprefix(base)
             if name in self._tensors:
-                raise ModelError(f"{tensor.file}: tensor {name} occurs twice, also in {self._tensors[name].file}")
+                raise ModelError(f"{tensor.file}: tensor {name} occurs twice: {self._tensors[name].file} has it too")
             self._tensors[name] = tensor
         self._unread = {name for name in self._tensors if not DERIVED.search(name)}
         self._read_ahead: ReadAhead | None = None
@@ -159,7 +162,7 @@ class WeightReader:
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
 
     def first_non_finite(self, names: Sequence[str]) -> str:
-        """Return file and name of the first tensor with an infinite or NaN element; empty: there is none."""
+        """Return file and name of the first tensor with an infinite or NaN element, or "" if there is none."""
         for name in names:
             tensor = self._tensors[name]
             if not is_finite(np.ascontiguousarray(tensor.read())):
@@ -228,7 +231,7 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
     stored = reader.shapes()
     layer = spec.mtp(stored)
     if layer is None:
-        raise ModelError(f"{rule}: {spec.architecture} has none that the server uses, by its config.json")
+        raise ModelError(f"{rule}: by its config.json, {spec.architecture} has none that is supported")
     missing = [name for name in layer.tensors if name not in stored]
     if missing:
         raise ModelError(f"{rule}: {folder} lacks {len(missing)} of {len(layer.tensors)} tensors, such as {missing[0]}")

@@ -1,9 +1,9 @@
 """Slots for low-rank adapters (LoRA, Hu et al. 2021) in the linear operations of a network.
 
-A row with an adapter gets x * weight^T + B round(A x), rounded once. A x is rounded to the model dtype. A slot holds
-the matrices A and B of one adapter for every linear operation. If an operation stacks several tensors, each tensor is
-one part, whose columns read only their own rows of A. A rank of a tensor-parallel replica holds the columns of A or the
-rows of B that belong to its part of the weight.
+The result of a row x with an adapter is x * weight^T + B * round(A * x). A * x is rounded to the model dtype, and so is
+the sum at the end. A slot holds the matrices A and B of one adapter for every linear operation. If an operation stacks
+several tensors, each tensor is one part, whose columns read only their own rows of A. A rank of a tensor-parallel
+replica holds the columns of A or the rows of B that belong to its part of the weight.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class AdaptedLinear:
 
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
-        part_of_panel: Index of the part that each panel of 16 columns belongs to.
-        a, b: The matrices of all slots. In a program: panels (see `panels`) [slots, parts * R / 16, K, 16] and [slots,
-            N / 16, R, 16], with K, N and the rank R of a part rounded up to multiples of 16. In Cells, whose operations
-            have one part: [slots * R, K] and [N, slots * R].
-        ranks: float32 [slots, parts], rank of each part of the adapter in a slot. Only programs read it.
-        parts: float32 [N / 16], `part_of_panel`. Only programs read it.
+        part_of_panel: Index of the part that each panel of 16 columns of the result belongs to.
+        a, b: The matrices A and B of all slots, where R is the rank of a part. A program (`network.program`) reads them
+            as panels (see `panels`): [slots, parts * R / 16, K, 16] and [slots, N / 16, R, 16], with K, N and R rounded
+            up to multiples of 16. MindSpore Cells read [slots * R, K] and [N, slots * R]; their operations have one
+            part.
+        ranks: float32 [slots, parts], the rank of each part of the adapter in a slot. Only programs read it.
+        parts: float32 [N / 16], `part_of_panel` as a weight. Only programs read it.
     """
 
     weight: Weight
@@ -98,8 +99,10 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a copy of the network whose linear operations have adapter slots, and these slots. Operations of the head
-    have none, nor do those with a weight that is transformed, transposed or separate for each head.
+    """Return a copy of the network whose linear operations have adapter slots, and these slots.
+
+    Operations of the head get no slots. Linear operations get none if their weight is transformed, transposed or
+    separate for each head. `as_program` selects the layout of the slots: for programs or for MindSpore Cells.
     """
     adapted = copy(network)
     head = network.head_operations
@@ -130,8 +133,8 @@ def experts_modules(network: Network) -> tuple[str, ...]:
 
 
 def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
-    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K padded to multiples of 16 by zeros. `in_pairs`:
-    inputs k and k + 1 of a row, for even k, are adjacent in memory, as bfloat16 products need.
+    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K padded to multiples of 16 by zeros. With
+    `in_pairs`, inputs k and k + 1 of a row, for even k, are adjacent in memory, as bfloat16 products need.
     """
     n, k = matrix.shape
     rows, inputs = _padded(n), _padded(k)

@@ -22,8 +22,9 @@ class Network:
     writes.
 
     Args:
-        gamma_transform: Converts stored norm weights to the weights to use, in float32; None: they are the same.
-        causal: Whether tokens attend only to themselves and earlier ones. If not, one step must compute a whole prompt.
+        gamma_transform: Function that converts stored norm weights, in float32, to the weights to use. None means that
+            they are used as stored.
+        causal: Whether a token attends only to itself and earlier tokens. If not, one step computes a whole prompt.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class Network:
         self.causal = causal
         self.positions: PositionEmbedding | None = None
         self.given: Value | None = None
-        """Rows that each step provides instead of token ids; None: the network looks up an embedding."""
+        """Rows that each step provides instead of token ids. None means that the network looks up an embedding."""
         self.num_labels = 0
-        """Number of scores that the head computes for a request; 0: it computes logits of tokens."""
+        """Number of scores that the head computes for a request. 0 means that it computes logits of tokens."""
         self.operations: list[Operation] = []
         self.caches: list[CacheShape] = []
         self.states: list[StateShape] = []
@@ -90,9 +91,10 @@ class Network:
         """Look up rows of the table [V, width] by token id.
 
         Args:
-            scale, rounded_scale: Factor of the rows, and whether it is first rounded to the model dtype.
-            width: Columns of the table; 0: the hidden size.
-            stored_rows: Rows of the table in the checkpoint; 0: the vocabulary size. Tokens without a row get row 0.
+            scale, rounded_scale: Factor of the rows, and whether the factor is first rounded to the model dtype.
+            width: Columns of the table. 0 means the hidden size.
+            stored_rows: Rows of the table in the checkpoint. 0 means the vocabulary size. Token ids from `stored_rows`
+                on get row 0.
         """
         attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
         width = width or self.hidden
@@ -123,12 +125,14 @@ class Network:
         """Compute x * weight^T plus an optional bias.
 
         Args:
-            names, sizes: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked, and rows of
-                each.
+            names: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked.
+            sizes: Number of rows of each tensor.
             rows, columns, transform: As in `Weight`. `rows` also selects the elements of the bias.
-            heads: With more than one, each head of x is multiplied by its own equal share of the weight's rows.
-            stored_shapes: Shape of the tensor, if it is not (sum of sizes, columns).
-            width: Columns of the result, if different from the rows of the weight.
+            heads: Number of equal parts of x and of the weight's rows. Each part of x is multiplied by its own part of
+                the weight.
+            stored_shapes: Shape of the only tensor, if it differs from the (size, columns) that the other arguments
+                imply.
+            width: Columns of the result, if `transform` changes the number of the weight's rows.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
@@ -166,10 +170,10 @@ class Network:
         """Compute x / sqrt(mean(x^2) + eps) * gamma in float32.
 
         Args:
-            names: Prefixes of the tensors `<name>.weight`, which are stacked to gamma; None: gamma is 1.
-            group: Number of columns that are normalised together; 0: whole rows.
-            unpadded: Number of columns of a group that are not zero padding; 0: all.
-            rows: `Weight.rows` of gamma.
+            names: Prefixes of the tensors `<name>.weight`, which are stacked to gamma. None means that gamma is 1.
+            group: Number of columns that are normalised together. 0 means whole rows.
+            unpadded: Number of columns of a group that are not zero padding. 0 means all columns.
+            rows: Order of the elements of gamma (`Weight.rows`).
             as_stored: Whether the stored gamma is used without `gamma_transform`.
             of_row: Whether gamma has one element for each column of a row; otherwise one for each column of a group.
         """
@@ -202,8 +206,9 @@ class Network:
         stored_shape: tuple[int, ...] | None = None,
         eps: float | None = None,
     ) -> Value:
-        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`. Each
-        group has its own gamma and beta. `stored_shape`: shape of each tensor, if it is no vector.
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`, but
+        each group has its own gamma, and its own beta if `bias` is true. `stored_shape` is the shape of each tensor
+        if the tensors are no vectors.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)
@@ -272,12 +277,13 @@ class Network:
             window: Number of tokens that a row attends to, including itself. If the network is not causal, a row
                 attends to tokens less than `window` positions away on either side.
             cap: Scores s become cap * tanh(s / cap).
-            chunk: A row attends only to tokens of its own chunk of `chunk` positions (Llama 4). Not with a window.
+            chunk: A row attends only to tokens of its own chunk of `chunk` positions (Llama 4). 0 means no chunks. A
+                layer cannot have both chunks and a window.
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
             sinks: An additional score for each head, which takes part in the softmax and adds no value (gpt-oss).
             q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
                 latent vector, which is both key and value, and the cached v is the rotary part of the key.
-            selected: Result of `select_keys`: a row attends only to these keys. Requires `q_rope`.
+            selected: Result of `select_keys`. A row attends only to these keys. Requires `q_rope`.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
         attributes |= {"causal": self.causal, "chunk": chunk}
@@ -292,9 +298,14 @@ class Network:
     def select_keys(self, q: Value, weights: Value, layer: int, top_k: int) -> Value:
         """Return, for each row, the ascending positions of the `top_k` keys with the largest scores: int32 [T, top_k].
 
-        The score of a key is the sum over heads of weight * relu(q * key); of equal scores, the first one counts as
-        larger (DeepSeek-V3.2, 2025, section 2.1). Only keys up to the row's own position count. If there are too few,
-        -1 follows them. q: [T, heads * key width]; weights: [T, heads]; layer: from `store_kv`, with one KV head.
+        The score of a key is the sum over heads of weight * relu(q * key) (DeepSeek-V3.2, 2025, section 2.1). Of equal
+        scores, that of the earlier key counts as larger. A row selects only keys up to its own position. A row with
+        fewer than `top_k` such keys ends with entries of -1.
+
+        Args:
+            q: Queries [T, heads * key width].
+            weights: Weights of the heads [T, heads].
+            layer: Result of `store_kv` for a layer with one KV head, which holds the keys.
         """
         selected = Value(f"selected{len(self.operations)}", top_k, "int32")
         attributes = {"layer": layer, "top_k": top_k}
@@ -336,7 +347,7 @@ class Network:
         Args:
             router: Prefix of the router's tensor `<router>.weight`, [number of experts, H].
             inner: Intermediate size of one expert.
-            routed: Input of the router; None: x.
+            routed: Input of the router. None means x.
         """
         routed = x if routed is None else routed
         count, top_k = experts.count if isinstance(experts, ExpertStacks) else len(experts), routing.top_k

@@ -29,7 +29,9 @@ class CacheShape:
         return self.kv_heads * (self.key_width + self.value_width)
 
     def num_parts_for(self, other: CacheShape) -> int:
-        """Return how many layers of shape `other` fit into this memory; 0: keys or values do not fit exactly."""
+        """Return how many layers of shape `other` fill the memory of a layer of this shape exactly. Return 0 if they
+        cannot fill it.
+        """
         parts, rest = divmod(self.kv_heads * self.key_width, other.kv_heads * other.key_width)
         fits = not rest and self.kv_heads * self.value_width == parts * other.kv_heads * other.value_width
         return parts if fits else 0
@@ -56,9 +58,12 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """A part of a pair of key and value tensors, for a layer that needs less memory for a token than the pair has."""
+    """A part of a pair of key and value tensors. A layer uses a view if it needs less memory per token than the pair
+    has.
+    """
 
     tensors: int
+    """Index of the pair of tensors."""
     part: int
     """Index of the part. All parts of a row of the pair have the same size."""
     shape: CacheShape
@@ -68,9 +73,10 @@ class CacheView:
 class CacheLayout:
     """The groups of a network's layers, and the tensors that hold their keys and values.
 
-    Layers that attend to the same tokens form one or more groups. A block belongs to one group: it is one row of every
-    pair of tensors. A row of a pair holds the keys and values of one layer of the group, or of several smaller layers.
-    So all groups take blocks from one pool, although a layer with a window needs fewer blocks than others.
+    The layers of a group attend to the same tokens and share a block table. All groups share the tensors: each pair of
+    key and value tensors has one row for every block. A block belongs to one group at a time. Its row in a pair then
+    holds the keys and values of one layer of that group, or of several smaller layers. So all groups take blocks from
+    one pool, although groups with a window need fewer blocks than others.
     """
 
     windows: tuple[LayerWindow, ...]
@@ -80,14 +86,16 @@ class CacheLayout:
     shapes: tuple[CacheShape, ...]
     views: tuple[CacheView, ...] = ()
     group_parts: tuple[int, ...] = ()
-    """Number of parts of a row in the caches of each group; empty: 1 for all."""
+    """Number of parts of a row in the caches of each group. An empty tuple means 1 for all groups."""
 
     @property
     def max_parts(self) -> int:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks fit into the memory of `num_tables` blocks that hold all layers, as without groups."""
+        """Return how many blocks fit into the memory of `num_tables` blocks of a cache without groups. A block of that
+        cache holds the keys and values of all layers.
+        """
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
         return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)

@@ -32,7 +32,7 @@ class ExpertStacks:
     """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
 
     Attributes:
-        biases: Names of the tensors of both biases, [count, 2 * inner] and [count, H]; empty: no biases.
+        biases: Names of the tensors of both biases, [count, 2 * inner] and [count, H]. Empty if there are no biases.
         interleaved: Whether rows of gate and up alternate; otherwise gate is first.
         transposed: Whether the last two axes are exchanged.
     """
@@ -47,7 +47,8 @@ class ExpertStacks:
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """How the router chooses the experts of a row. Router logits are float32; of equal ones, the lower number wins.
+    """How the router chooses the experts of a row. Router logits are float32. If they are equal, the expert with the
+    lower number wins.
 
     Attributes:
         score: Function that turns router logits into scores.
@@ -55,7 +56,7 @@ class ExpertRouting:
         scale: Factor of the weights, applied last.
         groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
         correction: Name of the tensor that is added to the scores only to select experts (DeepSeek-V3).
-        correction_rows: Number of rows of that tensor in the checkpoint; 0: it is a vector.
+        correction_rows: Number of rows of that tensor in the checkpoint. 0 means that the tensor is a vector.
         bias: Whether the router and each unstacked expert have biases.
         factors: Name of the tensor with a factor for the weight of each expert, applied last (Gemma 4).
         scales_input: Whether a row's weight multiplies the expert's input instead of its result (Llama 4).

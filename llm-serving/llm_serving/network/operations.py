@@ -18,8 +18,8 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     causal_conv       depthwise convolution of a row with the rows before it in its sequence
     delta_rule        linear attention with a state for each head, by the gated delta rule
     ssm               state space model with a state for each head (Mamba-2)
-    mix_streams       residual streams of a row, each plus a weighted sum of other rows (AltUp)
-    match_streams     a row and other rows, scaled to the root mean square of the first; or the sum of all
+    mix_streams       residual streams of a row, each plus a weighted sum of the equal parts of another value (AltUp)
+    match_streams     `like` followed by the parts of x, scaled to the root mean square of `like`; or the sum of these
     sparsify          max(x - threshold, 0), with a threshold of mean + scale * standard deviation of the row
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights
@@ -103,7 +103,7 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
 
 Model families leave some roles to `network.rewriting` (`residual`, `residual_out`, `tiled`, `consumer`, keys and rotary
 embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of a table
-or head with `rows` rows; `rows` 0: the weight is not split. `network.adapters` sets `a`, `b`, `ranks` and `parts`.
+or head with `rows` rows. `rows` is 0 if the weight is not split. `network.adapters` sets `a`, `b`, `ranks` and `parts`.
 """
 
 

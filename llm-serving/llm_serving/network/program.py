@@ -1,9 +1,10 @@
 """The encoding of a network as integers, which the operator library executes as a program.
 
 An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
-`SIGNATURES`. -1 marks an absent role; non-integer numbers are stored as the bits of a float32. An operand is a column
-range of a buffer. All buffers share one memory block, whose size is proportional to the rows of a step, so the
-offsets of buffers per row are fixed when the program is built. Row 0 of the instructions is a header.
+`SIGNATURES`. -1 marks an absent role. Non-integer numbers are stored as the bits of a float32. Outputs and inputs
+are numbers of operands. An operand is a column range of a buffer. All buffers share one memory block, whose size is
+proportional to the number of rows in a step. So the program stores the offset of a buffer in bytes per row, and the
+operator library multiplies it by the number of rows. Row 0 of the instructions is a header.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ class Program:
     """A network encoded as integers.
 
     Attributes:
-        instructions: int32 [1 + n, INSTRUCTION_LENGTH]. Row 0: VERSION, number of weights, number of caches, bytes of
-            memory per row, INSTRUCTION_LENGTH, index of the model dtype in DTYPES, number of states, slots of adapters.
-        operands: int32 [m, 6]: the buffer's offset in bytes per row and number of columns; the operand's first column,
-            number of columns, whether it has only the sampled rows, and type (0 model, 1 float32, 2 int32).
+        instructions: int32 [1 + n, INSTRUCTION_LENGTH] for n operations. Row 0 holds VERSION, number of weights, number
+            of caches, bytes of memory per row, INSTRUCTION_LENGTH, index of the model dtype in DTYPES, number of
+            states, and number of adapter slots.
+        operands: int32 [m, 6]. The first two columns are the buffer's offset in bytes per row and its number of
+            columns. The others are the operand's first column, its number of columns, whether it has only the sampled
+            rows (1 or 0), and its type (0 model dtype, 1 float32, 2 int32).
         weights: The weights in the order of their numbers; those of the head are first.
     """
 
@@ -91,12 +94,16 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program of the head. Its last weight is a table of hidden states, indexed by token ids."""
+    """Build the program that computes only the head. A step provides hidden states as the rows of the program's last
+    weight; the step's token ids are indices of these rows.
+    """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network with `given` rows. Its last weight is their table, indexed by token ids."""
+    """Build the program of a network that begins with `Network.given_rows`, such as an MTP layer. A step provides these
+    rows as the program's last weight; the step's token ids are indices of the rows.
+    """
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 
@@ -125,8 +132,12 @@ def assemble(
     num_adapter_slots: int = 0,
     layer_tensors: Sequence[tuple[int, int]] = (),
 ) -> Program:
-    """Encode a plan. `first`: weights that get the first numbers, by default those of the last operation.
-    `layer_tensors`: (group, KV cache) of each layer; empty: one group, whose layers have their own caches.
+    """Encode a plan.
+
+    Args:
+        first: Weights that get the numbers from 0 on. By default these are the weights of the last operation.
+        layer_tensors: (group, KV cache) of each layer. If it is empty, all layers form one group, and each layer has
+            its own cache.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())

@@ -48,7 +48,9 @@ BITS: Final[Mapping[QuantizationName, int]] = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a network are quantized. `group_size`: inputs that share a scale in 4-bit weights."""
+    """How the weights of a network are quantized. `group_size` is the number of inputs that share a scale in 4-bit
+    weights.
+    """
 
     name: QuantizationName
     group_size: int = 128
@@ -77,7 +79,7 @@ def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int)
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight; None: no matrix product of `scheme` can use them."""
+    """Return the stored quantized values of a weight. Return None if no matrix product of `scheme` can use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -111,7 +113,7 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight, one tensor after another; None: no matrix product can use them."""
+    """Return the stored GGUF blocks of a weight by tensor, or None if no matrix product can use them."""
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
         return None
@@ -122,7 +124,9 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Return these rows (-1: zeros) of the stacked tensors, one segment for each run of rows from the same tensor."""
+    """Return the rows `rows` of the stacked tensors, where -1 is a row of zeros. Consecutive rows from the same tensor
+    form one segment.
+    """
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
     owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
@@ -145,7 +149,9 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return these columns of tensors, with the largest group size that splits no group; empty: there is none."""
+    """Return the columns `columns` of tensors, with the largest group size for which no group is split. Return an empty
+    list if even groups of MIN_GROUP_SIZE inputs would be split.
+    """
     while True:
         picked = [each.with_columns(columns) for each in tensors]
         found = [each for each in picked if each is not None]
@@ -206,7 +212,7 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
 
 
 def unsupported_by_cells(network: Network) -> str | None:
-    """Return the feature of the network that Cells cannot compute; None: they can compute all."""
+    """Return a feature of the network that MindSpore Cells cannot compute, or None if they can compute the network."""
     if not network.causal:
         return _BIDIRECTIONAL
     if network.num_labels:
@@ -265,7 +271,9 @@ def unsupported_by_int8_cache(network: Network) -> str | None:
 
 
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
-    """Return what Ascend's primitives lack for the network and contexts of `num_positions` tokens; None: nothing."""
+    """Return what Ascend's primitives cannot compute for contexts of `num_positions` tokens. Return None if they can
+    compute the network.
+    """
     found = (_unsupported_operation(each, num_positions) for each in network.operations)
     return unsupported_by_cells(network) or next(filter(None, found), None)
 

@@ -35,7 +35,9 @@ _ROW_BY_ROW: Final = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """Operations in execution order. `selected`: the values (not views) that have only the sampled rows of a step."""
+    """Operations in execution order. `selected` has the values (not views) that consist only of the sampled rows of a
+    step. Other values have all rows.
+    """
 
     operations: Operations
     selected: frozenset[Value]

@@ -32,12 +32,13 @@ class Scaling:
         kind: A key of `ROPE_SCALINGS`.
         factor: Factor by which the context grows.
         original: Number of positions that the model was first trained on.
-        low, high: llama3: low_freq_factor and high_freq_factor; yarn (Peng et al. 2023): beta_slow and beta_fast.
-        attention_factor: Factor of cosines and sines; None: derived from `factor`.
-        mscale, mscale_all_dim: yarn in DeepSeek's variant.
-        short, long: longrope (Ding et al. 2024): a divisor for each pair, for contexts up to `original` and longer
-            ones.
-        truncate: yarn: whether the limits are rounded to whole pairs.
+        low, high: Of kind llama3, low_freq_factor and high_freq_factor. Of kind yarn (Peng et al. 2023), beta_slow and
+            beta_fast.
+        attention_factor: Factor of cosines and sines. None means that `attention_factor()` derives it.
+        mscale, mscale_all_dim: Keys of these names in DeepSeek's variant of yarn.
+        short, long: Of kind longrope (Ding et al. 2024), the divisors of all pairs: `short` for contexts of up to
+            `original` tokens, `long` for longer ones.
+        truncate: Of kind yarn, whether the limits of the interpolation are rounded to whole pairs.
     """
 
     kind: str
@@ -53,8 +54,8 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the context length before scaling, which `factor` multiplies. None: `own`, the maximum of the model's
-        configuration, is already scaled.
+        """Return the context length before scaling, which `factor` multiplies. Return None if `own`, the model's
+        `max_position_embeddings`, already includes scaling of this kind.
         """
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
@@ -64,13 +65,14 @@ class Rotary:
     """The rotary embedding of one kind of layer.
 
     Attributes:
-        head_dim, rotary_dim: Elements of a head, and how many of them rotate; both even.
+        head_dim, rotary_dim: Number of elements of a head, and how many of them rotate. Both are even.
         theta: Base of the frequencies.
-        still: Number of pairs at the end of the rotating elements whose frequency is 0 (Gemma 4).
+        still: Number of the last pairs of rotating elements whose frequency is 0 (Gemma 4).
         interleaved: Whether the checkpoint pairs adjacent elements; otherwise it pairs i and i + rotary_dim / 2.
-        own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: `head_dim`.
-        growth, growth_positions, growth_start: The row at position p is also multiplied by 1 + growth * ln(1 + floor((p
-            + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4).
+        own: Number of elements of a head in the checkpoint. Further elements up to `head_dim` are zeros. 0 means
+            `head_dim`.
+        growth, growth_positions, growth_start: Cosines and sines of position p are also multiplied by 1 + growth * ln(1
+            + floor((p + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4).
     """
 
     head_dim: int
@@ -85,7 +87,7 @@ class Rotary:
     still: int = 0
 
     def order(self) -> list[int]:
-        """Return, for each element of a head, its index in the checkpoint; -1 is a zero."""
+        """Return, for each element of a head, its index in the checkpoint's head, or -1 for an element that is zero."""
         half, fixed = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
         first = [2 * i if self.interleaved else i for i in range(half)]
         second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]

@@ -1,18 +1,18 @@
 """Tensor parallelism: the part of a network that one rank computes, by rules that are independent of the model family.
 
     attention, store_kv  heads, and columns of an output gate, are split: a rank computes its own heads and stores
-                         only their keys and values. Latent keys belong to all heads: every rank stores them all
-    norm of all heads    every rank computes it, and the product before it, whole; then a rank takes its own heads
+                         only their keys and values. Latent keys belong to all heads, so every rank stores all of them
+    norm of all heads    every rank computes this norm, and the product before it, for all heads, and then takes its own
     delta_rule, ssm      heads are split as well, with their states and with the columns of the convolution before
                          them. If there are more ranks than groups of heads, several ranks have the same group
-    causal_conv          columns are split, if a gate is before and after it (LFM2)
-    gated_activation     columns of the gate and the matching columns of the other half are split
-    experts              the gate and the other half are split in the same way within each expert
-    linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
-                         holds the matching columns and computes a partial sum: an `all_reduce` follows, and only
-                         rank 0 adds the bias
-    embedding, lm_head   rows of the table and of the head are split: a token's row is added to the zeros of the other
-                         ranks, and each rank shares the logits it computes
+    causal_conv          columns are split, if a gate precedes and another gate follows the convolution (LFM2)
+    gated_activation     columns of the gate and the matching columns of up are split
+    experts              gate and up are split in the same way within each expert
+    linear               the operation that produces a split value has the rows of its weight that the rank needs. The
+                         operation that consumes it has the matching columns and computes a partial sum. An `all_reduce`
+                         follows, and only rank 0 adds the bias
+    embedding, lm_head   rows of the table and of the head are split. The rank that has a token's row looks it up, other
+                         ranks add zeros. Each rank sends the logits that it computes to the others
     other operations     every rank computes them with identical bits. This includes a `delta_rule` or `ssm` whose heads
                          or groups cannot be divided, or that is followed by a norm over the heads of several ranks
 
@@ -45,7 +45,9 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network cannot be split over the ranks. The message is the end of an error that names the key."""
+    """The network cannot be split over the ranks. The message is the rule that KEY violates, such as "must be 1 for an
+    encoder". The caller puts the key before it.
+    """
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
@@ -57,7 +59,7 @@ def sharded(network: Network, rank: int, count: int) -> Network:
 
 
 def sharding_violation(network: Network, count: int) -> str | None:
-    """Return the rule that forbids splitting the network over `count` ranks; None: it can be split."""
+    """Return the rule that forbids splitting the network over `count` ranks. Return None if it can be split."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -122,7 +124,9 @@ class _Sharding:
         self._shard_all(split)
 
     def _shard_recurrence(self, scan: Operation) -> None:
-        """Split a recurrence and the convolution before it, if each rank gets whole groups of heads."""
+        """Split a `delta_rule` or `ssm` and the convolution before it, if each rank can get whole groups of heads or an
+        equal share of one group.
+        """
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
         heads, groups = scan.inputs[of_columns[0]].width, scan.attributes["heads"]
@@ -157,8 +161,8 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Follow heads back to the matrix product that computes them. Return its columns that hold the heads and, if a
-        norm over all heads is in between, the norm's result.
+        """Follow the heads in `value` back to the matrix product that computes them. Return the columns of the product
+        that hold the heads. If a norm over all heads is in between, also return the norm's result.
         """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
@@ -187,7 +191,9 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Return the rank's part of column ranges (first column, width, number of parts)."""
+        """Return the columns of this rank. A range (first column, width, number of parts) is split into that number of
+        equal parts, and each rank gets one part of each range.
+        """
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))
 

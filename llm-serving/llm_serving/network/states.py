@@ -59,10 +59,11 @@ def delta_rule(
     S^T k))^T. The result of the row is S'^T q.
 
     Args:
-        q, k: Heads, which are L2-normalised with `eps`; then q is multiplied by `scale`. Consecutive heads of v share
-            one q and k.
-        v: Heads, as many as a and b have columns.
-        a: decay = exp(-exp(rates) * softplus(a + bias)).
+        q, k: `key_heads` heads each, which the operation first L2-normalises with `eps`. Then it multiplies q by
+            `scale`. Consecutive heads of v share one q and k.
+        v: Value heads.
+        a: One column for each head of v. It determines decay = exp(-exp(rates) * softplus(a + bias)).
+        b: One column for each head of v.
         rates, bias: Names of tensors with an element for each head of v.
     """
     heads = a.width
@@ -91,8 +92,9 @@ def ssm(
     of the row is S'^T c + skip * x.
 
     Args:
-        dt: One column for each head: step = softplus(dt + bias), limited to `limits`; decay = exp(-exp(rates) * step).
-        b, c: `groups` of state_size columns each; consecutive heads share a group.
+        dt: One column for each head. It determines step = softplus(dt + bias), limited to the range `limits`, and decay
+            = exp(-exp(rates) * step).
+        b, c: Values with `groups` groups of state_size columns. Consecutive heads share a group.
         rates, bias, skip: Names of tensors with an element for each head.
     """
     heads = dt.width

@@ -1,6 +1,6 @@
 """How weights are made from the tensors of a model folder: row and column orders, factors, constants, and assembly.
 
-Entry i of an order is the index of the tensor's row or column; -1 means zeros.
+An order selects rows or columns: entry i is the tensor's row or column that becomes number i, and -1 means zeros.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the order that turns [group][part] into [part][group]. `start`: first element. `widths`: part sizes."""
+    """Return the order that turns [group][part] into [part][group]. `start` is the index of the first element, and
+    `widths` has the number of elements of each part of a group.
+    """
     elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]
 
 
 def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    """Return an order in the form of `Weight.rows`; None: it keeps all `size` rows or columns unchanged."""
+    """Return an order in the form of `Weight.rows`. Return None if it keeps all `size` rows or columns unchanged."""
     order = None if numbers is None else shared_order(tuple(numbers))
     return None if order is None or _is_unchanged(order, size) else order
 
@@ -48,7 +50,7 @@ def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
 
 @lru_cache(64)
 def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one tuple for all equal permutations, which saves memory for layers of the same shape."""
+    """Return the same tuple object for all equal orders, which saves memory for layers of the same shape."""
     return order
 
 
@@ -144,7 +146,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Scales a norm weight for rows of which only the fraction `share` is not zero padding."""
+    """A `Weight.transform` of a norm weight, for rows of which only the fraction `share` is not zero padding.
+
+    Zero padding makes the mean square smaller by the factor `share`. A factor sqrt(share) of the weight undoes this.
+    """
 
     share: float
     transform: Transform | None
@@ -164,7 +169,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class RowFactors:
-    """A `Weight.transform` that multiplies the rows of a weight by factors: `parts` of (number of rows, factor)."""
+    """A `Weight.transform` that multiplies consecutive runs of rows by factors. `parts`: (number of rows, factor)."""
 
     parts: tuple[tuple[int, float], ...]
     rows: tuple[int, ...] | None = None
@@ -183,8 +188,11 @@ class RowFactors:
 
 @dataclass(frozen=True)
 class PositionEmbedding:
-    """A learned embedding of positions, to which an embedding of token types is added. `name` and `types` are prefixes
-    of both tables, [first + num_positions, H] and [num_types, H].
+    """A learned embedding of positions, to which an embedding of token types is added.
+
+    Attributes:
+        name: Tensor name prefix of the position table [first + num_positions, H], whose row `first` is position 0.
+        types: Tensor name prefix of the type table [num_types, H].
     """
 
     name: str
