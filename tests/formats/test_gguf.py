@@ -123,7 +123,7 @@ def test_gguf_non_finite_scales_are_refused_by_tensor(tmp_path, kind, bits):
 
 def test_gguf_unsupported_type_error_lists_the_supported_ones(tmp_path):
     content = gguf_bytes({}, {"w": Stored((1, 256), 16, bytes(66))})
-    with pytest.raises(ModelError, match=r"tensor 'w' must be F32, F16, BF16, Q4_0, .* Found: type 16 of ggml"):
+    with pytest.raises(ModelError, match=r"tensor 'w' must have type F32, F16, BF16, Q4_0, .* Found: ggml type 16"):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 
@@ -166,7 +166,10 @@ def huge_list(kind):
         (gguf_bytes({"a": struct.pack("<I", 8) + text(b"\xff")}, {}), "a text is not UTF-8"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("a") + fact(1)), "`'a'` occurs twice"),
         (gguf_bytes({"split.count": 3}, {}), "must be named as a part of 3, such as model-00001-of-00003.gguf"),
-        (gguf_bytes({"split.count": [1, 2]}, {}), r"`split.count` must be an integer up to .* Found: array\(\[1, 2\]"),
+        (
+            gguf_bytes({"split.count": [1, 2]}, {}),
+            r"`split.count` must be an integer from 0 to .* Found: array\(\[1, 2\]",
+        ),
         (gguf_bytes({"general.alignment": 0}, {}), "`general.alignment` must be 1 to 65536. Found: 0"),
         (gguf_bytes({"general.alignment": "x"}, {}), "`general.alignment` must be"),
         (gguf_bytes({}, {"a": A, "b": B}, offsets={"b": 0}), "tensors 'a' and 'b' must not share bytes"),
@@ -176,7 +179,7 @@ def huge_list(kind):
         (gguf_bytes({}, {"a": Stored((2**30, 2**30), 0, bytes(8))}), "must begin .* lie within the file"),
         (gguf_bytes({}, {"a": Stored((2**39, 2**40), 8, bytes(8))}), "lie within the file"),
         (gguf_bytes({}, {"a": Stored((2**41,), 0, bytes(8))}), "elements in a dimension; at most"),
-        (gguf_bytes({}, {"a": Stored((), 0, bytes(8))}), "tensor 'a' has 0 dimensions, not 1 to 4"),
+        (gguf_bytes({}, {"a": Stored((), 0, bytes(8))}), "tensor 'a' must have 1 to 4 dimensions. Found: 0"),
         (gguf_bytes({}, {"a": Stored((1,) * 5, 0, bytes(8))}), "tensor 'a' has 5 dimensions, not"),
     ],
 )

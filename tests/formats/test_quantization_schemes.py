@@ -250,14 +250,14 @@ def check_folder_of(folder, layout, change):
 def test_schemes_refuse_groups_out_of_range(tmp_path):
     wrong = lambda parts: {**parts, "g_idx": parts["g_idx"] + 1}  # noqa: E731
     scheme = check_folder_of(tmp_path, LAYOUTS["GPTQ, 4 bits"], wrong)
-    with pytest.raises(ModelError, match=rf"{PROJECTION}: g_idx must be groups from 0 to 2"):
+    with pytest.raises(ModelError, match=rf"{PROJECTION}: g_idx must have groups from 0 to 2"):
         WeightReader(tmp_path, scheme).read(PROJECTION, (64, 96))
 
 
 def test_schemes_refuse_a_weight_stored_twice(tmp_path):
     both = lambda parts: {**parts, "weight": np.zeros((64, 96), np.float32)}  # noqa: E731
     scheme = check_folder_of(tmp_path, LAYOUTS["GPTQ, 4 bits"], both)
-    with pytest.raises(ModelError, match="occurs twice, also as g_idx, qweight, qzeros, scales"):
+    with pytest.raises(ModelError, match="occurs twice: under this name, and as g_idx, qweight, qzeros, scales"):
         WeightReader(tmp_path, scheme)
 
 
@@ -283,7 +283,10 @@ def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
         ({"quant_method": "awq", "w_bit": 8}, "must have `w_bit` 4. Given: 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "must have a `version` of gemm. Given: 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "must have a `fmt` of e4m3"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "must have blocks of two dimensions. Given"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "must have blocks of two dimensions, both integers. Given",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "must have a block of two dimensions from 1"),
         (compressed("marlin-24", num_bits=4), "must have a `format` of int-quantized, .* Given: 'marlin-24'"),
         (

@@ -88,7 +88,7 @@ def test_mxfp4_folder_refuses_a_matrix_stored_twice(tmp_path):
     write(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.down_proj"
     save_file({**tensors, name: np.zeros((8, 64, 64), np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=f"tensor {name} occurs twice, also as {name}_blocks"):
+    with pytest.raises(ModelError, match=f"tensor {name} occurs twice: under this name, and as {name}_blocks"):
         check_folder(tmp_path)
 
 

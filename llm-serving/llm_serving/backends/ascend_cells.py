@@ -183,7 +183,7 @@ class AscendLargestLogits(nn.Cell):
 
 
 class AscendColumns(nn.Cell):
-    """Takes columns by aclnnSlice, because CANN has to compile `ops.Slice`."""
+    """Takes columns by the operator aclnnSlice. For `ops.Slice`, CANN would have to compile an operator."""
 
     def __init__(self, start: int, end: int | None) -> None:
         super().__init__()
@@ -207,16 +207,16 @@ class AscendPromptAttention(nn.Cell):
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
-    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal, to hide later keys.
-    The device multiplies it by a large negative number in bfloat16, and adds it in float16.
+    """Return the mask [128, 128] that hides later keys. FlashAttentionScore in layout TH applies it along the diagonal.
+    In bfloat16, the device multiplies the mask by a large negative number. In float16, it adds the mask as it is.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
     return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)
 
 
 class AscendSwiglu(nn.Cell):
-    """silu(gate) * up as split, SiLU and multiply. MindSpore's fusion pass replaces them by the primitive `Swiglu` with
-    the attribute `FusionType`, without which the device refuses that primitive.
+    """silu(gate) * up as the primitives split, SiLU and multiply. MindSpore's fusion pass replaces them by the
+    primitive `Swiglu` and sets its attribute `FusionType`. The device refuses a `Swiglu` without this attribute.
     """
 
     def __init__(self) -> None:

@@ -3,9 +3,9 @@
 Rows are sorted by expert, the rows of an expert are multiplied together, and the results are summed with the router
 weights. Each product is rounded to the model dtype, and so is the sum.
 
-For 8-bit weights, GroupedMatmulV4 returns int32 sums: with scales it would return float16 only for float32 scales, and
-bfloat16 only for scales rounded to bfloat16. The sums are scaled here in float32 in the order of QuantBatchMatmul,
-which gives the same bits on every device.
+For 8-bit weights, GroupedMatmulV4 gets no scales and returns int32 sums. With scales, it would return float16 only if
+they are float32, and bfloat16 only if they are rounded to bfloat16. This module scales the sums in float32, in the
+order of QuantBatchMatmul, which gives the same bits on every device.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class AscendRouter(nn.Cell):
 
 
 class ExpertDispatch(nn.Cell):
-    """Copies each token once for each of its experts, and sorts the copies by expert: (x [T, H], topk_ids [T, k]) ->
-    (sorted rows [T*k, H], index among them of each copy in token order [T*k], number of rows of each expert [experts]).
+    """Copies each token once for each of its experts, and sorts the copies by expert.
+
+    (x [T, H], topk_ids [T, k]) -> (sorted rows [T*k, H], positions [T*k] of the copies among the sorted rows, in token
+    order, number of rows of each expert [experts]).
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -81,7 +83,7 @@ class GroupedMatmul(nn.Cell):
 
 
 class AscendExperts(nn.Cell):
-    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> [T, H]."""
+    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> weighted sums [T, H]."""
 
     def __init__(self, num_experts: int, gate: nn.Cell) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
 """The Ascend backend whose results do not depend on the batch.
 
-MindSpore's MatMul may split its sums differently for each batch shape. `ms_custom_ops`, a package for devices, has a
-batch-invariant product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`). It needs the CANN package
-`ops-batchinvariant`.
+MindSpore's MatMul may split its sums differently for each batch shape. `ms_custom_ops`, a package for Ascend devices,
+has a batch-invariant matrix product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`). The product needs the CANN
+package `ops-batchinvariant`.
 
-PagedAttention splits the heads and keys of a row over the cores in a way that depends on the number of rows. But if
-each row is a request with one token, and the number of rows is a multiple of the number of cores, one core computes
-each row with all its keys. So prompts are computed as rows of one token too, because the kernel for several tokens adds
-in another order.
+PagedAttention splits the heads and keys of a row over the cores in a way that depends on the number of rows. In one
+case it does not: if each row is a request with one token, and the number of rows is a multiple of the number of cores,
+one core computes each row with all its keys. So this backend computes each token of a prompt as a request with one
+token. The kernel for requests with several tokens would add in another order.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ class AscendInvariantBackend(AscendBackend):
         return InvariantProduct(self._product, ms.float32)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a Parameter [K, N], because the product takes no transposed weight."""
+        """Return a Parameter [K, N], because the batch-invariant product takes no transposed weight."""
         return self._copy(np.ascontiguousarray(array.T), name)
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         if array.shape[0] == array.shape[1]:  # the product could not tell whether it is transposed
-            raise ModelError(f"`vocab_size` must differ from `hidden_size` for batch-invariant products: {len(array)}")
+            raise ModelError(
+                "`vocab_size` must differ from `hidden_size` for batch-invariant products, because the shape of a tied "
+                f"weight must show whether it is transposed. Given: {len(array)} for both"
+            )
         return self._copy(array, name)
 
 
@@ -77,8 +80,9 @@ def has_cann_package(environment: Mapping[str, str]) -> bool:
 
 
 class InvariantProduct(nn.Cell):
-    """(x [T, K], weight [K, N]) -> [T, N] = x @ weight, of `dtype` or of the type of x. A weight [N, K] that the token
-    embedding also reads is transposed in each step, because `product` takes no transposed weight.
+    """(x [T, K], weight [K, N]) -> [T, N] = x @ weight. The result has the type `dtype`, or that of x if `dtype` is
+    None. A weight [N, K] that the token embedding also reads is transposed in each step, because `product` takes no
+    transposed weight.
     """
 
     def __init__(self, product: Callable[..., Any], dtype: Any = None) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Array", "AttentionShape", "Backend", "BlockMemory", "model_dtype"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of an attention operation. `window` and `cap` as in `Network.attention`; 0: none."""
+    """Sizes of an attention operation. `Network.attention` explains `window` and `cap`; 0 means that there is none."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,13 +44,13 @@ class AttentionShape:
 class Backend(Protocol):
     """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments.
 
-    A backend inherits the methods of operations that it lacks. Docstrings of methods that return a Cell state what it
-    computes, as (arguments) -> result.
+    A backend that lacks an operation inherits the method of this class, which raises an error or returns None.
+    Docstrings of methods that return a Cell state what the Cell computes, as (arguments) -> result.
     """
 
     name: str
     attention_rows: int = 0
-    """If not 0, attention computes each token as its own request, and steps have a multiple of this many rows."""
+    """If not 0, attention computes each token as its own request, and a step has a multiple of this many rows."""
 
     dtype: str
 
@@ -58,13 +58,13 @@ class Backend(Protocol):
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return the feature that the network needs and this backend's Cells lack; None: they lack none."""
+        """Return a feature that the network needs and this backend's Cells lack, or None if they lack none."""
 
     def embedding(self) -> nn.Cell:
-        """Rows of a table from `table` or `linear_weight`: (token_ids int32[T], table [V, H]) -> [T, H]."""
+        """Token embedding: (token_ids int32[T], table [V, H] from `table` or `tied_weight`) -> rows [T, H]."""
 
     def rms_norm(self, eps: float) -> nn.Cell:
-        """The norm of rows, in float32, rounded once: (x [T, H], gamma [H]) -> [T, H]."""
+        """RMS norm of rows, computed in float32 and rounded once: (x [T, H], gamma [H]) -> [T, H]."""
 
     def add_rms_norm(self, eps: float) -> nn.Cell:
         """(x [T, H], y [T, H], gamma [H]) -> (rms_norm of x + y, x + y). The sum is rounded before it is normalised."""
@@ -73,10 +73,10 @@ class Backend(Protocol):
         """(x [T, K], weight [N, K] from `linear_weight`) -> x @ weight.T, [T, N]."""
 
     def logits(self) -> nn.Cell:
-        """The LM head: (x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], unrounded on a CPU."""
+        """(x [S, H], weight [V, H] from `linear_weight`) -> float32 logits [S, V], not rounded to `dtype` on a CPU."""
 
     def quantized_embedding(self) -> nn.Cell:
-        """(token_ids int32[T], qvalues, scales), the last two from `quantized_weight` -> dequantized rows [T, K]."""
+        """(token_ids int32[T], qvalues and scales from `quantized_weight`) -> dequantized rows [T, K]."""
         raise self._no_quantized_products()
 
     def quantized_linear(self) -> nn.Cell:
@@ -88,17 +88,17 @@ class Backend(Protocol):
         raise self._no_quantized_products()
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` is added only to choose experts."""
+        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` affects the choice, not weights."""
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """(x [T, H], both tensors of `route`, gate_up, down, which are tuples from `expert_weights`) -> [T, H]."""
+        """(x [T, H], both tensors of `route`, gate_up and down from `expert_weights`) -> [T, H]."""
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
-        """`experts` with Parameters from `quantized_expert_weights` and the products of `quantized_linear`."""
+        """The same as `experts`, with weights from `quantized_expert_weights` and activations in 8 bits."""
         raise self._no_quantized_products()
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
-        """Consecutive column ranges of x [T, sum of widths]."""
+        """(x [T, sum of widths]) -> consecutive column ranges of x, which have these widths."""
 
     def rotary(self, head_dim: int) -> nn.Cell:
         """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k). Element
@@ -106,47 +106,50 @@ class Backend(Protocol):
         """
 
     def store_kv(self) -> nn.Cell:
-        """Write to the cache: (k, v, key_cache, value_cache, slot_mapping) -> a tensor, which attention takes so that
-        it runs later. Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset, int32[T].
-        -1 skips the row; any other slot outside the cache raises an error.
+        """Write to the cache: (k, v, key_cache, value_cache, slot_mapping int32[T]) -> a tensor. Attention takes this
+        tensor as an argument, so that it runs after the write.
+
+        Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset. -1 skips the row; any
+        other slot outside the cache raises an error.
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> the mask for `paged_attention`, or the positions."""
+        """(positions int32[T], block_tables int32[B, W]) -> last argument of `paged_attention`: mask or positions."""
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
 
-        block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, the last
-        ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed.
-        `query_lens` None: each request has one row, and Ascend's attention takes no mask (None). `slopes`: ALiBi
-        slopes, float32 [num_heads].
+        block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, which are
+        the last tokens of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed.
+        If `query_lens` is None, each request has one row, and attention on Ascend takes None as its mask. `slopes` are
+        the ALiBi slopes, float32 [num_heads].
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """(logits float32 [S, V]) -> int32 [S], the index of the largest (of equal ones, the lowest), and float32 [S,
-        2], this index and the logit. None: steps with one token per request have no graph of their own.
+        """(logits float32 [S, V]) -> (int32 [S], float32 [S, 2]). The first result is the index of the largest logit of
+        each row; of equal logits, the lowest index. The second has this index and the logit. Return None if the backend
+        has no separate graph for steps with one token per request.
         """
         return None
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
-        """A Cell with the interface of `TokenDrawing`; None: the backend draws no tokens."""
+        """Return a Cell with the interface of `TokenDrawing`, or None if the backend draws no tokens."""
         return None
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        """([N, M]) -> columns `start` to `end` - 1. Only backends with `largest_logits` have it."""
-        raise AssertionError("only graphs of single tokens take columns")
+        """(x [N, M]) -> columns `start` to `end` - 1 of x. Only backends with `largest_logits` implement it."""
+        raise AssertionError(f"backend {self.name} has no separate graph for single tokens, which takes columns")
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """Attention of prompts without a cached prefix: (q, k, v, query_lens, context_lens) -> [T, num_heads*D]; None:
-        not supported. A row attends to the rows of its prompt up to its own position. B is fixed when the graph is
-        compiled; trailing lengths may be 0.
+        """Attention of prompts without a cached prefix: (q, k, v, query_lens, context_lens) -> [T, num_heads*D]. A row
+        attends to the rows of its prompt up to its own position. B is fixed when the graph is compiled, but trailing
+        lengths may be 0. Return None if the backend does not support this operation.
         """
         return None
 
     def program(self) -> nn.Cell | None:
-        """The operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder; None: it has
-        none.
+        """The operator that runs a program, a network encoded as integers (`network.program`): (table) -> float32 [1],
+        a placeholder. Return None if the backend runs no programs.
 
         `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the step
         inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by `STATE_INPUTS` if
@@ -165,7 +168,7 @@ class Backend(Protocol):
         """(a [T, H], b [T, H] or [H]) -> a + b."""
 
     def all_reduce(self) -> nn.Cell:
-        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError without tensor parallelism."""
+        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if this backend has no tensor parallelism."""
         raise ModelError(f"the operations of {self.name} do not support tensor parallelism")
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
@@ -180,26 +183,27 @@ class Backend(Protocol):
         """Return the weights [num_experts * N, K] of all experts as one Parameter for each expert, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` or `expert_weights` without copying the rows first; None: not supported."""
+        """Do the same as `linear_weight` or `expert_weights` without copying the rows first, or return None."""
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        """Return a program's weight that stays in GGUF blocks. Raise ModelError if this backend has no such product.
-        `segments`: consecutive rows, which are copied. All but the last have a multiple of 16 rows.
+        """Return a weight that stays in GGUF blocks, for a program. `segments` are consecutive rows, which are copied.
+        All but the last segment must have a multiple of 16 rows. Raise ModelError if this backend runs no programs.
+        `weight_only` is the same as in `packed_quantized_weight`.
         """
-        raise ModelError(f"backend {self.name} cannot run programs, which weights in GGUF blocks require")
+        raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """Return a program's quantized weight. Raise ModelError if this backend has no such product. Without
-        `weight_only`, the product quantizes activations to 8 bits, and 8-bit weights must have one scale per row.
+        """Return a quantized weight for a program. Unless `weight_only`, the product quantizes activations to 8 bits,
+        and 8-bit weights must have one scale per row. Raise ModelError if this backend cannot multiply by the weight.
         """
-        raise ModelError(f"backend {self.name} cannot run programs, which this quantized weight requires")
+        raise ModelError(f"backend {self.name} runs no programs, which this quantized weight requires")
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError
-        unless the weight has 8 bits and one scale per row, and this backend has such a product.
+        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError if
+        the weight does not have 8 bits and one scale per row, or if this backend's Cells take no quantized weights.
         """
         raise self._no_quantized_products()
 

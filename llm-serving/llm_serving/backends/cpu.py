@@ -67,8 +67,9 @@ def _require_dispatch() -> None:
 
 
 class CpuBackend(AscendBackend):
-    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually a program runs the
-    whole network as one operator, because MindSpore's overhead per operator exceeds the computation of a small model.
+    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually one operator runs the
+    whole network as a program (`network.program`), because MindSpore's overhead per operator exceeds the computation of
+    a small model.
     """
 
     name = "cpu"
@@ -217,7 +218,7 @@ def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
 
 
 class CpuLogits(nn.Cell):
-    """Returns the float32 sums of a product, not rounded to the model dtype. `cast_type` sets the result's type."""
+    """Returns the float32 sums of a product, not rounded to the model dtype: `cast_type` sets the result's dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +276,7 @@ class CpuLargestValues(nn.Cell):
 
 
 class CpuSwiglu(nn.Cell):
-    """silu(gate) * up as one operator of the library, which rounds only once, like a program."""
+    """silu(gate) * up as one operator of the library. It rounds only once, as a program (`network.program`) does."""
 
     def __init__(self) -> None:
         super().__init__()

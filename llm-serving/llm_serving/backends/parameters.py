@@ -95,8 +95,8 @@ def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None
 
 
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter with the elements of `array`. On a CPU it shares the array's memory and keeps the array alive
-    as `storage`, so the graph sees later writes. On an NPU the elements are copied to the device.
+    """Return a Parameter with the elements of `array`. On a CPU it shares the array's memory, so the graph sees later
+    writes, and its attribute `storage` keeps the array alive. On an NPU the elements are copied to the device.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if is_on_npu():

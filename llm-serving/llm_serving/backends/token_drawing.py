@@ -1,11 +1,11 @@
 """Draws tokens by a Cell of Ascend primitives, bit-identical to `worker.sampling_reference`.
 
-Weights are computed by the float32 operations of `worker.logprobs.token_weights`, each rounded once. Sums of weights
-are exact: a weight is a multiple of 2^-33 from 0 to 1, so the sums of its upper 17 bits over 128 tokens, and those of
-the 16 bits below, are exact in float32. Sums of more tokens are int64. So the order of additions has no effect.
+The weight of a token is computed by the float32 operations of `worker.logprobs.token_weights`, each rounded once. Sums
+of weights are exact, so the order of additions has no effect. A weight is a multiple of 2^-33 from 0 to 1. It is split
+into its upper 17 bits and the 16 bits below. Float32 sums of 128 such parts are exact. Sums of more tokens are int64.
 
-The Cell shifts no bits, because vector cores have no kernels for that. It sorts rows only for samples whose number of
-candidates has no small bound.
+The Cell shifts no bits, because vector cores have no kernels for shifts. It sorts whole rows only for samples that may
+need more than `NUM_CANDIDATES` candidates.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class _Weights(nn.Cell):
     """(logits [S, V], largest [S, 1], scale [S, 1]) -> weights [S, V], as `logprobs.token_weights` returns them.
 
     The exact power 2^n of an integer n is computed without bit shifts. `near` is about 1.75 * 2^(n + 22), where
-    neighbouring float32 numbers differ by 2^(n - 1). `near` * 2^-23 is 1.5 to 2 times this difference, so adding it to
-    `near` is rounded to `near` + 2^n. Errors of exp below 10 % have no effect.
+    adjacent float32 numbers differ by d = 2^(n - 1). `near` * 2^-23 is between 1.5 d and 2 d. So the sum of both is
+    rounded to `near` + 2 d, which is `near` + 2^n. Errors of exp below 10 % have no effect.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _Sums(nn.Cell):
         self.digit_base = _int64(2**_DIGIT_BITS)
 
     def parts(self, weights: ms.Tensor) -> Any:
-        """Return the upper 17 bits of weights as integers, and the bits below as a fraction of 16 bits."""
+        """Split weights into their upper 17 bits, as integers, and the 16 bits below, as fractions."""
         scaled = self.mul(weights, self.upper_unit)
         upper = self.floor(scaled)
         return upper, self.sub(scaled, upper)
@@ -158,7 +158,7 @@ class _Sums(nn.Cell):
         return self.joined(self.of_integers(upper), self.of_integers(lower), self.lower_base)
 
     def of_integers(self, x: ms.Tensor) -> ms.Tensor:
-        """Return the cumulative sums of integers up to 2^24, added as digits of 12 bits so that they are exact."""
+        """Return exact cumulative sums of integers up to 2^24. Their upper and lower 12 bits are summed separately."""
         upper = self.floor(self.mul(x, self.inverse_digit))
         lower = self.sub(x, self.mul(upper, self.digit))
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.digit_base)
@@ -172,10 +172,11 @@ class _Sums(nn.Cell):
 
 
 class _Share(nn.Cell):
-    """(pieces of a fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1].
+    """Multiplies a fraction by a total: (pieces of the fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole,
+    rest, step), int64 [S, 1].
 
-    The product of fraction and total is `whole` + `rest` / 2^53. `step` is the largest power of two up to `whole`; 0
-    for 0. In units of 2^-53, `step` is half the distance of float64 numbers near the product.
+    The product is `whole` + `rest` / 2^53. `step` is the largest power of two that is at most `whole`, or 0 if `whole`
+    is 0. `step` / 2^53 is half the distance of adjacent float64 numbers near the product.
     """
 
     def __init__(self) -> None:
@@ -211,9 +212,9 @@ class TokenDrawing(nn.Cell):
     """Draws a token for each row: (logits float32 [S, V], largest float32 [S, 2], parameters int32 [S, 15]) -> (token
     ids int32 [S], `largest` with the ids of the drawn tokens in its first column).
 
-    `largest` is the second result of `Backend.largest_logits`, `largest_values` a Cell class such as
-    `AscendLargestValues`. A row with NaN or infinity gets any valid id. A row may have `top_k` up to `num_candidates`.
-    Only a row with `top_k` may have `top_p`.
+    `largest` is the second result of `Backend.largest_logits`. `parameters` has the columns of `PARAMETERS`.
+    `largest_values` is a Cell class such as `AscendLargestValues`. A row's `top_k` is at most `num_candidates`, and
+    only a row with `top_k` may have `top_p`. If logits of a row are infinite or NaN, its token is any valid id.
     """
 
     def __init__(self, vocab_size: int, cumulative_sum: nn.Cell, largest_values: Any, num_candidates: int) -> None:
@@ -258,9 +259,8 @@ class TokenDrawing(nn.Cell):
         return self.gather(values, 1, self.cast(index, ms.int64))
 
     def limits(self, weights: ms.Tensor, row: ms.Tensor, top_k: ms.Tensor, top_p: ms.Tensor) -> Any:
-        """Return which weights top_k and top_p keep, as two numbers for each row, [S, 1] each: a threshold, above which
-        all weights are kept, and the number of kept weights that equal it, which are the first in the order of token
-        ids.
+        """Return which weights top_k and top_p keep, as (threshold [S, 1], number [S, 1]). They keep all weights above
+        the threshold. Of the weights that equal it, they keep the first `number` in the order of token ids.
         """
         descending = self.largest_values(weights)
         candidates = self.select(self.below(self.order, top_k), descending, self.zero)
@@ -280,12 +280,12 @@ class TokenDrawing(nn.Cell):
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
-        """Return the largest integer below the float64 product of the share `top_p` and a total."""
+        """Return the largest integer below the product of the fraction `top_p` and `total`, rounded to float64."""
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
 
     def draw(self, weights: ms.Tensor, row: ms.Tensor, limits: Any, number: ms.Tensor) -> ms.Tensor:
-        """Return the first token whose cumulative weight exceeds the share `number` of the total, float32 [S, 1]."""
+        """Return the first token whose cumulative weight exceeds the fraction `number` of the total, float32 [S, 1]."""
         weights = self.padded(weights, row)
         threshold, room = None, None
         if limits is None:
@@ -328,11 +328,11 @@ class TokenDrawing(nn.Cell):
         return self.sum(upper, (-1,)), self.sum(lower, (-1,))
 
     def sums_of_blocks(self, upper: ms.Tensor, lower: ms.Tensor) -> Any:
-        """Return the sum of the weights before each block, [S, blocks], and the total."""
+        """Return the sum of the weights before each block of 128 tokens, [S, blocks], and the total [S, 1]."""
         return self.sums.before_and_total(self.sums.of_blocks(upper, lower), self.num_blocks)
 
     def block_at(self, before: ms.Tensor, target: ms.Tensor) -> Any:
-        """Return the index of the last block with `before` at most `target`, and `target` minus this sum."""
+        """Return the index of the last block whose sum in `before` is at most `target`, and `target` minus that sum."""
         index = self.sub(self.number_of(self.within(before, target)), self.one)
         index = self.minimum(self.maximum(index, self.zero), self.last_block)
         return index, self.sub(target, self.at(before, index))

@@ -20,8 +20,9 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
     """Quantize a weight [out, in] symmetrically to 8 or 4 bits, with the results and errors of `quantize_w8` and
-    `quantize_w4`. The weight is float32, float16, or bfloat16 as uint16 bits; it is not copied if it is C-contiguous.
-    `group_size`: columns with one scale, a divisor of the columns; None: all. `rotates`: see `QuantizedTensor.rotated`.
+    `quantize_w4`. The weight is float32, float16, or bfloat16 as uint16 bits. It is not copied if it is C-contiguous.
+    Each `group_size` columns of a row share a scale; None means all columns, any other value must divide their number.
+    `rotates` sets `QuantizedTensor.rotated`.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")
@@ -51,8 +52,8 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, as arguments of the operator library. MindSpore sees the packed weight as int8 [rows,
-    columns]. Raise ModelError if no kernel supports such a weight.
+    """The segments (consecutive rows) of one weight, as arguments of the operator library. MindSpore sees the packed
+    weight as int8 [rows, columns]. Raise ModelError if the kernels do not support the segments.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:
@@ -64,7 +65,7 @@ class BlockSegments:
         self.num_bytes: int = library.load().llm_packed_blocks_bytes(self._args, len(segments), self._inputs)
         if self.num_bytes < 0 or len(widths) > 1:
             given = "; ".join(f"{each.bits} bits, groups of {each.group_size}, {list(each.shape)}" for each in segments)
-            rule = "all need the same columns, and all but the last a multiple of 16 rows"
+            rule = "all must have equally many columns, and all but the last a multiple of 16 rows"
             raise ModelError(f"the kernels cannot multiply a weight of these blocks: {rule}. Given: {given}")
         self.columns = self.num_bytes // max(1, self.rows)
 
@@ -78,7 +79,7 @@ class BlockSegments:
         return self._arrays[-1].ctypes.data
 
     def pack(self, address: int, dtype: str, *, weight_only: bool = False) -> None:
-        """Pack the segments into `num_bytes` bytes at an address, as a weight for activations of a dtype. Without
+        """Pack the segments into `num_bytes` bytes at `address`. `dtype` is the dtype of the activations. Unless
         `weight_only`, products quantize the activations to 8 bits.
         """
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns

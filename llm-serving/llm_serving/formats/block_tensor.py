@@ -1,9 +1,10 @@
-"""Quantized matrices in blocks, as GGUF files store them. A file's numbers are read without rounding.
+"""Quantized matrices in blocks, as GGUF files store them. Reading a file rounds none of its numbers.
 
 value = scale * (qvalue - zero) - minimum
 
-Each group of 16 or 32 columns has a scale and, in some types, a minimum. Scales and minima are float16, or integers
-that are multiplied by a float16 unit. Every 256 columns of a row have one unit for scales and one for minima.
+Each group of 16 or 32 columns has a scale and, in some block types, a minimum. In types with blocks of 32 columns,
+scales and minima are float16. In types with blocks of 256 columns, they are integers that a float16 unit of the block
+multiplies. Scales and minima have separate units.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Number of weight rows that a kernel packs together (a panel). All but the last of stacked tensors fill panels."""
+"""Number of weight rows that kernels pack together, as a panel. Only the last stacked tensor may end inside one."""
 _AT_ONCE: Final = 2**22
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTensor:
-    """A matrix [out, in]. Raise ModelError if a scale, minimum or unit is infinite or NaN.
+    """A matrix [out, in] in quantized blocks. Raise ModelError if a scale, minimum or unit is infinite or NaN.
 
     Attributes:
-        qvalues: [out, in], uint8, of 4, 5, 6 or 8 `bits`.
-        group_size: Columns of a group, 16 or 32; divides `in`.
-        zero: Quantized value that stands for 0; 0 if there are minima.
-        scales, minima: [out, groups]; float16, or int8 and uint8 with units. `minima` None: all 0.
-        units, minimum_units: [out, in / 256], float16; None: `scales` and `minima` are float16.
+        qvalues: Quantized values of 4, 5, 6 or 8 bits (`bits`), uint8 [out, in].
+        group_size: Number of columns in a group, 16 or 32. It divides `in`.
+        zero: Quantized value that represents 0. It is 0 if there are minima.
+        scales: [out, groups]; float16, or int8 with `units`.
+        minima: [out, groups]; float16, or uint8 with `minimum_units`. None if all minima are 0.
+        units, minimum_units: Factors of integer `scales` and `minima`, float16 [out, in / 256]; otherwise None.
     """
 
     qvalues: NDArray[np.uint8]
@@ -61,7 +63,7 @@ class BlockTensor:
         return self._numbers(self.scales, self.units)
 
     def group_minima(self) -> Float32Array | None:
-        """Return the minimum of each group, [out, groups]. Products of integers and units are exact in float32."""
+        """Return minima [out, groups], or None if all are 0. An integer minimum times its unit is exact in float32."""
         return None if self.minima is None else self._numbers(self.minima, self.minimum_units)
 
     def _numbers(self, numbers: NDArray[Any], units: NDArray[np.float16] | None) -> Float32Array:
@@ -71,7 +73,7 @@ class BlockTensor:
         return values
 
     def dequantized(self) -> Float32Array:
-        """Return the values, float32 [out, in]. The product and the difference are each rounded to float32."""
+        """Return scale * (qvalue - zero) - minimum, [out, in]. Product and difference are rounded to float32."""
         out, width = self.shape
         values = np.empty((out, width), np.float32)
         step = max(1, _AT_ONCE // max(1, width))
@@ -86,7 +88,7 @@ class BlockTensor:
         return values
 
     def select(self, rows: NDArray[np.integer[Any]]) -> BlockTensor:
-        """Return these rows in this order. A negative number stands for a row of zeros."""
+        """Return the rows with these indices, in this order. A negative index gives a row of zeros."""
         known, zeros = np.maximum(rows, 0), rows < 0
 
         def of(numbers: NDArray[Any] | None) -> Any:
@@ -106,7 +108,7 @@ class BlockTensor:
         )
 
     def as_quantized(self) -> QuantizedTensor | None:
-        """Return the same values as a `QuantizedTensor`; None if its 4-bit or 8-bit values cannot represent them."""
+        """Return the values as a `QuantizedTensor`. Return None if there are minima, which that class lacks."""
         if self.minima is not None:
             return None
         if self.bits == 4 and self.zero == 8:

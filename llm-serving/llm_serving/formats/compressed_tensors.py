@@ -1,10 +1,10 @@
-"""Integer weights of compressed-tensors (written by LLM Compressor), 4 and 8 bits.
+"""The 4-bit and 8-bit integer weights of the format compressed-tensors, which LLM Compressor writes.
 
     weight               [out, in]               I8: values of the format `int-quantized` (W8A8; W4A8: -8 to 7)
-    weight_packed        [out, in * bits / 32]   I32: values of `pack-quantized` (W4A16, W8A16), plus half their range
+    weight_packed        [out, in * bits / 32]   I32: values of `pack-quantized` (W4A16, W8A16), plus 2^(bits - 1)
     weight_shape         [2]                     I64 or I32: out, in
     weight_scale         [out, groups], [out] or [1]
-    weight_zero_point    [out, groups] I8, or [out * bits / 32, groups] I32, packed along its rows as weights are
+    weight_zero_point    [out, groups] I8, or [out * bits / 32, groups] I32, packed along `out`
     weight_g_idx         [in]                    I32: group of each column
 
 Weights that are not quantized are stored as usual. Scales of activations and of a KV cache are ignored, because this
@@ -41,8 +41,12 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """4-bit and 8-bit integer weights. `group_size`: columns of a group; 0: derived from the number of groups. `bits`:
-    bits of quantized values that are stored in a byte each.
+    """The compressed-tensors scheme with 4-bit and 8-bit integer weights or FP8 weights.
+
+    Attributes:
+        group_size: Number of columns in a group. If it is 0, it follows from the number of groups of each weight.
+        block: Rows and columns of an FP8 weight that share a scale; None if scales are not per block.
+        bits: Bits of the values of `weight`, each of which takes a byte.
     """
 
     description: str
@@ -84,7 +88,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Raise ModelError unless zero points have the shape of the scales, or `packed` if they are packed in words."""
+        """Raise ModelError unless zero points have the shape of the scales or, in 32-bit words, the shape `packed`."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -97,8 +101,8 @@ class CompressedTensors:
             return 1
         if len(scale.shape) != 2 or scale.shape[0] != shape[0] or not 1 <= scale.shape[1] <= max(1, shape[1]):
             raise ModelError(
-                f"{scale.file}: {name}: {SCALE} must be one scale, one per row or one per group of {list(shape)}. "
-                f"Found: {list(scale.shape)}"
+                f"{scale.file}: {name}: {SCALE} must hold one scale, one per row or one per group of columns, for a "
+                f"weight of shape {list(shape)}. Found: shape {list(scale.shape)}"
             )
         return scale.shape[1]
 
@@ -107,7 +111,10 @@ class CompressedTensors:
         if groups > 1 and self.group_size and -(-width // self.group_size) == groups:
             size = self.group_size
         if -(-width // max(1, size)) != groups:
-            raise ModelError(f"{parts[SCALE].file}: {name}: {groups} groups must have equal parts of {width} columns")
+            raise ModelError(
+                f"{parts[SCALE].file}: {name}: {SCALE} must have groups of equal size, only the last of which may be "
+                f"smaller. Found: {groups} groups for {width} columns"
+            )
         return max(1, size)
 
 
@@ -116,7 +123,9 @@ def _stored_shape(name: str, parts: Parts) -> tuple[int, int]:
     check_shape(name, parts, SHAPE, (2,))
     out, width = (int(length) for length in stored.read())
     if not (0 < out < 2**31 and 0 < width < 2**31):
-        raise ModelError(f"{stored.file}: {name}: {SHAPE} must be two dimensions. Found: {[out, width]}")
+        raise ModelError(
+            f"{stored.file}: {name}: {SHAPE} must hold two dimensions from 1 to {2**31 - 1}. Found: {[out, width]}"
+        )
     return out, width
 
 
@@ -155,7 +164,7 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays of a symmetric tensor by name ending: `pack-quantized` if `packed`, else `int-quantized`."""
+    """Return name ending -> array of a symmetric tensor, as `pack-quantized` if `packed`, else as `int-quantized`."""
     assert tensor.zeros is None
     assert tensor.g_idx is None
     if not packed:

@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Raise ModelError, which begins with `where`, if tensors are missing, unexpected or of another shape than
-    `expected`. `optional`: unused tensors that the files may contain.
+    """Raise ModelError if tensors are missing, unexpected or of another shape than `expected`. The message begins with
+    `where`. The tensors in `optional` may be missing, but must not have another shape.
     """
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -74,7 +74,9 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files in the index, else the usual single file, else all files of the first supported format."""
+    """Return the files that model.safetensors.index.json names. Without it, return model.safetensors, or else all files
+    of the first suffix in `_IN_FOLDERS` that the folder has. Raise ModelError if a file is missing.
+    """
     index = folder / INDEX_NAME
     if index.exists():
         names = indexed_names(index)
@@ -91,7 +93,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the sorted file names of an index. Raise ModelError if it is no index, or names files in other folders."""
+    """Return the sorted file names in an index. Raise ModelError if it is no index or names files in other folders."""
     content = read_regular(index, _MAX_INDEX_BYTES)
     try:
         names = sorted(set(json.loads(content.decode())["weight_map"].values()))
@@ -105,17 +107,15 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
-    """Return every tensor of a folder or file by its stored name. `packed`: also allow types of quantized weights.
-    Raise ModelError if a file is missing, damaged or unsupported, or if two tensors have the same name.
+    """Return every tensor of a folder or file by its stored name. `packed` also allows dtypes that only quantized
+    weights have. Raise ModelError if a file is missing, damaged or unsupported, or if two tensors have the same name.
     """
     files = weight_files(source) if source.is_dir() else [source]
     tensors: dict[str, ReadableTensor] = {}
     for file in files:
         reader = _READERS.get(file.suffix)
         if reader is None:
-            raise ModelError(
-                f"{file} must be one of {', '.join(f'*{each}' for each in _READERS)}{how_to_convert_file(file)}"
-            )
+            raise ModelError(f"{file} must have the suffix {' or '.join(_READERS)}{how_to_convert_file(file)}")
         for name, tensor in reader(file, packed).items():
             if name in tensors:
                 raise ModelError(f"{file}: tensor {name} occurs twice, also in {tensors[name].file}")
@@ -141,7 +141,7 @@ def how_to_convert_file(file: Path) -> str:
 
 
 def convert_command(source: Path, yaml: Path | None = None) -> str:
-    """Return the command that converts MindFormers weights; with a placeholder for the YAML if that is None."""
+    """Return the command that converts MindFormers weights. It has a placeholder for the YAML if `yaml` is None."""
     config = "YAML" if yaml is None else shlex.quote(str(yaml))
     return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"
 
@@ -157,7 +157,9 @@ def _converting(file: Path, pattern: str) -> str:
 
 
 def _program(folder: Path, pattern: str) -> str:
-    """Return a Python program that writes a safetensors file next to each pickle file, without running pickled code."""
+    """Return a Python program, for the user to run, that writes a safetensors file beside each pickle file whose name
+    matches `pattern`. The program does not run code from the pickle files.
+    """
     files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
     tensors = 'torch.load(f, "cpu", weights_only=True).items()'
     copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors refuses tensors that share memory

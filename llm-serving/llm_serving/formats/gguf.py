@@ -62,11 +62,13 @@ _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a file, or of all its parts.
+    """The header of a file, or of all parts of a split model.
 
-    `file` is the file or its first part. Arrays of strings in `metadata` are None, unless `read_gguf` was asked to read
-    them. `types` are those of the tensors with two or more dimensions, such as Q4_K. `block_elements` and `block_bytes`
-    are the total number of elements of the tensors in blocks, and their bytes in memory.
+    Attributes:
+        file: The file or its first part.
+        metadata: Metadata of this file by key. Arrays of strings are None, unless `read_gguf` was called with `texts`.
+        types: Types of the tensors with two or more dimensions, such as Q4_K.
+        block_elements, block_bytes: Total elements of the tensors in blocks, and their bytes when packed in memory.
     """
 
     file: Path
@@ -87,9 +89,9 @@ def files_of(file: Path) -> list[Path]:
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file, or of the first part and all others, without weights. `texts`: whether to read arrays
-    of strings. Raise ModelError if a file is damaged, unsupported or no GGUF file, or if a part is missing or not the
-    first.
+    """Read the header of a file and, if the model is split, of all its parts. Weights are not read. If `texts`, also
+    read arrays of strings. Raise ModelError if a file is damaged, unsupported or not a GGUF file, if a part is missing,
+    or if `file` is a later part.
     """
     first = _read_file(file, texts)
     count = max(1, _part_number(first, "split.count", 1, _MAX_PARTS))
@@ -121,7 +123,7 @@ def read_gguf(file: Path, texts: bool = False) -> GgufFile:
 def _part_number(found: GgufFile, key: str, default: int, maximum: int) -> int:
     value = found.metadata.get(key, default)
     if not isinstance(value, int) or not 0 <= value <= maximum:
-        raise ModelError(f"{found.file}: `{key}` must be an integer up to {maximum}. Found: {shorten(value)}")
+        raise ModelError(f"{found.file}: `{key}` must be an integer from 0 to {maximum}. Found: {shorten(value)}")
     return value
 
 
@@ -266,8 +268,8 @@ class _TensorInfo:
         ((at, num_bytes),) = stored.pieces
         if self.offset % alignment or num_bytes > size - at:
             raise ModelError(
-                f"{file}: tensor {shorten(self.name)} of {num_bytes} bytes must begin at a multiple of {alignment} and "
-                f"lie within the file of {size}. Found: offset {self.offset} of the data"
+                f"{file}: tensor {shorten(self.name)} of {num_bytes} bytes must begin at a multiple of {alignment} "
+                f"bytes and lie within the file of {size} bytes. Found: offset {self.offset} in the data"
             )
 
 
@@ -275,14 +277,14 @@ def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
     name = reader.text(_MAX_NAME_BYTES)
     num_dimensions = reader.number("<I")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-        raise ValueError(f"tensor {shorten(name)} has {num_dimensions} dimensions, not 1 to {_MAX_DIMENSIONS}")
+        raise ValueError(f"tensor {shorten(name)} must have 1 to {_MAX_DIMENSIONS} dimensions. Found: {num_dimensions}")
     shape = tuple(reader.count(2**40, "elements in a dimension") for _ in range(num_dimensions))[::-1]
     if not all(shape):
         raise ValueError(f"tensor {shorten(name)} has a dimension of 0")
     kind, offset = reader.number("<I"), reader.number("<Q")
     if kind not in _PLAIN and kind not in BLOCKS:
         known = ", ".join([*_PLAIN.values(), *(block.name for block in BLOCKS.values())])
-        raise ModelError(f"{file}: tensor {shorten(name)} must be {known}. Found: type {kind} of ggml")
+        raise ModelError(f"{file}: tensor {shorten(name)} must have type {known}. Found: ggml type {kind}")
     return _TensorInfo(name, shape, kind, offset)
 
 
@@ -292,7 +294,7 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The scheme of GGUF tensors, whose names and layouts depend on the architecture and the numbers of heads."""
+    """The quantization scheme of GGUF files. Names and layouts depend on the architecture and the numbers of heads."""
 
     description: str
     architecture: str = ""

@@ -15,9 +15,10 @@
     Q6_K     256         128 nibbles, 64 upper bits, 16 int8 scales, d f16                          (q - 32) d s
     IQ4_XS   256         d f16, scales: 2 upper bits and 4 nibbles, 128 nibbles                     table[q] d (s - 32)
 
-Parts are in file order. The number before a part is its size in bytes ("16 nibbles": 16 bytes with two 4-bit values
-each); d and m are float16, u32 has 4 bytes. q is the quantized value of an element; s and n are the scale and minimum
-of its group. A group has 16 elements in Q2_K, Q3_K and Q6_K, otherwise 32.
+Parts are in file order. The number before a part is its size in bytes: "16 nibbles" are 16 bytes with two 4-bit values
+each. d, m and e belong to the whole block. q is the quantized value of an element, and `table` has the sixteen values
+that q stands for. s and n are the scale and minimum of the element's group. A group has 16 elements in Q2_K, Q3_K and
+Q6_K, otherwise 32.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _LINE: Final = 64
 
 
 class _Numbers(NamedTuple):
-    """The numbers of n blocks: quantized values [n, elements], and scales and minima of groups [n, groups]. If the
-    latter are integers, `units` and `minimum_units` [n, 1] are their factors: d and m of the block.
+    """The quantized values of n blocks, [n, elements], and the scales and minima of their groups, [n, groups]. If
+    scales and minima are integers, `units` and `minimum_units` [n, 1] are their factors, d and m of each block.
     """
 
     qvalues: Uint8Array
@@ -55,7 +56,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type. `unpack` takes the bytes of n blocks, [n, num_bytes]. `group` is the size of a group."""
+    """A block type of GGUF. `unpack` converts the bytes of n blocks, [n, num_bytes]. A group has `group` elements."""
 
     name: str
     elements: int
@@ -71,7 +72,9 @@ class BlockType:
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a matrix as packed for the kernels: panels of chunks that are padded to 64 bytes."""
+        """Return the number of bytes of matrices that are packed for the kernels: in panels of 16 rows, and each panel
+        in chunks of 256 columns, padded to multiples of 64 bytes. `shape` may have leading dimensions.
+        """
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
@@ -84,7 +87,7 @@ class BlockType:
         return math.prod(shape[:-2]) * -(-out // PANEL_ROWS) * panel
 
     def unpacked(self, rows: Array) -> BlockTensor:
-        """Return the matrix whose rows have these bytes: [out, bytes of a row]."""
+        """Unpack a matrix from the bytes of its rows, [out, bytes of a row]."""
         out, row_blocks = len(rows), rows.shape[1] // self.num_bytes
         step = max(1, _AT_ONCE // max(1, row_blocks * self.elements))
         parts = [self._numbers(np.asarray(rows[start : start + step])) for start in range(0, max(out, 1), step)]
@@ -139,7 +142,9 @@ def _q8_0(blocks: Uint8Array) -> _Numbers:
 
 
 def _pairs_of_bits(packed: Uint8Array) -> Uint8Array:
-    """Unpack bytes [n, 64] to 2-bit values [n, 2, 4, 32]: each 32 bytes hold two bits for four runs of 32 elements."""
+    """Unpack bytes [n, 64] to 2-bit values [n, 2, 4, 32]. Each 32 bytes hold four runs of 32 elements: byte i has
+    element i of each run, the first run in the lowest bits.
+    """
     return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
 
 
@@ -160,7 +165,9 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The last four are split between two bytes."""
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The bits of the last four scales are divided
+    between two bytes, and so are those of the last four minima.
+    """
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)

@@ -1,7 +1,7 @@
-"""The layouts of tensors in GGUF files, converted to those of Hugging Face's folders.
+"""Converts tensors of GGUF files from the layouts of these files to those of Hugging Face's folders.
 
-Blocks keep their bytes: `StoredTensor.part` selects consecutive rows, and `PackedTensor.order` is the order of
-reordered rows. A tensor is dequantized only where the docstring of a function says so.
+A function dequantizes a tensor in blocks only if its docstring says so. Otherwise `StoredTensor.part` selects
+consecutive rows of blocks, and `PackedTensor.order` lists the rows of a reordered tensor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LATENT_VALUES: Final = "attn_v_b"
 
 
 class HeadCounts(NamedTuple):
-    """Numbers of heads, on which some layouts depend; 0: unknown. `linear_keys` and `linear_values` are heads in layers
-    with the gated delta rule, `linear_dim` the elements of a value head there.
+    """Numbers of heads, on which some layouts depend; 0 means unknown. `linear_keys` and `linear_values` count the
+    heads of layers with the gated delta rule. `linear_dim` is the number of elements of a value head in these layers.
     """
 
     q: int = 0
@@ -43,7 +43,10 @@ Layout = Callable[[str, ReadableTensor, HeadCounts], ReadableTensor]
 
 def head_rows(name: str, tensor: ReadableTensor, heads: int, multiple: int = 1) -> int:
     if not heads or tensor.shape[0] % (multiple * heads):
-        raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads} heads. Found: {tensor.shape[0]}")
+        raise ModelError(
+            f"{tensor.file}: tensor {name} must have equally many rows for each of {heads} heads. "
+            f"Found: {tensor.shape[0]} rows"
+        )
     return tensor.shape[0] // heads
 
 
@@ -64,7 +67,7 @@ def experts_of(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
 
 
 def rows_of(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
-    """Return rows of a tensor from row `start` on, in this shape. A vector has rows of one element."""
+    """Return the rows from row `start` on, as a tensor of shape `shape`. A row of a vector is one element."""
     if isinstance(tensor, StoredTensor):
         return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
     stored = {
@@ -74,7 +77,7 @@ def rows_of(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> Reada
 
 
 def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTensor:
-    """Return the rows of a tensor with the indices in `order`. Blocks keep their bytes."""
+    """Return the rows whose indices are listed in `order`, in that order. Blocks are not dequantized."""
     shape = (len(order), *tensor.shape[1:])
     if isinstance(tensor, PackedTensor):
         return replace(tensor, shape=shape, order=order)
@@ -91,7 +94,7 @@ def taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor
 
 
 def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
-    """Return `A_log`; the file stores -exp(A_log)."""
+    """Return `A_log` of a recurrent layer. The file stores -exp(A_log)."""
 
     def unpack(arrays: Mapping[str, Array]) -> Array:
         decays = to_float32(arrays["decays"]).reshape(-1)
@@ -105,18 +108,18 @@ def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
 
 
 def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows in the order query, key, value of each head. The file has all queries, all keys, all values."""
+    """Return the rows head by head: query, key, value. The file has all queries, then all keys, then all values."""
     own = head_rows(name, tensor, 3 * heads.q)
     return rows_in_order(name, tensor, np.arange(tensor.shape[0]).reshape(3, heads.q, own).swapaxes(0, 1).reshape(-1))
 
 
 def queries_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return all queries, then all keys, then all values of `in_proj_qkvz`, which the file groups by key head."""
+    """Return queries, then keys, then values of all key heads of `in_proj_qkvz`. The file stores head after head."""
     return rows_in_order(name, tensor, np.concatenate(_grouped(name, tensor, heads)[:3]))
 
 
 def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the gates z of `in_proj_qkvz`, which the file groups by key head."""
+    """Return the gates z of all key heads of `in_proj_qkvz`. The file stores head after head."""
     return rows_in_order(name, tensor, _grouped(name, tensor, heads)[3])
 
 
@@ -129,7 +132,7 @@ def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array
 
 
 def first_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the first half of the rows of each key head."""
+    """Return the first half of the rows of each key head, such as b of the stacked b and a."""
     return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 0].reshape(-1))
 
 
@@ -143,13 +146,16 @@ def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows with value heads grouped by key head. Rows before these heads keep their position. The file has
-    the first value head of every group, then the second of every group, and so on.
+    """Return the rows with value heads grouped by key head. The file has the first value head of every key head, then
+    the second of every key head, and so on. Any rows before the value heads keep their position.
     """
     own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
     first = tensor.shape[0] - heads.linear_values * own
     if first < 0:
-        raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads.linear_values} heads")
+        raise ModelError(
+            f"{tensor.file}: tensor {name} must have at least {heads.linear_values * own} rows, {own} for each of "
+            f"{heads.linear_values} value heads. Found: {tensor.shape[0]}"
+        )
     return rows_in_order(name, tensor, np.concatenate([np.arange(first), first + _untiled(heads, own)]))
 
 
@@ -162,7 +168,7 @@ def untiled_taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
 
 
 def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Do the same as `untiled` for columns. Blocks with elements of several heads are dequantized."""
+    """Reorder columns as `untiled` reorders rows. Dequantize blocks if one may have elements of several heads."""
     order, shape = _untiled(heads, heads.linear_dim), tensor.shape
     if len(shape) != 2 or shape[1] != len(order):
         raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")
@@ -198,11 +204,12 @@ def less_one(arrays: Mapping[str, Array]) -> Array:
 
 
 def joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """Join keys [heads, rank, n] and values [heads, v, rank] to kv_b_proj [heads * (n + v), rank], in which each head
-    has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
+    """Join the key and value projections of latent attention to kv_b_proj [heads * (n + v), rank], in which each head
+    has n rows of keys, then v rows of values. Keys are stored as [heads, rank, n] and values as [heads, v, rank]; a
+    file may also store the first two dimensions as one.
     """
     if values is None:
-        raise ModelError(f"{keys.file}: tensor {name} must have {LATENT_VALUES} beside it")
+        raise ModelError(f"{keys.file}: tensor {name} needs tensor {LATENT_VALUES} of the same layer, which is missing")
     rank = values.shape[-1]
     num_keys, num_rows = keys.shape[-1], int(np.prod(values.shape[:-1]))
     if not heads or num_rows % heads or int(np.prod(keys.shape[:-1])) != heads * rank:

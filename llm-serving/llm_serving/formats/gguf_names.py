@@ -30,15 +30,16 @@ class NamedLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Naming:
-    """The names and layouts of an architecture.
+    """The tensor names and layouts of one architecture.
 
     Attributes:
-        more: Name in the file -> Hugging Face's name, for tensors of a layer that Llama lacks or names differently. `*`
-            is the number of an expert; `|` separates the names of matrices that one tensor stacks. If the
-            value is a tuple, it has a name and a layout for each tensor that is made of the file's tensor.
-        whole: The same for tensors outside layers.
-        layers: Hugging Face's prefix of the names of layers.
-        pairs, plus_one: Whether the file has the layout of this name in the docstring of `formats.gguf_weights`.
+        more: Name in the file -> Hugging Face's name, for tensors of a layer that Llama does not have or names
+            differently. `*` stands for the number of an expert. `|` separates the names of matrices that the file
+            stacks in one tensor. A tuple has a name and a layout for each tensor that is made from the file's tensor.
+        whole: The same mapping for tensors outside layers.
+        layers: Hugging Face's prefix of the names of tensors in layers.
+        pairs, plus_one: Whether the file has the layout that the docstring of `formats.gguf_weights` describes under
+            this name.
     """
 
     more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)

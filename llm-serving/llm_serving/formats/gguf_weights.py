@@ -2,13 +2,13 @@
 
 llama.cpp uses the same tensor names for every architecture. It stores some tensors in a layout of its own. `pairs`,
 `plus_one` and `more` are fields of `Naming`, which describes one architecture:
-    rows of query and key   `pairs`: two rows that rotate together are adjacent; in Hugging Face's layout they are half
-                            a head apart
-    norm weights            `plus_one`: the stored weight is that of Hugging Face's folders plus 1
-    experts                 one tensor of three dimensions for all experts of a layer; until 2024 one for each expert
-    stacked projections     some files have one tensor for query, key and value
-    latent keys, values     DeepSeek: two tensors with a matrix for each head; the matrices of the keys are transposed
-    other tensors           `more`: has the function of module `gguf_layouts` that converts a tensor
+    rows of query and key   With `pairs`, two rows that rotary embedding rotates as a pair are adjacent. In Hugging
+                            Face's layout they are half a head apart.
+    norm weights            With `plus_one`, the stored weight is Hugging Face's weight plus 1.
+    experts                 All experts of a layer are in one tensor of three dimensions. Until 2024, each had its own.
+    stacked projections     Some files have one tensor for query, key and value.
+    latent keys, values     DeepSeek has two tensors with a matrix for each head. Those of the keys are transposed.
+    other tensors           `more` contains the function of module `gguf_layouts` that converts a tensor.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def named_weights(
             continue
         for known, weight in _named(name, tensor, tensors, naming, heads):
             if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
-                raise ModelError(f"{tensor.file}: tensor {name} must have a name of llama.cpp (blk.0.attn_q.weight)")
+                raise ModelError(
+                    f"{tensor.file}: tensor {name} must have a name of llama.cpp, like blk.0.attn_q.weight"
+                )
             if known in weights:
                 raise ModelError(f"{tensor.file}: tensor {name} holds {known}, which an earlier tensor holds as well")
             weights[known] = weight
@@ -111,7 +113,7 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return the parts of a GGUF tensor that stacks weights. `known`: their names, separated by `|`."""
+    """Return (name, weight) for each weight that a GGUF tensor stacks. `known` has the names, separated by `|`."""
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]

@@ -7,7 +7,7 @@ The messages, by field number (proto2):
     TensorProto  1: dims, repeated    2: tensor_type    3: tensor_content
 
 A tensor of more than 512 MiB is stored as consecutive values with the same tag, each with the full shape and a part
-of the content. The file may end with `crc_num` and ten bytes.
+of the content. The file may end with a checksum: `crc_num` and ten bytes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return number, start and end of the protobuf field at `at`. The content of an integer is its varint."""
+    """Return number, start and end of the protobuf field at `at`. Start and end are those of its content."""
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7
     if kind == 0:

@@ -21,12 +21,12 @@ Unpack = Callable[[Mapping[str, Array]], Quantized | Array]
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix of a quantized model, read only on access.
+    """A weight of a quantized model, which is read from its file only on access.
 
     Attributes:
-        name, shape: Name of the matrix in an unquantized model, and (out, in).
+        name, shape: Name and shape of the weight in an unquantized model.
         unpack: Converts the arrays of `stored` to quantized values, or to float32 if no kernel can use quantized ones.
-        order: For each row of this matrix, the index of its row in the unpacked matrix; None: rows keep their order.
+        order: Indices of this weight's rows in the unpacked matrix, or None if the rows keep their order.
     """
 
     name: str
@@ -63,8 +63,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return float values of this shape. Experts are stored as [experts * out, in] and returned as [experts,
-    in, out].
+    """Return `found` as floating-point values of shape `shape`. Experts are stored as [experts * out, in] if they are
+    quantized, and returned as [experts, in, out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -79,12 +79,12 @@ ReadableTensor = StoredTensor | PackedTensor
 
 
 class Scheme(Protocol):
-    """How the weights of a model are quantized.
+    """The format in which a model stores quantized weights.
 
     Attributes:
-        description: Text for the user: "GPTQ, 4 bits, groups of 128".
-        activation_bits: Bits of the activations for which the model was quantized; None: the model dtype.
-        form: Form of the stored integers; None: weights are floating point, in GGUF blocks, or in several forms.
+        description: Text for the user, such as "GPTQ, 4 bits, groups of 128".
+        activation_bits: Bits of the activations for which the model was quantized. None means the model dtype.
+        form: Layout of the stored integers. None if weights are floating point, in GGUF blocks or in several layouts.
     """
 
     @property
@@ -97,14 +97,14 @@ class Scheme(Protocol):
     def form(self) -> QValuesForm | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Convert the tensors of files to those of an unquantized model. Raise ModelError if parts do not match."""
+        """Convert stored tensors to those of an unquantized model. Raise ModelError if parts of a weight do not fit."""
         ...
 
 
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine by `pack` the tensors whose names differ only in one of `endings`. Other tensors stay unchanged."""
+    """Combine by `pack` the parts of each weight, whose names differ only in one of `endings`. Keep other tensors."""
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -116,7 +116,9 @@ def assemble_weights(
     for module, parts in modules.items():
         name = f"{module}.weight"
         if name in weights:
-            raise ModelError(f"{weights[name].file}: tensor {name} occurs twice, also as {', '.join(sorted(parts))}")
+            raise ModelError(
+                f"{weights[name].file}: tensor {name} occurs twice: under this name, and as {', '.join(sorted(parts))}"
+            )
         weights[name] = pack(name, parts)
     return check_plain(weights)
 

@@ -43,9 +43,9 @@ class Gptq:
     """The GPTQ scheme.
 
     Attributes:
-        group_size: Columns of a group; 0: a row is one group.
+        group_size: Number of columns in a group. 0 means that a row is one group.
         zeros_less_one: Whether files store each zero point minus 1, as version 1 of the format does.
-        act_order: Whether the columns of a group need not be adjacent (`desc_act`).
+        act_order: Whether the columns of a group may be apart from each other (`desc_act`).
         has_zeros: Whether zero points may differ from 2^(bits - 1), the zero point of symmetric weights.
     """
 
@@ -90,7 +90,7 @@ class Gptq:
 
 @dataclass(frozen=True)
 class Awq:
-    """The AWQ scheme. `group_size`: columns of a group; 0: a row is one group."""
+    """The AWQ scheme. `group_size` is the number of columns in a group; 0 means that a row is one group."""
 
     description: str
     group_size: int

@@ -46,7 +46,7 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The fields of adapter_config.json that are used. `targets`: names of modules, or a regular expression."""
+    """Fields of adapter_config.json that this server uses. `targets` are module names or a regular expression."""
 
     path: Path
     rank: int
@@ -78,7 +78,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class StoredChange:
-    """The matrices of one module as stored, a [rank, columns] and b [rows, rank], and the factor of their product."""
+    """Matrices a [rank, columns] and b [rows, rank] of one module, as stored, and the factor of their product."""
 
     a: Array
     b: Array
@@ -87,7 +87,7 @@ class StoredChange:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter in memory. `modules`: name of a tensor without `.weight` -> its change."""
+    """An adapter in memory. `modules` maps the name of a changed weight, without `.weight`, to its change."""
 
     folder: Path
     config: AdapterConfig
@@ -96,7 +96,7 @@ class PeftAdapter:
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Read an adapter and its fingerprint. Raise ModelError if it is damaged or needs an unsupported feature."""
+    """Read an adapter and compute its fingerprint. Raise ModelError if it is damaged or has unsupported features."""
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.exists():
@@ -125,7 +125,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
                 raise ModelError(f"{path}: {module}.lora_{part}.weight must hold finite numbers only")
         modules[module] = StoredChange(pair["A"], pair["B"], config.scale_of(module))
     if not modules:
-        raise ModelError(f"{path}: must have at least one pair of matrices")
+        raise ModelError(f"{path}: must have at least one pair of matrices, lora_A and lora_B")
     digest = hashlib.sha256(read_regular(config.path, MAX_CONFIG_BYTES))
     digest.update(data.data)
     return PeftAdapter(folder, config, modules, digest.hexdigest())
@@ -184,7 +184,7 @@ def read_config(folder: Path) -> AdapterConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise fail(field, f"must have regular expressions as names ({error})") from None
+                raise fail(field, f"must have only keys that are regular expressions ({error})") from None
     partial = any(fields.get(each) not in _NOTHING for each in ("layers_to_transform", "exclude_modules"))
     rslora = fields.get("use_rslora", False)
     if not isinstance(rslora, bool):
@@ -195,7 +195,7 @@ def read_config(folder: Path) -> AdapterConfig:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of both files of an adapter. Raise ModelError if one cannot be read."""
+    """Return a hash of adapter_config.json and adapter_model.safetensors. Raise ModelError if one is unreadable."""
     digest = hashlib.sha256()
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         try:
@@ -208,12 +208,12 @@ def fingerprint(folder: Path) -> str:
 
 
 def number_of(fingerprint: str) -> int:
-    """Return the number by which requests, recordings and steps name an adapter: equal for equal files, never 0."""
+    """Return the positive number of an adapter in requests, recordings and steps. Equal files have equal numbers."""
     return int(fingerprint[:8], 16) % (2**31 - 1) + 1
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a module's name, as PEFT does; else `default`."""
+    """Return the value of the first pattern that matches the end of a module name, as in PEFT, or `default`."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return float(value)

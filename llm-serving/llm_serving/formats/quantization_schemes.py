@@ -29,7 +29,9 @@ class _RefusedError(Exception):
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of a model's weights; None: not quantized. Raise ModelError, naming `where`, if unsupported."""
+    """Return the quantization scheme of a model's weights, or None if they are not quantized. Raise ModelError, whose
+    message begins with `where`, if the scheme is not supported.
+    """
     description = describe_quantization(config)
     if description is None:
         return None
@@ -120,7 +122,7 @@ def _fp8(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _modelopt(given: Mapping[str, Any], description: str) -> Scheme:
-    """Return the scheme of ModelOpt. The algorithm is in config.json, or in a nested object of ModelOpt's own file."""
+    """Return the scheme of ModelOpt. `quant_algo` is in `given` or, in ModelOpt's own file, in its `quantization`."""
     nested = given.get("quantization")
     algorithm = (nested if isinstance(nested, Mapping) else given).get("quant_algo")
     if algorithm not in _MODELOPT_FP8:
@@ -138,7 +140,8 @@ def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
         raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")
     counts = tuple(given.get(key, 0) for key in HeadCounts._fields)
     if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in counts):
-        raise _RefusedError(f"must have the numbers of heads. Given: {shorten(counts)}")
+        rule = f"must have {', '.join(HeadCounts._fields)} from 0 to {_MAX_GROUP}"
+        raise _RefusedError(f"{rule}. Given: {shorten(counts)}")
     heads = HeadCounts(*counts)
     return Gguf(description, architecture, heads, given.get("block_elements", 0), given.get("block_bytes", 0))
 
@@ -178,7 +181,7 @@ def _block(value: object) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(each) is int for each in value):
-        raise _RefusedError(f"must have blocks of two dimensions. Given: {shorten(value)}")
+        raise _RefusedError(f"must have blocks of two dimensions, both integers. Given: {shorten(value)}")
     rows, columns = value
     if not (0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP):
         raise _RefusedError(f"must have a block of two dimensions from 1 to {_MAX_GROUP}. Given: {shorten(value)}")

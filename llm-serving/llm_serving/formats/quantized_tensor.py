@@ -1,7 +1,8 @@
 """Quantized matrices of 8 and 4 bits in memory, and how a matrix is rounded to them.
 
-value = (qvalue - zero) * scale. Each group of columns of a row has a scale and, unless it is symmetric, a zero point.
-In memory each quantized value takes a byte; files pack them into words of 32 bits, the lowest bits first.
+value = (qvalue - zero) * scale. Each group of columns of a row has a scale. Groups of asymmetric values also have a
+zero point. In memory each quantized value takes a byte. Files pack the values into 32-bit words, the first value in the
+lowest bits.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ _AT_ONCE: Final = 2**22
 
 
 class QValuesForm(NamedTuple):
-    """Layout of quantized values. It decides whether a matmul kernel can use them. `group_size`: columns of a group; 0:
-    a row is one group. `in_order`: the columns of a group are adjacent, that is, without GPTQ's act-order. `has_zeros`:
-    8-bit values have zero points, which kernels support only of 4-bit values.
+    """Layout of quantized values, which decides whether a matmul kernel can use them.
+
+    Attributes:
+        group_size: Number of columns in a group. 0 means that a row is one group.
+        in_order: Whether the columns of each group are adjacent, as they are without GPTQ's act-order.
+        has_zeros: Whether 8-bit values have zero points. Kernels support zero points only for 4-bit values.
     """
 
     bits: int
@@ -44,12 +48,12 @@ class QuantizedTensor:
     """A matrix [out, in] as quantized values and scales. Raise ModelError if the arrays do not fit each other.
 
     Attributes:
-        qvalues: [out, in]; int8 for 8 bits, uint8 0..15 for 4 bits.
-        scales: [out, groups], float32; one group is a scale for a whole row.
-        zeros: [out, groups]: the zero points, of the type of `qvalues`. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
-        g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
-        rotated: Whether rows were rotated before rounding (`kernels.quantized_products`) and scaled by 1 / the block
-            size of the rotation. Kernels rotate the activations to match.
+        qvalues: [out, in]; int8 for 8 bits, uint8 from 0 to 15 for 4 bits.
+        scales: float32 [out, groups]. If there is only one group, a scale applies to a whole row.
+        zeros: Zero points [out, groups], of the dtype of `qvalues`. None means `SYMMETRIC_ZERO`, or 0 for 8 bits.
+        g_idx: Group of each column, int32 [in], for GPTQ's act-order. None if column j has group j // group_size.
+        rotated: Whether rows were rotated (`kernels.quantized_products.rotate`) and divided by the block size of the
+            rotation before they were rounded. Kernels rotate the activations to match.
     """
 
     qvalues: NDArray[np.int8] | NDArray[np.uint8]
@@ -76,7 +80,9 @@ class QuantizedTensor:
         if self.zeros is not None and (self.zeros.dtype, self.zeros.shape) != (self.qvalues.dtype, self.scales.shape):
             raise ModelError(f"zeros must be {self.qvalues.dtype} of the shape of scales, for {self._description()}")
         if self.g_idx is not None and not self._g_idx_fits(self.g_idx):
-            raise ModelError(f"g_idx must be int32 [in], each a group, for {self._description()}")
+            raise ModelError(
+                f"g_idx must be int32 [in] of groups from 0 to {self.num_groups - 1}, for {self._description()}"
+            )
         if self.scales.size and float(np.abs(self.scales).max()) > _SAFE_SCALE:
             with np.errstate(over="ignore"):
                 check_values(self.dequantized())
@@ -104,7 +110,7 @@ class QuantizedTensor:
         return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
 
     def with_columns(self, columns: NDArray[np.int64]) -> QuantizedTensor | None:
-        """Return these columns as a tensor without `g_idx`; None if the columns split a group."""
+        """Return these columns of a tensor that has no `g_idx`. Return None if they do not consist of whole groups."""
         size = self.group_size
         if self.num_groups == 1:
             return replace(self, qvalues=self.qvalues[:, columns], group_size=max(1, len(columns)))
@@ -153,10 +159,13 @@ def check_values(values: NDArray[np.float32]) -> None:
 
 
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Return the group of each column; None: consecutive groups. Raise ModelError if a group is out of range."""
+    """Return the group of each column, or None if column j has group j // group_size. Raise ModelError if a group is
+    out of range.
+    """
     columns = np.array(given, np.int32)
     if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
-        raise ModelError(f"g_idx must be groups from 0 to {groups - 1}")
+        found = f"{columns.min()} to {columns.max()}"
+        raise ModelError(f"g_idx must have groups from 0 to {groups - 1}. Found: {found}")
     return None if np.array_equal(columns, np.arange(len(columns)) // group_size) else columns
 
 
@@ -168,7 +177,7 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor:
-    """Return a tensor of unsigned quantized values [out, in]. `zeros` None: the middle of the range."""
+    """Return a tensor of unsigned qvalues [out, in]. If `zeros` is None, the middle of their range represents 0."""
     if zeros is not None and (zeros == 2 ** (bits - 1)).all():
         zeros = None
     if bits == 4:
@@ -182,8 +191,8 @@ def _signed(values: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
-    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127. bfloat16 is given as
-    uint16 bits. Raise ModelError if it is no matrix, or if an element is infinite or NaN.
+    """Quantize each row of a matrix [out, in] to integers from -127 to 127. A row's scale is its largest magnitude /
+    127. bfloat16 elements are given as uint16 bits. Raise ModelError if `weight` is no matrix, or has infinity or NaN.
     """
     _check(weight)
     qvalues = np.empty(weight.shape, np.int8)
@@ -198,9 +207,11 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
     """Quantize each group of `group_size` columns to 4 bits. `weight` and errors are those of `quantize_w8`.
 
-    Symmetric values are -8 to 7 times a scale, which may be negative: the largest element divided by the one of `STEPS`
-    that gives the smallest squared error of the group. Asymmetric values divide the range from the smallest to the
-    largest element into 15 steps and represent 0 exactly; their zero points are stored.
+    Symmetric values are integers from -8 to 7 times a scale. The scale, which may be negative, is the element of
+    largest magnitude divided by one of `STEPS`: the one that gives the smallest squared error of the group.
+
+    Asymmetric values divide the range from the smallest to the largest element into 15 steps. They represent 0 exactly,
+    and their zero points are stored.
     """
     _check(weight)
     out, width = weight.shape

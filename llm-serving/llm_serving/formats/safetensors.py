@@ -1,6 +1,6 @@
-"""Reads the header of a safetensors file. (The safetensors package has no NumPy type for bfloat16.)
+"""Reads the header of a safetensors file. The package safetensors is not used: it has no NumPy dtype for bfloat16.
 
-A file is the length of the header (8 bytes, little-endian), a JSON header, and the data of the tensors.
+A file consists of the length of the header (8 bytes, little-endian), the header in JSON, and the data of the tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. `packed`: also allow the types of quantized weights. Raise ModelError if
-    the file is truncated, no safetensors file, or has overlapping tensors or an unsupported type.
+    """Return the tensors of one file by name. `packed` also allows dtypes that only quantized weights have. Raise
+    ModelError if the file is truncated or no safetensors file, or if tensors overlap or have an unsupported dtype.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -52,7 +52,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raise ValueError for duplicate names, because readers differ in which value they use."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("a name occurs twice in a JSON object of the header")
     return found
 
 
@@ -69,13 +69,15 @@ def _stored_tensor(layout: _FileLayout, name: str, entry: dict[str, Any]) -> Sto
     if dtype not in dtypes:
         raise ModelError(f"{file}: tensor {name} must be {', '.join(dtypes)}. Found: {shorten(dtype)}")
     if len(shape) > _MAX_DIMENSIONS or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        rule = f"must have at most {_MAX_DIMENSIONS} dimensions and two offsets, integers >= 0"
-        raise ModelError(f"{file}: tensor {name} {rule}. Found: {shorten(shape)}, {shorten((start, end))}")
+        rule = f"must have at most {_MAX_DIMENSIONS} dimensions and two data offsets, all integers >= 0"
+        raise ModelError(
+            f"{file}: tensor {name} {rule}. Found: shape {shorten(shape)}, offsets {shorten((start, end))}"
+        )
     tensor = StoredTensor(file, dtype, shape, ((data_start + start, end - start),))
     num_bytes = tensor.num_bytes
     if end - start != num_bytes or data_start + end > file_size:
         raise ModelError(
-            f"{file}: tensor {name} of {shorten(num_bytes)} bytes must lie within the file of {file_size}. "
+            f"{file}: tensor {name} of {shorten(num_bytes)} bytes must lie within the file of {file_size} bytes. "
             f"Found: bytes {shorten(start)} to {shorten(end)} of the data"
         )
     return tensor

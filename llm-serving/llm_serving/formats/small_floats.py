@@ -57,7 +57,9 @@ class Mxfp4:
                 file = (blocks or scales or next(iter(tensors.values()))).file
                 raise ModelError(f"{file}: {name} must have {' and '.join(name + ending for ending in _MXFP4_ENDINGS)}")
             if name in weights:
-                raise ModelError(f"{blocks.file}: tensor {name} occurs twice, also as {name}{_MXFP4_ENDINGS[0]}")
+                raise ModelError(
+                    f"{blocks.file}: tensor {name} occurs twice: under this name, and as {name}{_MXFP4_ENDINGS[0]}"
+                )
             weights[name] = _packed_mxfp4(name, blocks, scales)
         return check_plain(weights)
 
@@ -75,7 +77,7 @@ def _packed_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Pack
 
 
 def quantized(blocks: Array, scales: Array) -> QuantizedTensor:
-    """Return the matrix [experts * out, in] as 8-bit values. Raise ModelError if an exponent is too large."""
+    """Return MXFP4 weights as 8-bit values [experts * out, in]. Raise ModelError if an exponent is too large."""
     exponents = np.asarray(scales).astype(np.int16) - _EXPONENT_BIAS
     if exponents.size and int(exponents.max()) > _MAX_EXPONENT:
         raise ModelError(f"exponents of scales must be at most {_MAX_EXPONENT}. Found: {int(exponents.max())}")
@@ -98,7 +100,7 @@ IGNORED: Final = (
 
 @dataclass(frozen=True)
 class Fp8:
-    """The FP8 scheme. `block`: rows and columns of a block that shares a scale; None: there are no blocks."""
+    """The FP8 scheme. `block` is the rows and columns that share a scale, or None if scales are not per block."""
 
     description: str
     block: tuple[int, int] | None = None
@@ -153,7 +155,9 @@ def _fp8_values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _fp8_numbers() -> NDArray[np.float32]:
-    """Return the values of all 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits; all of them set: NaN."""
+    """Return the values of all 256 bytes of FP8. A byte has a sign, 4 exponent bits with bias 7 and 3 fraction bits. If
+    all exponent and fraction bits are set, the value is NaN.
+    """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7
     normal = np.ldexp(1 + fraction / 8, exponent - 7)

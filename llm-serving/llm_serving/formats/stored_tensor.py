@@ -26,7 +26,7 @@ PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I64": np.int64,
     "F8_E4M3": np.uint8,
 }
-"""`NUMPY_DTYPES` of types that only quantized weights use. `F8_E4M3` is read as uint8 bits."""
+"""dtype in a file -> NumPy type, for dtypes that only quantized weights have. `F8_E4M3` is read as uint8 bits."""
 
 _ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
 
@@ -41,8 +41,8 @@ _AT_ONCE: Final = 2**18
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor's elements in a file. `dtype`: a key of `NUMPY_DTYPES` or `PACKED_DTYPES`. `pieces`:
-    (first byte, number of bytes) of each piece, in order; they sum to `num_bytes`.
+    """The location of a tensor's elements in a file. `dtype` is a key of `NUMPY_DTYPES` or `PACKED_DTYPES`. Each of
+    `pieces` is (first byte, number of bytes). The pieces are in order and have `num_bytes` bytes in all.
     """
 
     file: Path
@@ -65,7 +65,7 @@ class StoredTensor:
         return StoredTensor(self.file, self.dtype, shape, ((at + start * item, math.prod(shape) * item),))
 
     def read(self) -> Array:
-        """Return the elements as a read-only memory map; as a copy if they are in several pieces or misaligned."""
+        """Return a read-only memory map, or a copy if the elements are in several pieces or misaligned."""
         dtype = np.dtype(_ALL_DTYPES[self.dtype])
         if not math.prod(self.shape):
             return np.empty(self.shape, dtype)

@@ -44,7 +44,7 @@ class TensorSource(NamedTuple):
 def write_safetensors(
     folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write safetensors files of at most `max_shard_bytes`, unless a single tensor is larger, and an index."""
+    """Write safetensors files, and an index if there are several. Each has at most `max_shard_bytes` or one tensor."""
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE_NAME]
     if len(shards) > 1:

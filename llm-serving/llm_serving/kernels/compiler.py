@@ -4,8 +4,8 @@ The library and each set of kernels are files in a cache folder, built once for 
 its flags. Only the kernels that this CPU needs are built, so several machines may share the folder.
 
     python -m llm_serving.kernels.compiler          # compiles what is missing; needs only Python's standard library
-    python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines
-    python -m llm_serving.kernels.compiler --tests  # for those that this CPU runs, which the tests compare
+    python -m llm_serving.kernels.compiler --all    # compiles for all instruction sets, also those of other machines
+    python -m llm_serving.kernels.compiler --tests  # compiles for all that this CPU runs; the tests compare them
 
 Environment:
     CXX: The compiler; otherwise the first of g++, c++ and clang++ that is installed.
@@ -81,7 +81,7 @@ Progress = Callable[[str], None]
 
 def library_path(on_progress: Progress | None = None) -> Path:
     """Return the path of the library for these sources. If it or this CPU's kernels are missing, build them first.
-    Without a compiler, use a library that was built earlier from the same sources, for any instruction sets. Raise
+    Without a compiler, use an earlier library of the same sources, even if this CPU's kernels are missing. Raise
     KernelError if there is no compiler and no library, no writable folder, or if a source does not compile.
     """
     try:
@@ -199,9 +199,11 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile `targets` (part -> path) in parallel, and move them into place atomically."""
+    """Compile the sources of `targets` (part -> path) in parallel, link them, and move the results into place
+    atomically. `library` is the library to which kernels are linked; None if it is one of the targets.
+    """
     started = time.monotonic()
-    logger.info("compiling the operator library with %s (once)", compiler.version)
+    logger.info("compiling the operator library once: compiler=%s", compiler.version)
     folder = next(iter(targets.values())).parent
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = {part: _objects(compiler, part, Path(scratch)) for part in targets}
@@ -222,7 +224,7 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
             users = [str(library or targets[_LIBRARY])] if part != _LIBRARY else [f"-Wl,-soname,{linked.name}"]
             _run([compiler.path, *_LINKER_FLAGS, "-o", str(linked), *map(str, objects[part]), *users])
             linked.replace(targets[part])
-    logger.info("compiled the operator library in %.1f s: %s", time.monotonic() - started, folder)
+    logger.info("compiled the operator library: seconds=%.1f folder=%s", time.monotonic() - started, folder)
 
 
 def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str]]:

@@ -1,9 +1,9 @@
-"""Linear layers of bfloat16 in 16-bit integers, in NumPy: what csrc/fixed_point.h computes, bit by bit.
+"""Linear layers of bfloat16, computed with 16-bit integers, in NumPy. The bits are those of csrc/fixed_point.h.
 
 This is block floating point (J. H. Wilkinson, Rounding Errors in Algebraic Processes, 1963): numbers that share a
 power of two, their unit, are multiplied and summed as integers. All weights of an output share a unit. Activations
-share a unit within a row and a block of 128 inputs: the smallest unit for which no sum exceeds 32 bits, by the
-Cauchy-Schwarz inequality.
+share a unit within a row and a block of 128 inputs. It is the smallest unit for which no sum can exceed 32 bits, as the
+Cauchy-Schwarz inequality shows.
 
 A bfloat16 that is not much smaller than the largest one with the same unit (for weights: at least 2^-7 of it) is an
 exact multiple of the unit; smaller ones are rounded to the nearest multiple. Sums within a block are exact. The sum of
@@ -33,7 +33,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def linear(x: Floats, weight: Floats) -> Singles:
-    """Multiply x [M, K] by the transposed weight [N, K], exact bfloat16. Return [M, N], not rounded to bfloat16."""
+    """Multiply x [M, K] by the transposed weight [N, K], both exact bfloat16 values. Return float32 [M, N]."""
     multiples, powers = _weight_multiples(_without_subnormals(weight))
     blocks = [slice(first, first + BLOCK_INPUTS) for first in range(0, x.shape[1], BLOCK_INPUTS)]
     largest = max([1, *(int(np.sum(multiples[:, block] ** 2, axis=1).max(initial=0)) for block in blocks)])
@@ -46,13 +46,15 @@ def linear(x: Floats, weight: Floats) -> Singles:
 
 
 def _weight_multiples(weight: Doubles) -> tuple[Multiples, Doubles]:
-    """Return the weights as integer multiples [N, K] of the units, and 2^14 times the units [N]."""
+    """Return the weights as integer multiples [N, K] of the unit of each output, and 2^14 times these units [N]."""
     powers = np.exp2(_exponents(weight))
     return np.rint(weight / powers[:, None] * 2**UNIT_BITS).astype(np.int64), powers
 
 
 def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, Doubles]:
-    """Return a block of inputs as integers [M, K], of norms up to `max_norm`, and 2^-14 times their units [M]."""
+    """Return a block of inputs as integer multiples [M, K] of the unit of each row, and 2^-14 times these units [M].
+    The norm of a row of multiples is at most `max_norm`.
+    """
     finite = np.all(np.isfinite(x), axis=1)
     x = np.where(finite[:, None], x, 0)
     exponents = _exponents(x)
@@ -71,8 +73,8 @@ def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
 
 
 def _sum_of_squares(values: Singles) -> Singles:
-    """Sum the squares of each row in the order of the kernel: lane j of 16 adds every sixteenth input from j on; then
-    lanes j and j + 8 are added, then j and j + 4, + 2 and + 1.
+    """Sum the squares of each row in the order of the kernel. Lane j of 16 adds the squares of inputs j, j + 16, j + 32
+    and so on. Then lanes j and j + 8 are added, then j and j + 4, j and j + 2, and j and j + 1.
     """
     lanes = np.zeros((len(values), _LANES), np.float32)
     for first in range(0, values.shape[1], _LANES):
@@ -99,8 +101,8 @@ def _without_subnormals(values: Floats) -> Doubles:
 
 
 def _single(values: Doubles) -> Singles:
-    """Round to float32. Sums are rounded to float64 first, which gives the result of a single rounding here (S. A.
-    Figueroa, When is double rounding innocuous?, 1995).
+    """Round to float32, with subnormal numbers as zero. A sum has been rounded to float64 before. Here, this gives the
+    result of a single rounding (S. A. Figueroa, When is double rounding innocuous?, 1995).
     """
     with np.errstate(over="ignore"):
         return _without_subnormals(values).astype(np.float32)

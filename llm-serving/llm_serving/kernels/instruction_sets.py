@@ -48,7 +48,7 @@ def compilable_isas() -> list[str]:
 
 
 def supported_isas() -> list[str]:
-    """Return the instruction sets that this CPU runs, best first, without those for tests."""
+    """Return the instruction sets that this CPU runs, best first. Those that exist only for tests are left out."""
     return [name for name in runnable_isas() if not INSTRUCTION_SETS[name].is_for_tests]
 
 
@@ -62,7 +62,7 @@ def is_supported(name: str) -> bool:
 
 
 def preferred_isas() -> list[str]:
-    """Return the instruction sets to try in order: the one that `LLM_SERVING_ISA` names, if any, then the best ones."""
+    """Return the instruction sets to try: the one in `LLM_SERVING_ISA` if this CPU runs it, then others, best first."""
     configured = os.environ.get(ISA_VARIABLE, "")
     first = [configured] if is_supported(configured) else []
     return [*first, *(name for name in supported_isas() if name not in first)]

@@ -24,7 +24,9 @@ MAX_WEIGHT = np.float32(65535)
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Quantize rows [T, num_heads*D] to [T, num_heads, D] with scales [T, num_heads]: NaN if a head is not finite."""
+    """Quantize rows [T, num_heads*D] to [T, num_heads, D] with scales [T, num_heads]. The scale of a head with infinity
+    or NaN is NaN.
+    """
     qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
 
@@ -40,14 +42,14 @@ def quantize_rotated_heads(
 
 
 def restored(x: Floats, num_heads: int) -> Doubles:
-    """Return rows [T, num_heads*D] of values as attention reads them back from the int8 cache, exactly."""
+    """Return value rows [T, num_heads*D] as attention reads them back from the int8 cache. The results are exact."""
     qvalues, scales = quantize_heads(x, num_heads)
     values: Doubles = qvalues * scales.astype(np.float64)[..., None]
     return values.reshape(x.shape)
 
 
 def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
-    """Return queries or keys, minus `offset`, as attention reads them back from 8 bits, rounded to float64."""
+    """Return queries, or keys minus `offset`, as 8 bits represent them, rotated back and rounded to float64."""
     qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
     block = rotated_block(qvalues.shape[-1])
     matrix = rotate(np.eye(block, dtype=np.float32)).astype(np.float64)

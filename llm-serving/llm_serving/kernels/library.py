@@ -88,9 +88,12 @@ def load() -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     configured = os.environ.get(ISA_VARIABLE)
     if configured and not is_supported(configured):
-        logger.warning("%s=%s is not available on this CPU; the best instruction set is used", ISA_VARIABLE, configured)
+        logger.warning(
+            "%s=%s is not available on this CPU; the library uses the best instruction set", ISA_VARIABLE, configured
+        )
     library.llm_use_kernels(_best_kernels())
-    logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
+    isa, num_threads = library.llm_isa().decode(), library.llm_num_threads()
+    logger.info("loaded the operator library: isa=%s threads=%d file=%s", isa, num_threads, path.name)
     return library
 
 
@@ -110,7 +113,7 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of an instruction set's kernels; None: the operating system does not permit it."""
+    """Return the address of an instruction set's kernels, or None if the operating system does not permit the set."""
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
     address: int | None = kernels()
@@ -169,7 +172,7 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Return the time of each operator in the profiled context, longest first, without the operators that it calls."""
+    """Return the time of each operator within `profiling`, without operators that it called, longest first."""
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
     times: dict[str, OperatorTime] = {}
     index = 0
@@ -234,7 +237,7 @@ class AddressTable:
         self._set(number, array.tobytes(), array)
 
     def set_view(self, number: int, array: NDArray[Any]) -> None:
-        """Bind a parameter to a C-contiguous array, which the caller must keep alive."""
+        """Bind parameter `number` of the call to a C-contiguous array, which the caller must keep alive."""
         self._set(number, array.ctypes.data, array)
 
     def _set(self, number: int, address: bytes | int, array: NDArray[Any]) -> None:

@@ -29,7 +29,7 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 
 def w8a8(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
-    """Multiply by 8-bit weights of at most 65,536 columns (csrc/w8a8.h). `rotated`: the weight was rotated."""
+    """Multiply by 8-bit weights of at most 65,536 columns (csrc/w8a8.h). If the weight is `rotated`, rotate x too."""
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.
     sums = (rows.astype(np.float64) @ qvalues.astype(np.float64).T).astype(np.float32)
@@ -45,8 +45,8 @@ def w4a8(
     group_size: int,
     rotated: bool = False,
 ) -> Singles:
-    """Multiply by 4-bit weights of at most 65,536 columns in groups, the last of which may be shorter (csrc/w4a8.h).
-    `scales` and `zeros` (None: `W4A8_ZERO`) are [N, groups]. `rotated` as in `w8a8`.
+    """Multiply by 4-bit weights of at most 65,536 columns in groups, the last of which may be smaller (csrc/w4a8.h).
+    `scales` and `zeros` are [N, groups]. If `zeros` is None, zero points are `W4A8_ZERO`. `rotated` is that of `w8a8`.
     """
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     totals = np.zeros((len(rows), len(qvalues)), np.float32)
@@ -64,7 +64,7 @@ def blocks(
     x: Floats, qvalues: NDArray[np.uint8], zero: int, scales: Singles, minima: Singles | None, group_size: int
 ) -> Singles:
     """Multiply by weights in GGUF blocks (csrc/blocks.h). Every `BLOCK` inputs of a row of x share a scale. `scales`
-    and `minima` are [N, groups]; a group has 16 or 32 columns. `zero`: quantized value that stands for 0.
+    and `minima` are [N, groups]; a group has 16 or 32 columns. The quantized value `zero` represents 0.
     """
     m, k = x.shape
     rows, row_scales = quantize_rows(x.reshape(-1, BLOCK))
@@ -119,7 +119,9 @@ def rotate(x: Floats) -> Singles:
 
 
 def rotated_block(size: int) -> int:
-    """Return the block size: the largest power of two up to 128 that divides `size`; 1 if that is below 16."""
+    """Return the block size in which `rotate` rotates rows of `size` elements: the largest power of two up to 128 that
+    divides `size`. If this power is below 16, return 1, so that rows are not rotated.
+    """
     block = min(size & -size, _MAX_ROTATED)
     return block if block >= _MIN_ROTATED else 1
 

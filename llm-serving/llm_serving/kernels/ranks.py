@@ -25,7 +25,7 @@ class Ranks:
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Join and wait for the other ranks. `fd`: memory of `memory_bytes(count)` that all ranks have inherited."""
+        """Join the other ranks and wait for them. `fd` refers to shared memory that all ranks have inherited."""
         self.rank, self.count = rank, count
         self._library = library.load()
         self._handle = self._library.llm_join_ranks(fd, rank, count, timeout_s)
@@ -42,7 +42,7 @@ class Ranks:
             raise RankLostError(error)
 
     def use(self) -> None:
-        """Let the programs of this process compute with the other ranks from now on."""
+        """Make the programs (`network.program`) that this process runs from now on compute with the other ranks."""
         self._library.llm_use_ranks(self._handle)
 
     def start_step(self, step: int, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks, [S, width], from this rank's [S, columns]."""
+        """Return the columns of all ranks in rank order, [S, width]. `rows` [S, columns] are those of this rank."""
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count
         whole[:, first : first + rows.shape[1]] = rows
@@ -67,7 +67,7 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send integers to the other ranks, equally many from each rank. Return all integers in rank order."""
+        """Send integers to the other ranks, which must send equally many. Return all integers in rank order."""
         mine = np.array(numbers, np.int64)
         every = np.empty((self.count, len(mine)), np.int64)
         self._library.llm_exchange(self._handle, mine.ctypes.data, mine.nbytes, every.ctypes.data)

@@ -82,8 +82,12 @@ def all_reduce(parts: Sequence[Floats]) -> NDArray[np.float32]:
 
 
 class Sequences(NamedTuple):
-    """The sequences of a step: `query_lens` [B], consecutive rows of each, and the slots of their states. `state_in`
-    [B] is the slot of the state before the first row; -1: zeros. `state_out` [T] gets the state after a row; -1: none.
+    """The sequences of a step, and the slots of their states.
+
+    Attributes:
+        query_lens: Number of consecutive rows of each sequence, [B].
+        state_in: Slot of the state before the first row of a sequence, [B]. -1 means that the state is zero.
+        state_out: Slot to which the state after a row is written, [T]. -1 means that it is not written.
     """
 
     query_lens: Integers
@@ -108,8 +112,9 @@ def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
 def causal_conv(
     x: Floats, weight: Floats, bias: Floats | None, states: Floats, sequences: Sequences, *, silu: bool = False
 ) -> Doubles:
-    """[T, C], [taps, C], [C] -> [T, C]: y[t] = bias + the sum over i of weight[i] * x[t - (taps - 1 - i)] within a
-    sequence. A state [taps - 1, C] has the latest rows of x, oldest first.
+    """Causal convolution: x [T, C], weight [taps, C], bias [C] -> [T, C]. y[t] = bias + the sum over i of weight[i] *
+    x[t - (taps - 1 - i)] within a sequence; `silu` applies SiLU to y. A state [taps - 1, C] has the latest rows of x,
+    oldest first.
     """
     result: Doubles = np.zeros(x.shape)
 
@@ -217,7 +222,7 @@ def states_of_matrices(matrices: Floats, lanes: int = 16) -> Doubles:
 
 
 def softcap(x: Floats, scale: float, largest: float) -> Doubles:
-    """Return largest * tanh(scale * x / largest), which limits scale * x smoothly; `largest` 0: scale * x."""
+    """Return largest * tanh(scale * x / largest), a smooth limit of scale * x. If `largest` is 0, return scale * x."""
     scaled = _double(x) * scale
     return largest * np.tanh(scaled / largest) if largest > 0 else scaled
 
@@ -233,9 +238,12 @@ def route(
     top_groups: int = 1,
     correction: Floats | None = None,
 ) -> tuple[Doubles, Integers]:
-    """Logits [T, E] -> weights and numbers [T, top_k] of experts, by descending score, then by ascending number.
-    Experts are chosen only from the `top_groups` groups with the largest score or, with a correction, with the largest
-    sum of two scores. The correction is added to scores only to choose experts (DeepSeek-V3, 2024).
+    """Choose experts by logits [T, E]. Return the weights and numbers [T, top_k] of the chosen experts, by descending
+    score, then by ascending number.
+
+    Experts are chosen only from the `top_groups` best groups. The best groups have the largest score or, with a
+    correction, the largest sum of two scores. The correction is added to scores only to choose groups and experts
+    (DeepSeek-V3, 2024).
     """
     values = _double(logits)
     scores = 1 / (1 + np.exp(-values)) if sigmoid else np.exp(values - values.max(axis=-1, keepdims=True))
@@ -252,9 +260,10 @@ def route(
 
 
 def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Doubles, Integers]:
-    """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k]. `top_k`
-    times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a softmax
-    over the remaining experts with m - logit <= margin * max(m, |logit|).
+    """Choose experts as SparseMixer does (Liu et al. 2023). Return their weights and numbers [T, top_k].
+
+    `top_k` times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
+    softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
     """
     left, rows = _double(logits).copy(), np.arange(len(logits))
     weights, numbers = [], []
@@ -270,7 +279,9 @@ def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Do
 
 
 def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -> Doubles:
-    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base plus weighted sums, from stream `first` on."""
+    """Return base [T, streams * size] plus, for each stream from `first` on, the sum of parts [T, parts, size] weighted
+    by coefficients [T, streams, parts].
+    """
     sums = np.einsum("tsp,tpi->tsi", _double(coefficients), _double(parts))
     sums[:, :first] = 0
     mixed: Doubles = _double(base) + sums.reshape(base.shape)
@@ -278,8 +289,8 @@ def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -
 
 
 def match_streams(like: Floats, x: Floats, eps: float, *, sums: bool) -> Doubles:
-    """[T, size], [T, parts * size] -> `like` followed by the parts, which are scaled to the root mean square of `like`.
-    `sums`: return their sum instead. The mean square of a part counts as at least `eps`.
+    """Return `like` [T, size] followed by the parts of x [T, parts * size]. Each part is scaled to the root mean square
+    of `like`; its own mean square counts as at least `eps`. If `sums`, return the sum of these instead.
     """
     wanted, parts = _double(like)[:, None], _double(x).reshape(len(x), -1, like.shape[1])
     sizes = np.sqrt(np.maximum((parts**2).mean(-1, keepdims=True), eps))
@@ -369,7 +380,7 @@ def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
 
 
 def largest_positions(scores: Floats, top_k: int) -> Integers:
-    """Return the ascending positions of the `top_k` largest scores, of equal ones the first; -1 for missing ones."""
+    """Return the ascending positions of the `top_k` largest scores, the first of equal ones. Pad them with -1."""
     chosen = np.sort(np.argsort(-scores, kind="stable")[:top_k])
     return np.concatenate([chosen, np.full(top_k - len(chosen), -1)])
 
@@ -379,9 +390,9 @@ def prompt_attention(
 ) -> Doubles:
     """Compute attention of consecutive whole prompts to their own keys, as FlashAttentionScore in layout TH does.
 
-    `lens`: tokens of each prompt, T in all. `tile` [n, n] is added to the scores in each square of side n along the
-    diagonal of a prompt: keys of earlier squares are visible, keys of later ones are hidden. Without it, a row attends
-    to its whole prompt.
+    `lens` has the number of tokens of each prompt, in all T. `tile` [n, n] is a mask that is added to the scores of n
+    rows and n keys, in each square along the diagonal of a prompt. A row also attends to the keys of earlier squares,
+    but not to those of later squares. If `tile` is None, a row attends to its whole prompt.
     """
     head_dim = q.shape[1] // num_heads
     result = np.zeros(q.shape)
