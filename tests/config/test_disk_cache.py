@@ -50,7 +50,7 @@ def test_roles_exclude_a_disk_cache(tmp_path: Path) -> None:
 
 def test_models_without_shared_blocks_exclude_a_disk_cache(tmp_path: Path) -> None:
     models.write("lfm2", tmp_path / "model")
-    with pytest.raises(ConfigError, match="must be null for a model with fixed-size states: they are not in KV blocks"):
+    with pytest.raises(ConfigError, match="must be null for a model with fixed-size states: only KV blocks are stored"):
         load(tmp_path, model=tmp_path / "model")
 
 

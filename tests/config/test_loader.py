@@ -170,7 +170,11 @@ def test_relative_path_is_resolved_from_the_file_first(tmp_path, monkeypatch):
         ),
         ("scheduler_config:\n    max_waiting_tokens: 4095\n", 2, "must be >= 4096, the longest prompt"),
         ("device_config:\n    max_device_memory: 2 apples\n", 2, "Given: '2 apples'"),
-        ("model_path: /models/llama\n", 1, "`model_path` must be a section; set model_config.model_path to the folder"),
+        (
+            "model_path: /models/llama\n",
+            1,
+            "`model_path` must be a section; to name a model, set model_config.model_path",
+        ),
         ("tokenizer:\n    tpye: x\n", 2, "the nearest known one is `tokenizer.type`"),
         ("a: [1\nb: 2\n", 2, "is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "unknown section `a`"),

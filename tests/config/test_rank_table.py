@@ -49,7 +49,7 @@ FIRST, SECOND = devices(2)
         ("{", "must be a rank table of HCCL in JSON: Expecting"),
         ("[1]", "must be a rank table of HCCL, a JSON object. Given: [1]"),
         (table(version="2.0"), "`version` must be 1.0 or 1.2. Given: 2.0"),
-        (table(status="initializing"), "`status` must be completed. Given: initializing"),
+        (table(status="initializing"), '`status` must be "completed". Given: initializing'),
         (
             table(server_list=[{}, {}]),
             "`server_list` must have one machine: all ranks of a replica run on it. Given: 2",

@@ -111,4 +111,4 @@ def test_engine_records_to_the_configured_path(tmp_path, caplog) -> None:
     assert path.name == "replica-3-000001.rec"
     replayed = replay(path.read_bytes())
     assert (replayed.num_events, replayed.num_decisions) == (2, 1)
-    assert f"replica-3: recorded 2 events and 1 decisions; hash {replayed.hash}" in caplog.text
+    assert f"replica-3: ended the recording events=2 decisions=1 hash={replayed.hash}" in caplog.text

@@ -130,7 +130,7 @@ def test_serve_reports_size_before_download(hub, served, capsys):
 def test_model_beyond_memory_is_not_downloaded(hub, served, monkeypatch, capsys):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10**9))
     assert main(["serve", "--model", "Tiny/Llama"]) == 2
-    assert "Tiny/Llama is not downloaded: no: " in capsys.readouterr().err
+    assert "Tiny/Llama is not downloaded, because it does not fit into memory: no: " in capsys.readouterr().err
     assert weight_requests(hub) == []
     assert served == []
 

@@ -38,7 +38,7 @@ def test_record_file_has_the_records_and_the_log_its_hash(tmp_path: Path, caplog
     assert path.stat().st_mode & 0o777 == 0o600
     replayed = replay(path.read_bytes())
     assert caplog.messages[-1].endswith(
-        f"recorded {replayed.num_events} events and {replayed.num_decisions} decisions; hash {replayed.hash}"
+        f"events={replayed.num_events} decisions={replayed.num_decisions} hash={replayed.hash}"
     )
 
 
@@ -85,7 +85,7 @@ def test_full_disk_stops_the_recording_with_one_error(
     assert not recorder.is_on
     recorder.close()
     errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert errors == ["replica-0: recording stopped; serving continues: [Errno 28] No space left on device"]
+    assert errors == ["replica-0: stopped the recording, serving continues: reason=[Errno 28] No space left on device"]
     assert not any("hash" in message for message in caplog.messages)
 
 
@@ -121,4 +121,4 @@ def test_recording_does_not_wait_for_a_hanging_disk(
     goes_on.set()
     recorder.close()
     errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert errors == ["replica-0: recording stopped; serving continues: 20000 bytes wait to be written"]
+    assert errors == ["replica-0: stopped the recording, serving continues: reason=20000 bytes wait to be written"]

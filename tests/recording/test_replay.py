@@ -391,7 +391,9 @@ def test_recorder_failure_stops_only_the_recording(caplog: pytest.LogCaptureFixt
     vars(recorded)["addition"] = object()  # a state that nobody knows how to write
     run_load(recorded, small_load())
     assert files.files == []
-    assert [record.message for record in caplog.records] == ["scheduler: recording stopped; serving continues"]
+    assert [record.message for record in caplog.records] == [
+        "scheduler: stopped the recording because of an error, serving continues"
+    ]
 
 
 # In words

@@ -66,7 +66,11 @@ class RetrySchedule:
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
-        """Return the seconds until a refused group should retry. `rate`: requests per second that `limit` admits."""
+        """Return the seconds after which a refused group of requests should retry, at most `MAX_RETRY_AFTER_S`.
+
+        `limit`: name of the exceeded limit. `num_requests`, `rate`: the refused amount, and the amount that the limit
+        admits per second. `min_delay_s`: minimum delay.
+        """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
         if key not in self._last_retry and len(self._last_retry) >= MAX_SOURCES:
@@ -109,10 +113,15 @@ class AdmissionControl:
         replica: ReplicaLoad,
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
-        """Admit a group of requests, all or none. Return the predicted seconds (None: unknown) until all have a first
-        token. `replica` would serve the first request. `uncached_lens`: tokens to compute of each prompt; None: all.
-        Raise RequestError if the group would exceed a limit even in an empty queue, CapacityError if it exceeds one
-        now, or if its first token would come too late.
+        """Check whether a group of requests is admitted, all or none.
+
+        Return the predicted seconds until all have a first token, or None if they are unknown. `replica`: replica that
+        would serve the first request. `uncached_lens`: number of tokens to compute of each prompt, by default all.
+
+        Raises:
+            RequestError: The group would exceed a limit even in an empty queue.
+            CapacityError: The group exceeds a limit now, or its predicted time to first token exceeds the SLO too much.
+            TooLateError: The first token is predicted after the client's deadline.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)
@@ -152,7 +161,7 @@ class AdmissionControl:
         raise TooLateError(message, max(MIN_RETRY_AFTER_S, predicted_s - left_s), 1000 * predicted_s)
 
     def min_uncached(self, prompt_lens: Sequence[int]) -> Sequence[int]:
-        """Return the minimum number of tokens to compute of each prompt, before a search of the prefix cache."""
+        """Return lower bounds of the tokens to compute of each prompt, for use before the prefix cache is searched."""
         return [1] * len(prompt_lens) if self._prefix_caching else prompt_lens
 
     def predict_s(

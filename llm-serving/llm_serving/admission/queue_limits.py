@@ -96,7 +96,10 @@ class QueueLimit(NamedTuple):
         return RequestError("n", rule, self.amount)
 
     def freed_per_second(self, now: float) -> float | None:
-        """Return how much becomes free per second while requests wait; None: too few measurements."""
+        """Return how much of the limit, in `unit`, becomes free per second while requests wait.
+
+        Return None if too few requests have finished to measure it.
+        """
         rate = self.drain_rate.per_second(now)
         return None if rate is None else rate * self.amount_per_request
 

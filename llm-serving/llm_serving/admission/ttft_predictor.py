@@ -63,9 +63,11 @@ class ReplicaSpeed:
     """Number of running slots: the configured number, or fewer while the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
-        """Return the seconds until the last request of the queue has its first token; None: unknown. The larger of two
-        numbers of steps counts: those that compute the prompts in the token budget that decoding leaves, and those in
-        which enough running requests finish, at the measured rate, to free the slots.
+        """Return the seconds until the last request of the queue has its first token. Return None if they are unknown.
+
+        The prediction uses the larger of two numbers of steps. One is the number of steps that compute the prompts in
+        the token budget that decoding leaves. The other is the number of steps until enough running requests have
+        finished, at the measured rate, to free the slots.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -101,10 +103,10 @@ class TtftPredictor:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.speed: ReplicaSpeed | None = None
-        """None: too few steps were measured."""
+        """Measured speed of the replica, or None while too few steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
-        """Number of running requests when the KV cache became full; None: it is not full."""
+        """Number of running requests when the KV cache became full, or None while it is not full."""
         self._prefill_steps = _Moments()
         self._decode_steps = _Moments()
         self._num_steps = 0
@@ -113,7 +115,11 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the state after scheduling. `blocked`: the request that the scheduler could not admit, and why."""
+        """Record the state after scheduling.
+
+        `blocked`: the request that the scheduler could not admit, and why. `has_room`: whether no request waits and one
+        more request of mean size fits into the KV cache.
+        """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:

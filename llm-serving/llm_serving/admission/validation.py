@@ -56,7 +56,7 @@ def check_priority(priority: int) -> None:
 
 
 def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
-    """Raise RequestError for options that beam search does not support, and with static batching."""
+    """Raise RequestError if beam search does not support an option of the request, or if batching is static."""
     if sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", "is not supported with use_beam_search")
     if sampling.constraint is not None:
@@ -68,7 +68,10 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-text token ids of the YAML, the model's config and the tokenizer that are in the vocabulary."""
+    """Return the end-of-text token ids that the YAML, the model's config and the tokenizer name.
+
+    Ids outside the model's vocabulary are left out.
+    """
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
     return frozenset(token_id for token_id in named if token_id < spec.vocab_size)

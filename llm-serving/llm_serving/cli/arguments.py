@@ -1,4 +1,4 @@
-"""Arguments shared by subcommands, the configuration and model that they name, and orderly ends on signals."""
+"""Arguments that subcommands share, loading of the model that they name, and orderly termination on signals."""
 
 from __future__ import annotations
 
@@ -165,7 +165,10 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the environment's API key in the form of `--set`; empty: there is none, or the YAML has keys."""
+    """Return the API key of the environment in the form of `--set`.
+
+    Return an empty list if the environment has no key, or if the configuration has keys already.
+    """
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 
@@ -271,7 +274,10 @@ def say(text: str) -> None:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Return a context for the main thread in which SIGTERM and SIGHUP raise KeyboardInterrupt unless ignored."""
+    """Return a context for the main thread in which SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+
+    A signal that the process ignored before stays ignored.
+    """
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -308,9 +314,10 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
     size = stored_size(config)
     say("\n".join([f"{model.name}:", *(f"  {line}" for line in size.lines)]))
     if not size.fits:
+        verdict = size.lines[-1].split(maxsplit=1)[1]
         raise ConfigError(
-            f"{model.name} is not downloaded: {size.lines[-1].split(maxsplit=1)[1]}; device_config.max_device_memory "
-            f"limits the memory, pa_config.num_blocks the cache"
+            f"{model.name} is not downloaded, because it does not fit into memory: {verdict}. Raise "
+            "device_config.max_device_memory, reduce pa_config.num_blocks, or choose a smaller model"
         )
     download(model, say)
 

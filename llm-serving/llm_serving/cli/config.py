@@ -89,7 +89,10 @@ def _memory(config: ServingConfig) -> list[str]:
 
 
 def _guarantees(config: ServingConfig) -> list[str]:
-    """Return comments with the guarantees of `device_config.exactness` on Ascend, for each set of packages."""
+    """Return comment lines that state what `device_config.exactness` guarantees on Ascend.
+
+    If the guarantee depends on installed packages, there is one line with them and one without.
+    """
     exactness, model = config.device.exactness, config.model
     if config.device.device_target != "Ascend" or model.model_path is None:
         return []

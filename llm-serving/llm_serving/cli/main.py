@@ -138,7 +138,7 @@ def _failed(error: LLMServingError, exit_code: int) -> int:
 
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser. A subcommand of another package is imported only if its name is `called`; None: all are."""
+    """Build the parser. Import a subcommand of another package only if `called` is its name or None."""
     parser = argparse.ArgumentParser(
         prog="llm-serving",
         description="LLM serving on MindSpore.",

@@ -143,8 +143,10 @@ class MindFormersFile:
 
 
 def read_mindformers(path: Path) -> MindFormersFile:
-    """Read a MindFormers YAML; unknown keys only give notices. Raise ConfigError if the file cannot be read, names an
-    adapter, or a value that describes the model has a wrong type.
+    """Read a MindFormers YAML. Report unknown keys as notices only.
+
+    Raise ConfigError if the file cannot be read, if it names an adapter, or if it gives one setting two values. Raise
+    ConfigError also if a value that describes the model has a wrong type, and ModelError as `spec_of` does.
     """
     root = read_yaml(path)
     values: dict[str, Located] = {}
@@ -188,7 +190,10 @@ def read_mindformers(path: Path) -> MindFormersFile:
 
 
 def spec_of(root: Located) -> ModelSpec | None:
-    """Return the model that a MindFormers YAML describes, or None. Raise ModelError if it cannot be served."""
+    """Return the model that a MindFormers YAML describes, or None if it describes none.
+
+    Raise ModelError if the model cannot be served.
+    """
     shape = _shape_of(root)
     if shape is None or shape.get("hidden_size") is None:
         return None

@@ -205,7 +205,7 @@ def _sections(root: Located) -> Iterator[tuple[str, Located]]:
         if section not in _SECTION_NAMES:
             raise ConfigError(f"{content.where}: unknown section `{section}`; {_nearest(section, _SECTION_NAMES)}")
         if section == "model_path" and isinstance(content.value, str):
-            raise ConfigError(f"{content.where}: `model_path` must be a section; set {MODEL_PATH} to the folder")
+            raise ConfigError(f"{content.where}: `model_path` must be a section; to name a model, set {MODEL_PATH}")
         yield section, content
 
 
@@ -223,7 +223,10 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under its key's current name. The last override wins. A file's names for one key must agree."""
+    """Store a value under the current name of its key. A later override replaces an earlier one.
+
+    Raise ConfigError if the key is unknown, or if a file gives different values to two names of one key.
+    """
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:
@@ -254,7 +257,10 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
 
 
 def _use_rank_ports(reading: _Reading) -> None:
-    """Read several agent ports of an older YAML as the ranks of one replica, if it lists a graph for each port."""
+    """Read several agent ports of an older YAML as the ranks of one replica, if it lists as many graph files.
+
+    Older servers had one port and one graph file for each rank.
+    """
     given, count = reading.given.get(AGENT_PORTS), reading.num_rank_graphs
     if given is None or given.is_override or TENSOR_PARALLEL in reading.given:
         return
@@ -323,8 +329,8 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     """Use the MindFormers dtype if the serving YAML has `model_dtype` in the older servers' form, "DataType.FLOAT32".
 
-    The older servers ignored this key, and MindFormers computed in `compute_dtype`. Without a MindFormers YAML, Ascend,
-    which has no float32, uses the default of `compute_dtype`, and a CPU uses the given dtype.
+    The older servers ignored this key, and MindFormers computed in `compute_dtype`. Without a MindFormers YAML, the
+    given dtype is used. Only float32 on Ascend, which lacks it, is replaced by the default of `compute_dtype`.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):

@@ -53,9 +53,11 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Return the folder or the GGUF file of a model; `demo` means the shipped model. If the path does not exist, return
-    None if `written`, the text in the YAML, can be the name of a model on a hub (`./a/b` is always a path), else raise
-    ConfigError with `key` and `where`.
+    """Return the folder or the GGUF file of a model. The path `demo` means the shipped model.
+
+    If the path does not exist, but can be the name of a model on a hub, return None. A path such as `./a/b` cannot be a
+    name. Raise ConfigError, which names `key` and `where`, if the path is neither a model nor such a name. `written`:
+    the path as the YAML has it.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -97,8 +99,10 @@ class Kind(Enum):
     MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
 
     def broken_by(self, path: Path) -> str | None:
-        """Return why a path is not of this kind; None if it is, or if an input is missing, which `resolve` reports. No
-        file is opened, because opening a pipe would block.
+        """Return why a path is not of this kind, or None if it is.
+
+        Return None also for a missing input file or folder, which `resolve` reports. No file is opened, because opening
+        a pipe would block.
         """
         if self is Kind.LOG and path == Path("-"):
             return None

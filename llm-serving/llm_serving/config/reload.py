@@ -38,7 +38,10 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def read_all_again(running: ServingConfig) -> ServingConfig:
-    """Do the same as `read_again` for all models of the server. The field `models` of the result has them."""
+    """Read the files again as `read_again` does, but return the configuration of the whole server.
+
+    With several models, its field `models` has the configuration of each.
+    """
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")

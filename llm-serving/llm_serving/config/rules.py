@@ -37,7 +37,7 @@ class Rule:
         return f"{self.text}. Given: {shorten(value)}" if self.shows_value else self.text
 
     def value_of(self, name: str, value: Any, where: str) -> Any:
-        """Return the typed value of the key `name`. Raise ConfigError, which names `where`, if it breaks the rule."""
+        """Return the typed value of the key `name`. Raise ConfigError, with `where`, if `value` breaks the rule."""
         try:
             return self.parse(value)
         except ValueError:

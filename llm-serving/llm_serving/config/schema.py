@@ -42,7 +42,7 @@ class ServingConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     api_keys: tuple[ApiKey, ...] = ()
-    """Empty: the server requires no key."""
+    """API keys that clients may use. If there are none, the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """"section.key" or "section.row.key" -> source of its value: "default", "file:line", "--set" or "--model"."""
     notices: tuple[str, ...] = ()
@@ -50,11 +50,11 @@ class ServingConfig:
     hub_model: HubModel | None = None
     """The model, if `model_path` is a name on a hub. Its weights may not be downloaded yet."""
     model_hint: str = ""
-    """Why the weights that a MindFormers YAML names cannot be served directly, and what to do; empty: they can."""
+    """Why the weights that a MindFormers YAML names cannot be served directly, and what to do. Empty if they can."""
     origin: Origin | None = field(default=None, compare=False)
-    """For `load_config`, to load the configuration again; None: `load_config` did not load it."""
+    """Arguments of `load_config` to load the configuration again, or None if it was made without `load_config`."""
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
-    """The configuration of each row of the section `models`; the first is `self`. Empty: there is one model."""
+    """The configuration of each row of the section `models`; the first is `self`. Empty without this section."""
     memory_share: float = 1.0
     """This model's part of the memory that all models of the server may use together."""
     load_at_start: bool = True
@@ -69,7 +69,7 @@ class ServingConfig:
 
     @property
     def num_transfer_blocks(self) -> int:
-        """In the transfer buffer of each replica; 0: there is no transfer and no disk cache."""
+        """Number of KV blocks in the transfer buffer of each replica; 0 without KV transfer and disk cache."""
         if self.pa.disk_cache_path is not None:
             return 2 * self.num_disk_blocks
         if RoleName.PREFILL not in self.roles:
@@ -78,7 +78,10 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """KV blocks of the longest request: the size of each of a replica's buffers for disk reads and writes."""
+        """Number of KV blocks in each of a replica's two buffers of the disk cache, one for reads and one for writes.
+
+        It is the number of blocks of the longest request, or 0 without a disk cache.
+        """
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 
     @property
@@ -86,7 +89,7 @@ class ServingConfig:
         return -(-self.model.max_generate_length // self.pa.block_size)
 
     def num_state_slots(self, state_bytes: int) -> int:
-        """Return the number of state slots of each WorkAgent; 0: no states. `state_bytes`: bytes of one slot."""
+        """Return the number of state slots of each WorkAgent; 0 if `state_bytes`, the size of one slot, is 0."""
         return num_state_slots(state_bytes, self.model.decode_batch_size, self.pa.num_state_slots)
 
     @property

@@ -10,9 +10,10 @@ from llm_serving.core.request import Request
 class AdapterSlots:
     """The LoRA adapter in each slot of a WorkAgent, and the running requests that use it.
 
-    An adapter is replaced only while no running request uses it; empty slots are filled first, then those released
-    first. A step fills at most one slot, so running requests wait for the copy of at most one adapter. The WorkAgent
-    makes the copy when a step names an adapter that is not in its slot (`StepInput.adapters`).
+    An adapter is replaced only while no running request uses it. Empty slots are filled first. When there are none, the
+    slot that has been unused for the longest time is filled. A step fills at most one slot, so running requests wait
+    for the copy of at most one adapter. The WorkAgent makes the copy when a step names an adapter that is not in its
+    slot (`StepInput.adapters`).
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -30,8 +30,8 @@ class BlockManager(RequestBlocks):
     Only full blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the
     parent of a fork. A shared block is never written; a fork that starts inside a block gets a copy of it. In a group
     of layers with a sliding window, a request frees the blocks that the window has passed. If the model has recurrent
-    states, a request with blocks also has a slot of `states`. A shared prefix then ends at a checkpoint, and a fork
-    recomputes the tokens after it.
+    states, a request with blocks also has a state slot. A shared prefix then ends at a checkpoint, a block after which
+    a state was stored, and a fork recomputes the tokens after it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, **options: Any) -> None:
@@ -85,8 +85,9 @@ class BlockManager(RequestBlocks):
         """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
         Return how many of its tokens are already computed. A guaranteed request never lacks a block up to `num_tokens`
-        tokens. With a sliding window it shares no blocks: it reuses the blocks that its window passes, and a shared
-        block would not become free. `parent`: a running request whose computed prefix is shared.
+        tokens. With a sliding window, such a request depends on reusing the blocks that its window has passed. So it
+        shares no blocks, because a shared block would not become free. `parent`: a running request whose computed
+        prefix is shared.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -135,7 +136,7 @@ class BlockManager(RequestBlocks):
         return num_tokens if self.states is None else self.states.num_common_tokens(other, num_tokens)
 
     def free_outside_window(self, request_id: str, num_computed: int) -> int:
-        """Free the blocks to which no token after `num_computed` submitted ones attends. Return their number."""
+        """Free the blocks to which no token after the first `num_computed` tokens attends. Return their number."""
         count = 0
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
             first = table.start
@@ -177,7 +178,11 @@ class BlockManager(RequestBlocks):
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, the last one first, because it is the least likely to be reused."""
+        """Free all blocks of a request, the last one first.
+
+        The pool reallocates cached blocks in the order in which they were freed. So the start of the prefix, which
+        later requests most likely share, stays cached longest.
+        """
         if request_id in self.tables:
             for table in reversed(self.tables.pop(request_id)):
                 self.pool.free(reversed(table.ids[table.start :]))
@@ -234,9 +239,9 @@ class BlockManager(RequestBlocks):
             )
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export the blocks of the first `num_tokens` tokens into the transfer pool, if later tokens attend to them.
+        """Export those blocks of the first `num_tokens` tokens to which later tokens attend, into the transfer pool.
 
-        Return the moves for the step that computes the last of these tokens; None: the transfer pool is full.
+        Return the moves for the step that computes the last of these tokens. Return None if the transfer pool is full.
         """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
@@ -262,7 +267,10 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the blocks imported since the last call. Owners may reclaim them after the steps formed so far."""
+        """Return the blocks of other replicas' transfer pools that were imported since the last call.
+
+        Their owners may reclaim them once the steps formed so far have been executed.
+        """
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []
@@ -293,7 +301,10 @@ class BlockManager(RequestBlocks):
         return self.num_blocks_for(num_tokens) > min(self.max_blocks)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> Tables:
-        """Return the full blocks of the longest prefix that the request can share, from its parent or found by hash."""
+        """Return the full blocks of the longest prefix that the request can share.
+
+        The blocks are those of its parent, or are found by hash. `unshared`: the request must not share blocks.
+        """
         sources: Tables = ()
         num_common, hashes = 0, list[bytes]()
         if not unshared and parent is not None and parent.request_id not in self._unshared:

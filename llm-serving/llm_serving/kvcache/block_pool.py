@@ -12,8 +12,8 @@ MAX_EPOCH: Final = 2**31 - 1
 class BlockPool:
     """Allocates and frees the block ids 0 .. num_blocks - 1.
 
-    A free block can be found by its hash until it is allocated again. Blocks without a hash are allocated first, then
-    those freed `early`, then all others, least recently used first.
+    A free block can be found by its hash until it is allocated again. Free blocks without a hash are allocated first.
+    Next come those freed with `early=True`, then all others; in both groups, the least recently freed come first.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_touched_blocks(self) -> int:
-        """Number of blocks that were allocated at least once. Each call counts all blocks."""
+        """Number of blocks that were allocated at least once. Each access takes time in proportion to `num_blocks`."""
         return self.num_blocks - self._epochs.count(0)
 
     @property
@@ -121,7 +121,10 @@ class BlockPool:
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError unless `references` (a block id for each) explain all counts, and no block is lost."""
+        """Raise AssertionError if the reference counts are wrong, or if a block is lost or a hash is inconsistent.
+
+        `references`: the block id of each reference, so a block with two references occurs twice.
+        """
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1

@@ -53,9 +53,10 @@ class BlockTable:
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
-        """Split a table with the blocks of several groups one after another into one table for each group.
+        """Return one table for each group of layers, from a table in which the groups' blocks follow one another.
 
-        `starts`: first entry with a block in each table. Each table ends with the block of token `num_tokens` - 1.
+        `starts`: for each group, the first entry that has a block. The last entry of each returned table is the block
+        of token `num_tokens` - 1.
         """
         if len(starts) == 1:
             return (self,)
@@ -83,7 +84,10 @@ Tables = tuple[BlockTable, ...]
 def block_moves(
     kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
 ) -> list[BlockMove]:
-    """Return the moves of the first `num_tokens` tokens, from entry `start` on, between the tables of two requests."""
+    """Return the moves of the blocks of the first `num_tokens` tokens, from the tables `sources` to `targets`.
+
+    Blocks before entry `start` are not moved.
+    """
     moves = []
     for source, target in zip(sources, targets, strict=True):
         for index in range(max(start, target.start), -(-num_tokens // block_size)):
@@ -97,7 +101,10 @@ def namespace_hash(namespace: str) -> bytes:
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return a block's hash, chained to the previous block's. It is cryptographic, because clients choose tokens."""
+    """Return a block's hash, which depends on the hash of the previous block.
+
+    The hash function is cryptographic, because clients choose the tokens and could otherwise construct collisions.
+    """
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -127,12 +134,16 @@ class PrefixSearch:
         num_common: int,
         hashes: Sequence[bytes],
     ) -> None:
-        """`sources`: tables of a running request whose first `num_common` blocks can be shared; or empty."""
+        """`sources`: tables of a running request whose first `num_common` blocks can be shared, or () without one."""
         self._windows, self._block_size, self._pool = windows, block_size, pool
         self._sources, self._num_common, self._hashes = sources, num_common, hashes
 
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
-        """Return the tables of the longest prefix. `is_checkpoint`: returns whether its last block may have a hash."""
+        """Return the tables of the longest prefix that can be shared.
+
+        `is_checkpoint`: for models with recurrent states, returns whether a prefix may end with the block of a given
+        hash, because a state is stored after it. None: the model has no states, and a prefix may end with any block.
+        """
         found: list[list[int]] = []
         limit = max(self._num_common, len(self._hashes))
         runs: dict[Window, list[int]] = {}
@@ -157,7 +168,10 @@ class PrefixSearch:
         return window.first_block(end * self._block_size, self._block_size)
 
     def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
-        """Return a group's first `limit` block ids. A missing block is `NO_BLOCK`; if `stops`, it ends the list."""
+        """Return the ids of a group's first `limit` blocks.
+
+        A block that is not found is `NO_BLOCK` in the list. If `stops`, the list ends before it instead.
+        """
         blocks: list[int] = []
         find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
         if self._sources:

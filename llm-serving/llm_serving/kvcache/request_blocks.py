@@ -103,7 +103,7 @@ class RequestBlocks:
             assert not is_shared, f"{request_id} would write shared blocks"
 
     def check_readable(self, request_id: str, num_computed: int) -> None:
-        """Raise AssertionError if the token after `num_computed` others attends to a block that the request lacks."""
+        """Raise AssertionError if the request lacks a block to which its token at position `num_computed` attends."""
         for window, table in zip(self.groups.windows, self.tables[request_id], strict=True):
             first = window.first_block(num_computed, self.block_size)
             assert table.start <= first, f"a table of {request_id} begins at block {table.start}, it sees block {first}"

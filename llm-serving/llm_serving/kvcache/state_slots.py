@@ -48,8 +48,10 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request can continue from the checkpoint after this block. If no request uses the
-        checkpoint, its slot is free, and reusing it takes one of the spare slots.
+        """Return whether a request can continue from a checkpoint after the block with this hash.
+
+        The slot of a checkpoint that no request uses is free. A request that continues from it occupies the slot, so at
+        least one slot must be spare.
         """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
@@ -64,9 +66,9 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        The request stores a checkpoint after the last full block of its prompt, and one after the cached prefix,
-        because later requests probably share this prefix. `hashes`: those of all blocks that the request may share;
-        None: it uses no checkpoints.
+        The request stores a checkpoint after the last full block of its prompt. It stores another one after the cached
+        prefix, because later requests probably share this prefix. `hashes`: hashes of all blocks that the request may
+        share, or None if it uses no checkpoints. `is_cached`: returns whether the KV block of a hash is cached.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -97,7 +99,7 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether one more request can be swapped out, and one slot stays free for the request that runs instead."""
+        """Whether one more request can be swapped out and one spare slot is then left for the request replacing it."""
         return self.num_spare > 1
 
     def swap_out(self, request_id: str) -> None:
@@ -132,7 +134,10 @@ class StateSlots:
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan row `row` of a step, which computes `query_len` tokens after the first `start`, draft tokens last."""
+        """Plan row `row` of a step. The row computes the `query_len` tokens after the request's first `start` tokens.
+
+        The last tokens of the row are the draft tokens for which `add_drafts` has allocated slots.
+        """
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
             self._access(row, STATE_BEFORE, own if source is None else source)
@@ -166,7 +171,10 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the request's stored checkpoints. `hashes`: those of its first computed blocks."""
+        """Let other requests find the request's stored checkpoints.
+
+        `hashes`: hashes of the request's first blocks, all of which are computed.
+        """
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -187,8 +195,8 @@ class StateSlots:
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
         """Plan the checkpoints that a row stores.
 
-        In the prompt, these are at `_checkpoint_ends`. In the output, a row of one token that completes a block stores
-        one, which replaces the previous checkpoint of the output.
+        In the prompt, a row stores a checkpoint at each number of tokens in `_checkpoint_ends`. In the output, a row of
+        one token that completes a block stores one. It replaces the previous checkpoint of the output.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends

@@ -22,8 +22,8 @@ class TransferPool:
     A block is free, pending (its exporting step has no reply yet) or handed over to another replica. Only this
     replica's WorkAgent writes it, in the order of steps. So it can be allocated again once its reader has returned it.
 
-    `first`: id of the first block. `last_epoch`: engines that use the same part one after another must not repeat
-    epochs.
+    `first`: id of the first block. `last_epoch`: last epoch of the engine that used the same part before. Epochs start
+    after it, because they must not repeat.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
@@ -133,9 +133,10 @@ class DiskPrefixes:
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Export the full blocks of a prompt that a step completes and that are not on disk. Return them and the moves.
+        """Export the full blocks of a prompt that a step completes and that are not on disk.
 
-        `num_computed`: computed tokens after this step. `hashes`: of the full blocks of the prompt.
+        Return these blocks and the moves that export them, or None if no block is exported. `num_computed`: number of
+        computed tokens after this step. `hashes`: hashes of the full blocks of the prompt.
         """
         start = self._num_stored[request.request_id]
         wanted = min(num_computed // self._block_size - start, len(hashes) - start, MAX_EXPORTS)

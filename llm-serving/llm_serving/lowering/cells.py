@@ -42,14 +42,15 @@ Registers = Any
 class CellNetwork(nn.Cell):
     """Computes logits, float32 [S, V], or hidden states, float32 [S, H], from the inputs of a step.
 
-    The inputs are `lowering.step_inputs.STEP_INPUTS` and, with adapters, `ADAPTER_INPUT`. Raise ModelError if the
-    backend lacks an operation of the network.
+    S is the number of sampled rows, V the size of the vocabulary, and H the width of a hidden state. The inputs are
+    `lowering.step_inputs.STEP_INPUTS` and, with adapters, `ADAPTER_INPUT`. Raise ModelError if the backend lacks an
+    operation of the network.
 
     Args:
         max_positions: Longest context of a row, in tokens.
-        whole_prompts: Whether the graph computes only steps of whole prompts, with a fixed B; unused requests have
-            length 0.
-        of_states: Whether the result is the input of the LM head.
+        whole_prompts: Whether the graph computes only steps of whole prompts. The number of requests B is then fixed,
+            and unused ones have length 0.
+        of_states: Whether the results are hidden states, which are the input of the LM head, instead of logits.
         single_tokens: Whether the graph computes only steps whose rows have one token. Attention then has no mask.
         all_rows: Whether the result has a row for each token. Then there are no `sample_indices`.
     """
@@ -105,9 +106,10 @@ class NoMask(nn.Cell):
 
 
 class TokenNetwork(nn.Cell):
-    """A network for steps in which each request computes one token. `network`: a `CellNetwork` with `single_tokens`.
-    Its results are logits, float32 [S, V], the two results of `Backend.largest_logits`, and the parameters of drawing,
-    int32 [S, 15].
+    """A network for steps in which each request computes at most one token.
+
+    It returns the logits, float32 [S, V], the two results of `Backend.largest_logits`, and the parameters for drawing
+    the sampled tokens (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
     """
 
     inputs: Sequence[tuple[str, int]]
@@ -124,7 +126,10 @@ class TokenNetwork(nn.Cell):
         self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
     def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Return token ids, positions and KV slots, each int32 [T], and parameters of drawing, int32 [T, 15]."""
+        """Split `step` into token ids, positions and KV slots, int32 [T] each, and drawing parameters, int32 [T, 15].
+
+        A token id can instead come from `previous`, see `SINGLE_TOKEN_INPUTS`.
+        """
         given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
         token_ids = self.gather(known, self.reshape(sources, (-1,)), 0)
@@ -132,7 +137,10 @@ class TokenNetwork(nn.Cell):
 
 
 class SingleTokenNetwork(TokenNetwork):
-    """A network in which each row has one token with a result: S = T = B. `network`: created with `all_rows`."""
+    """A network for steps in which each request has exactly one token, and each token is sampled (S = T = B).
+
+    `network` must have been created with `all_rows`.
+    """
 
     inputs = SINGLE_TOKEN_INPUTS
 
@@ -144,7 +152,10 @@ class SingleTokenNetwork(TokenNetwork):
 
 
 class TokenRowsNetwork(TokenNetwork):
-    """A network for backends with `attention_rows`. Rows without a token follow the T rows with one."""
+    """A network for steps in which some requests have no token or no sample, on backends with `attention_rows`.
+
+    The T requests that have a token come before those that have none.
+    """
 
     inputs = TOKEN_ROW_INPUTS
 
@@ -165,7 +176,10 @@ class TokenRowsNetwork(TokenNetwork):
 
 
 class CellLmHead(nn.Cell):
-    """Computes logits, float32 [P, V]. The inputs are hidden states, float32 [P, H], then `step_inputs_for_rows(P)`."""
+    """Computes the logits, float32 [P, V], of P hidden states.
+
+    The inputs are the hidden states, float32 [P, H], followed by the arrays of `step_inputs_for_rows(P)`.
+    """
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
@@ -190,8 +204,10 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on registers. `writes`: register -> index of the result of `cell` that it gets. The code has no loop
-    over registers, because MindSpore compiles loops slowly.
+    """Runs `cell` on registers, a tuple of `NUM_REGISTERS` tensors that holds the live values of a network.
+
+    `reads`: indices of the registers that `cell` reads. `writes`: index of a register -> index of the result of `cell`
+    that is stored in it. The code has no loop over registers, because MindSpore compiles loops slowly.
     """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
@@ -242,7 +258,7 @@ class _Schedule:
             steps.append((self._cell(each), reads, written))
         needed = 1 + max(at for _, reads, written in steps for at in (*reads, *written, 0))
         if needed > NUM_REGISTERS:
-            raise AssertionError(f"{needed} values are needed at once; there are {NUM_REGISTERS} registers")
+            raise AssertionError(f"the network has {needed} live values at once, but only {NUM_REGISTERS} registers")
         self.cells = [RegisterStep(cell, reads, written) for cell, reads, written in steps]
         if 0 not in steps[-1][2]:
             raise AssertionError("the result is not in register 0")
@@ -322,7 +338,10 @@ class _Schedule:
 
 
 class _ScheduledOperation:
-    """An operation with the keys of all that it reads and writes: values, views, and stores of keys and values."""
+    """An operation with the keys of everything that it reads and writes.
+
+    A key identifies a value or a view of one. It can also mark that a layer's keys and values are in the KV cache.
+    """
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation

@@ -42,5 +42,5 @@ def masked_fill(x: ms.Tensor, mask: ms.Tensor, value: ms.Tensor) -> ms.Tensor:
 
 
 def nan_to_num(x: ms.Tensor, nan: float, posinf: float, neginf: float) -> ms.Tensor:
-    """Return x with other numbers for those that are not finite."""
+    """Return x with `nan`, `posinf` and `neginf` in place of NaN and of positive and negative infinity."""
     return ops.nan_to_num(x.astype(ms.float32), nan, posinf, neginf).astype(x.dtype)

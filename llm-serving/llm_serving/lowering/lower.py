@@ -33,7 +33,10 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A network as two graphs (hidden states, LM head) and, if that is faster, also as one graph with the same bits."""
+    """A network as two graphs, `states` and `head`.
+
+    If one graph of the whole network is faster, `logits` is this graph. Its results are bit-identical.
+    """
 
     logits: nn.Cell | None
     """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]; None: call `states`, then `head`."""
@@ -88,7 +91,7 @@ def lower(
         if not as_program:
             raise ModelError(f"the Cells of {backend.name} do not support an int8 KV cache; use `kernels: program`")
         if (lacks := unsupported_by_int8_cache(network)) is not None:
-            raise ModelError(f"an int8 KV cache does not support {lacks}")
+            raise ModelError(f"an int8 KV cache does not support {lacks}; set `quant_config.kv_cache_dtype: auto`")
     is_legacy = implementation == ImplementationName.MINDFORMERS_LEGACY
     read = split_stacked_weights(network) if is_legacy else network
     parameters = parameters_of(read, backend, reader, max_positions, as_cells=not as_program, quantization=quantization)

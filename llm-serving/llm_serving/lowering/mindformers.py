@@ -282,8 +282,10 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
 class MindFormersLlamaNetwork(nn.Cell):
-    """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2, whose parallel decoding
-    accepts packed rows. `network`: from `models.mindformers.split_stacked_weights`.
+    """Computes the same as `MindFormersNetwork`, but with `LlamaForCausalLM` of MindFormers before release 2.
+
+    The class runs in its mode for parallel decoding, which accepts rows of several requests in one sequence. `network`:
+    result of `models.mindformers.split_stacked_weights`.
     """
 
     def __init__(

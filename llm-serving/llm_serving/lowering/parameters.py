@@ -57,7 +57,7 @@ def parameters_of(
 ) -> Parameters:
     """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory.
 
-    Without quantization, and with `blocks_a16`, weights have the model dtype, except GGUF blocks that the kernels can
+    If `quantization` is None or `blocks_a16`, weights have the model dtype, except GGUF blocks that the kernels can
     multiply. Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN
     element. `as_cells`: create the Parameters of a graph of Cells, not of a program.
     """
@@ -118,8 +118,8 @@ def parameters_of(
             made[weight] = [backend.table(values, name)]
     if dequantized and quantization is not None:
         logger.warning(
-            "%d of %d weights are dequantized to %s, because no %s product takes their stored integers, and rounding "
-            "them again would lose accuracy. The first is %s",
+            "dequantized %d of %d weights to %s: no %s product takes their stored integers, and quantizing them again "
+            "would lose accuracy; first=%s",
             *(len(dequantized), len(quantized), backend.dtype, quantization.name, dequantized[0].names[0]),
         )
     for name in network.optional:

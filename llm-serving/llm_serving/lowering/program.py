@@ -27,10 +27,10 @@ class ProgramNetwork(nn.Cell):
 
     Args:
         operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in order. With `rows`, the last one is bound with each step
-            instead.
+        weights: Parameters of the program's weights, in order.
         width: Columns of the result.
         states: Memory of the states, from `Backend.states`, in order.
+        rows: Whether `bind_inputs` binds an array of rows as the program's last weight. `weights` then lacks it.
     """
 
     def __init__(

@@ -53,7 +53,10 @@ TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("table_rows
 
 
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
-    """Return the inputs of a step of one request whose `count` rows are all sampled, for networks without attention."""
+    """Return the inputs of a step of one request with `count` rows, all of which are sampled.
+
+    They suit only networks without attention, such as an LM head, because no row has a KV slot.
+    """
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
     whole = np.array([count], np.int32)
     return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows

@@ -107,7 +107,7 @@ class RecordFiles:
         path = self._folder / f"{self._name}-{number:06}.rec"
         path.touch(mode=0o600, exist_ok=False)  # it contains prompts of users
         self._file = path.open("ab", buffering=0)
-        logger.info("%s: recording to %s", self._name, path)
+        logger.info("%s: began a recording file path=%s", self._name, path)
         for _, old in existing[: max(0, len(existing) + 1 - self._max_files)]:
             old.unlink(missing_ok=True)
 
@@ -119,6 +119,6 @@ class RecordFiles:
     def _stop(self, reason: str) -> None:
         if self._is_open:
             self._is_open = False
-            logger.error("%s: recording stopped; serving continues: %s", self._name, reason)
+            logger.error("%s: stopped the recording, serving continues: reason=%s", self._name, reason)
         with self._lock:
             self._pending, self._pending_bytes = [], 0

@@ -129,7 +129,7 @@ class Recorder:
         """End the recording. Log the hash that a replay of the last file must produce."""
         if self._sink.close() and self._chain is not None and not self._failed:
             numbers = (self._name, self._num_events, self._num_decisions, self._chain.seal.hex())
-            logger.info("%s: recorded %d events and %d decisions; hash %s", *numbers)
+            logger.info("%s: ended the recording events=%d decisions=%d hash=%s", *numbers)
 
     def _guard(self, record: Callable[[], None]) -> None:
         if not self.is_on:
@@ -138,7 +138,7 @@ class Recorder:
             record()
         except Exception:
             self._failed = True
-            logger.exception("%s: recording stopped; serving continues", self._name)
+            logger.exception("%s: stopped the recording because of an error, serving continues", self._name)
 
     def _record_event(self, event: Event, scheduler: Scheduler) -> None:
         if self._is_full():

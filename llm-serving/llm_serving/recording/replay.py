@@ -70,7 +70,7 @@ class Replay:
             self._encoder = DecisionEncoder(self.scheduler.blocks)
             self.first_step = self.next_step = self.scheduler._step
         except (AttributeError, TypeError, ValueError) as error:
-            raise RecordingError(f"its scheduler state does not match this version: {error!r}") from None
+            raise RecordingError(f"the recorded scheduler state does not match this version: {error!r}") from None
         self._ids = {sequence: request.request_id for sequence, request in self._requests.items()}
         self._chain = Chain()
         self._chain.add(reader.header_payload)
@@ -182,7 +182,7 @@ class Replay:
             case Noted():
                 pass
             case _:
-                raise ValueError("expected a recorded event, got another record")
+                raise ValueError("this record must be an event, but is a header or a decision")
 
     def _restore(self, layouts: Layouts, nodes: list[Any]) -> Any:
         version = self._reader.header.format

@@ -48,7 +48,7 @@ def restore(layouts: Layouts, nodes: list[Any]) -> Any:
             made.append(_make(node, layouts, made))
         return made[-1]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RecordingError(f"its scheduler state does not match this version: {error!r}") from None
+        raise RecordingError(f"the recorded scheduler state does not match this version: {error!r}") from None
 
 
 class _Writer:
@@ -116,7 +116,7 @@ def _class_of(name: str) -> type[Any]:
         raise TypeError(f"{name} cannot be part of a scheduler's state")
     kind = getattr(sys.modules[f"{_PACKAGE}.{module}"], class_name)
     if not isinstance(kind, type) or kind.__module__ != f"{_PACKAGE}.{module}":
-        raise TypeError(f"{name} is no class")
+        raise TypeError(f"{name} does not name a class of this version")
     return kind
 
 
@@ -154,7 +154,7 @@ def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
     attributes = dict(zip(layouts[name], values, strict=True)) | dict.fromkeys(_LEFT_OUT.get(kind, ()))
     attributes = _constants(kind) | attributes  # a version without a field decided as with its default
     if (declared := _declared(kind)) and attributes.keys() != set(declared):
-        raise ValueError(f"the attributes of {name} have changed")
+        raise ValueError(f"the recorded attributes of {name} are not those of this version")
     for attribute, value in attributes.items():
         object.__setattr__(instance, attribute, value)  # works for frozen dataclasses, too
     return instance

@@ -72,7 +72,11 @@ def class_bounds(
     groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the bounds of each class. `classes`: by ascending rank. `num_running`: number of requests that run now."""
+    """Return the guaranteed maximum waits and gaps of each class.
+
+    `classes`: by ascending rank. `num_running`: number of requests that run now, which may exceed the number of slots
+    after a reload.
+    """
     # The bounds follow from these arguments:
     # Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens
     #   fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at
@@ -157,7 +161,10 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return by how many steps, at most, a prompt token of one request delays a token of another."""
+    """Return the maximum number of steps by which one prompt token of a request delays the tokens of other requests.
+
+    `chunk`: number of prompt tokens for which every step that begins with prompts has room.
+    """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
     rates = [Fraction(_prompt_gap(limits, policy) + 2, min(budget, chunk))]
@@ -175,11 +182,12 @@ def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
 
 
 class _Due(NamedTuple):
-    """Heap entry of a waiting request. At `clock`, by the class's clock, its wait exceeds the bound."""
+    """Heap entry of a waiting request. The request exceeds its bound when the clock of its class reaches `clock`."""
 
     clock: int
     sequence: int
     since: int
+    """Value of the class's clock at which the wait began."""
 
 
 class WaitMonitor:
@@ -196,7 +204,11 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Monitor a request that has waited `num_waited` steps, in another class or before a reload."""
+        """Monitor the wait of a request from now on.
+
+        `num_ahead`, `num_returning`: see `ClassBounds.max_wait_steps`. `num_waited`: number of steps that the request
+        has waited already, in another class or before a reload.
+        """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
         if not request.has_run:
@@ -223,7 +235,7 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes except `closed`. Return how many waits now exceed their bound."""
+        """Advance the clocks of all classes except `closed`. Return how many waits have just exceeded their bound."""
         violations = 0
         for name, due in self._due.items():
             if name not in closed:

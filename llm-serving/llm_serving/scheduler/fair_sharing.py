@@ -1,9 +1,9 @@
 """Weighted fair sharing among request classes, and fair sharing among the tenants of a class.
 
 Each class is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares of running slots, of a
-step's tokens and of KV blocks. The class with the lowest charge divided by weight is next (stride scheduling,
-Waldspurger and Weihl 1995). With several schedulers, the weight of a class that exceeds its share across all of them is
-divided by `SchedulerLimits.weight_divisor`.
+step's tokens and of KV blocks. The class with the lowest charge divided by weight admits the next request (stride
+scheduling, Waldspurger and Weihl 1995). If several schedulers serve the same classes, a class may exceed its share
+across all of them. Each scheduler then divides the weight of this class by `SchedulerLimits.weight_divisor`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class ClassUsage(NamedTuple):
 
 
 class WeightedFairSharing:
-    """Decides which class is next, and which slots and blocks each class is entitled to.
+    """Decides which class admits the next request, and which slots and blocks each class is entitled to.
 
-    The highest class with requests always contends. A lower class starts to contend once a request of it has waited
-    `ageing_steps` for its admission or for the rest of its prompt, and stops when it holds no slot or no higher class
-    has requests.
+    Requests are admitted only from contending classes, which share slots, tokens and blocks by weight. The highest
+    class with requests always contends. A lower class contends while it has waiting requests and no higher class has
+    any. It also contends once one of its requests has waited `ageing_steps` for its admission or for the rest of its
+    prompt. This lasts until the class holds no slot, or no higher class has requests.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, num_blocks: int) -> None:
@@ -61,9 +62,10 @@ class WeightedFairSharing:
         self.contenders: list[str] = []
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend. All arguments contain class names.
+        """Determine which classes contend.
 
-        `waiting`: a request may be admitted. `aged`: a request has waited `ageing_steps`. `held`: running slots.
+        `waiting`: classes with a request that may be admitted. `aged`: classes with a request that has waited
+        `ageing_steps`. `held`: class -> number of running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -82,12 +84,12 @@ class WeightedFairSharing:
         self.contenders = contenders
 
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
-        """Return the class of `waiting` whose request is admitted next. `held`, `blocks`: running slots and blocks by
-        class.
+        """Return the class of `waiting` that admits the next request, or None if no class of `waiting` contends.
 
-        Usually this is the class with the lowest charge among those below their share of slots and blocks, or, if there
-        is none, the highest class. A class above its share is next only if its charge is the lowest by more than a
-        quantum.
+        Usually this is the class with the lowest charge among those below their share of slots and blocks. If no class
+        is below its share, it is the highest class. A class above its share is chosen only if its charge is lower by
+        more than a quantum, the charge for one slot in `quantum_steps` steps. `held`, `blocks`: class -> number of
+        running slots, and of blocks.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -111,14 +113,17 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return which class of `among` computes its prompts first in a step; None: fewer than two were given."""
+        """Return the class of `among` that computes its prompts first in a step, or None for fewer than two classes."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return for how many steps in a row prefills may leave no room for the class's decodes; None: no limit."""
+        """Return the maximum number of consecutive steps whose prefills may leave no room for the class's decodes.
+
+        Return None if there is no limit, because the class does not share with another contending class.
+        """
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
@@ -128,7 +133,7 @@ class WeightedFairSharing:
 
         These are the requests that fit into the share of `name` of slots and blocks. A request that only partly fits
         counts too, until the class has received service for `quantum_steps` steps above its share. `blocks`: number of
-        blocks of each request, in the order in which requests count.
+        blocks of each request. The share is given to the requests in this order.
         """
         if name not in self.contenders:
             return 0
@@ -223,7 +228,10 @@ class WeightedFairSharing:
     def _service_of_step(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
-        """Return a class's shares of all slots, of the token budget and of all blocks, in units of `FULL_STEP`."""
+        """Return the fractions of all slots, of the token budget and of all blocks that a class uses in a step.
+
+        The fractions are integers in units of 1 / `FULL_STEP`.
+        """
         return (
             FULL_STEP * held[name] // self._num_slots,
             FULL_STEP * num_tokens.get(name, 0) // self._budget,
@@ -249,7 +257,10 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return for how many steps in a row prefills may leave out a class's decodes; at least 1."""
+    """Return the maximum number of consecutive steps whose prefills may leave out the decodes of a class.
+
+    A class with 1/n of the weights decodes at least in every n-th step. The result is at least 1.
+    """
     return max(1, sum_of_weights // weight - 1)
 
 
@@ -274,7 +285,11 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Record that a tenant begins to wait. Idle time earns no credit: its counter rises to `least_waiting`."""
+        """Record that a tenant begins to wait.
+
+        Its counter rises at least to `least_waiting`, the smallest counter of the tenants that wait already. So idle
+        time earns no credit. If no tenant waits (None), the counter of the tenant that stopped waiting last is used.
+        """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
         self._floor = max(self._floor, least_waiting or 0)

@@ -78,7 +78,11 @@ class Mixed:
 
 
 class DecodeFirst(Mixed):
-    """Decode before prefill. A step computes prompts if no request decodes or `max_prefill_gap` steps had no prompt."""
+    """Decode before prefill.
+
+    A step computes prompts only if no request can decode, or after `max_prefill_gap` consecutive steps that left all
+    prompts waiting.
+    """
 
     fills_steps = False
 
@@ -96,8 +100,8 @@ class Fcfs(Mixed):
 class Throughput:
     """MindIE's rule: prefill once empty slots have wasted as much time as a prefill costs.
 
-    A prefill step delays each decoding request by the duration of the prefill. A decode step while prompts wait wastes
-    its duration once for each empty slot.
+    A prefill costs its duration multiplied by the number of decoding requests, which it delays. While prompts wait,
+    each decode step wastes its duration multiplied by the number of empty slots.
     """
 
     honours_classes = True
@@ -138,11 +142,14 @@ class Order(Protocol):
     """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Return the sort key; the smallest goes first. Equal keys go by arrival, shifted by priority."""
+        """Return the sort key. The request with the smallest key goes first.
+
+        Requests with equal keys go in order of arrival, which their priorities shift.
+        """
 
     @property
     def record_finished(self) -> Callable[[Request], None] | None:
-        """Callback that receives each finished request to learn its length; None: the order ignores lengths."""
+        """Callback that learns the output length of each finished request. It is None if the order ignores lengths."""
 
 
 class ArrivalOrder:
@@ -161,7 +168,11 @@ class FairOrder:
 
 
 class ShortestOrder:
-    """Shortest job first, by the mean output length of the tenant's requests in the class, at most `max_tokens`."""
+    """Shortest job first.
+
+    The expected output length is the mean length of the tenant's finished requests in the class, at most `max_tokens`.
+    `PROMPT_TOKENS_A_STEP` prompt tokens count as much as one output token.
+    """
 
     shares_fairly = False
 

@@ -41,7 +41,10 @@ class Preemptor:
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt requests to make room for `request`, or return False. `parent`: request whose blocks it shares."""
+        """Preempt requests to make room for `request`. Return False if no allowed preemption makes enough room.
+
+        `parent`: running request from which `request` is forked, and whose blocks it can share.
+        """
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)
@@ -78,7 +81,10 @@ class Preemptor:
         self._waiting_requests.requeue(request)
 
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
-        """Return a minimal set of running requests whose preemption makes room for `request`; empty: there is none."""
+        """Return a minimal set of running requests whose preemption makes room for `request`.
+
+        Return an empty list if there is no such set.
+        """
         slots = self._slots
         entitled = self._entitled(request.request_class)
         candidates = preemption_order(slots.running)

@@ -119,7 +119,10 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the minimum `arrival_clock` of the first preempted and the oldest new request; None: empty."""
+        """Return the smaller `arrival_clock` of two requests: the first preempted one and the oldest new one.
+
+        Return None if the queue is empty.
+        """
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -187,9 +190,9 @@ class ClassQueue:
 class WaitingQueue:
     """The queues of all classes. Higher classes go first, but no class starves.
 
-    Once the oldest request of a class has waited `ageing_steps`, the class shares with higher classes by weight. (A
-    priority that grows with age would turn into first come, first served under overload.) The clock of a class measures
-    waits: it counts the steps that could have scheduled the class.
+    Once the oldest request of a class has waited `ageing_steps`, the class shares with higher classes by weight. A
+    priority that grows with age would instead turn into first come, first served under overload. Each class measures
+    waits by its own clock, which counts the steps that could have scheduled the class.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
@@ -212,10 +215,11 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend, before the methods of `sharing` are called. Return the waiting ones.
+        """Determine which classes contend. The other methods of `sharing` use the result.
 
-        `closed`: classes at their share limit. `held`: running slots by class. `aged_prefills`: classes with a prompt
-        that is incomplete `ageing_steps` after its admission.
+        Return the classes that have waiting requests and are not closed. `closed`: classes at their share limit.
+        `held`: class -> number of running slots. `aged_prefills`: classes with a prompt that is incomplete
+        `ageing_steps` after its admission.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -227,7 +231,10 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the request to admit next. `closed`, `held`, `blocks`: see `WeightedFairSharing.next_class`."""
+        """Return the request to admit next, or None.
+
+        `closed`: classes at their share limit. `held`, `blocks`: class -> number of running slots, and of blocks.
+        """
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 

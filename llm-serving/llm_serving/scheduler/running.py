@@ -104,8 +104,8 @@ class RunningSlots:
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
         """Return whether slots and blocks suffice for a request, if the requests `without` are preempted first.
 
-        One block for each running request and group of layers must stay free, so that each request can fill a block
-        before a preemption.
+        Enough blocks must stay free that each request that runs already can still allocate one block in each group of
+        layers. So a preemption is not needed immediately after the admission.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
@@ -136,7 +136,10 @@ class RunningSlots:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return for how many tokens the request needs blocks now: for a protected request, its maximum length."""
+        """Return the number of tokens for which the request needs blocks now.
+
+        A protected request reserves blocks for its maximum length, so that it never lacks a block.
+        """
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
@@ -164,7 +167,10 @@ class RunningSlots:
 
 
 class RunningSnapshot:
-    """The running requests by what they need in a step. Outdated once a request is added, removed or computed."""
+    """The running requests, grouped by the stage that they need in a step.
+
+    The snapshot is outdated once a request is added, removed or computed.
+    """
 
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
 

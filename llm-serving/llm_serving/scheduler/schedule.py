@@ -76,14 +76,16 @@ class ScheduledRow(NamedTuple):
 
 
 class PromptResults(NamedTuple):
-    """Results about the prompt of one row: log-probabilities, or (`vector`) the last prompt token's hidden state."""
+    """What a step returns about the prompt of one row besides sampled tokens: log-probabilities or a hidden state."""
 
     row: int
     start: int
     end: int
     """The step returns the log-probabilities of the tokens that follow the prompt tokens [start, end)."""
     vector: bool
+    """Whether the step returns the hidden state of the last prompt token."""
     ends: bool
+    """Whether the request finishes with these results, because it asks for no output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,10 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Return `blocked` with the reason SLOTS if no slot is free, because a larger step would not help then."""
+    """Return `blocked`, with the reason SLOTS if all slots are taken and none by a lower class.
+
+    In this case a larger step could not admit the request.
+    """
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):

@@ -34,11 +34,11 @@ from llm_serving.scheduler.tenant_limits import SlotDemand
 class Scheduler:
     """Continuous batching over one KV cache.
 
-    Prompts, chunks, decoding and preempted requests are scheduled alike: raise `num_computed_tokens` to `num_tokens`.
-    The policy selects the stage that a step begins with; request classes decide which requests go first. `schedule` may
-    form a step before the results of the previous one arrive (`Request.num_tokens_in_flight`). A freed block can be
-    reused while steps are in flight: a WorkAgent runs steps strictly in order, so every earlier step has read the block
-    before a later step writes it.
+    Prompts, chunks, decoding and recomputation after preemption are scheduled in the same way: a step raises the
+    `num_computed_tokens` of a request toward its `num_tokens`. The policy selects the stage that a step begins with.
+    Request classes decide which requests go first. `schedule` may form a step before the results of the previous one
+    arrive (`Request.num_tokens_in_flight`). A freed block can be reused while steps are in flight. This is safe because
+    a WorkAgent runs steps strictly in order: every earlier step has read the block before a later step writes it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scheduler:
         classes: Sequence[RequestClass],
         order: Order | None = None,
     ) -> None:
-        """`classes`: by ascending rank. `order`: of admission within a class; None: order of arrival."""
+        """`classes`: by ascending rank. `order`: the order of admission within a class, by default that of arrival."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
@@ -80,7 +80,7 @@ class Scheduler:
         self._use_components(self._components.reload(rules, self._step))
 
     def add(self, request: Request) -> None:
-        """Queue a request. If another replica computed the prompt, the admission imports its blocks."""
+        """Queue a request. If another replica computed its prompt, the KV blocks are imported when it is admitted."""
         request.sequence = request.class_sequence = self.waiting_requests.num_arrivals
         self.waiting_requests.num_arrivals += 1
         request.request_class = class_of(request.priority, self.classes)
@@ -113,7 +113,10 @@ class Scheduler:
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; None: no request can be computed. `now`: seconds, see `StepPlan.now`."""
+        """Form the next step, or return None if no request can be computed.
+
+        `now`: seconds, by the clock of `Request.arrival_time`.
+        """
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -173,7 +176,8 @@ class Scheduler:
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Apply the sampled tokens of a step, in row order.
 
-        Return the requests that got a token, in row order, then the requests that finish with their prompt results.
+        Return the requests that got a token, in row order. They are followed by the requests without output tokens that
+        finish, because they now have all results about their prompt.
         """
         self._confirm(schedule.rows)
         for store in schedule.stores:
@@ -251,9 +255,10 @@ class Scheduler:
     def set_priority(self, request: Request, priority: int) -> bool:
         """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
 
-        Within a class, the priority shifts the request's arrival, so repeated changes do not add up. In another class,
-        a request that never ran is queued last. A request that has run goes first, if the limits on bypasses and on the
-        class's share allow that.
+        Within a class, the priority shifts the request's position relative to its arrival, so repeated changes do not
+        add up. If the class changes, a request that never ran is queued last in its new class. A request that has run
+        goes first there. If the limits on bypasses or on the new class's share forbid that, the priority stays the
+        same.
         """
         if request.is_finished:
             return False
@@ -343,7 +348,7 @@ class Scheduler:
         self.waiting.sharing.deprioritized = frozenset(classes)
 
     def pop_class_usage(self) -> dict[str, ClassUsage] | None:
-        """Return the usage of each class since the last call; None: requests wait and no step was formed."""
+        """Return the usage of each class since the last call. Return None if requests wait but no step was formed."""
         if self._step == self._usage_step and len(self.waiting):
             return None
         self._usage_step = self._step

@@ -61,7 +61,7 @@ class DecodeStage:
         return preference
 
     def _exceeds_class_gap(self, decoding: Sequence[Request], last_step: int) -> bool:
-        """Return whether prefills have left out a contending class for as many steps as its weight allows."""
+        """Return whether prefills have left out a request of `decoding` for as long as its class's weight allows."""
         names = {request.request_class.name for request in decoding}
         gaps = {name: self._sharing.max_decode_gap(name) for name in names}
         return any(
@@ -70,7 +70,10 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Update the gaps after a formed step. Return how many exceed their bound. `running`: from before the step."""
+        """Update `num_steps_without_prefill` after a formed step. Return how many gaps of requests exceed their bound.
+
+        `running`: the snapshot taken before the step was formed.
+        """
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
@@ -133,7 +136,10 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return after how many seconds the waiting requests are admitted even if they do not fill a batch."""
+        """Return in how many seconds the waiting requests are admitted although they do not fill a batch.
+
+        Return 0 if they are admitted now, because they fill a batch or have waited `batch_waiting_time`.
+        """
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -190,7 +196,10 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit requests in order until one does not fit. `before`: stop at this class and at later ones."""
+        """Admit requests in order until one does not fit, or is of the class `before` or of a later class.
+
+        `capped`: see `_schedule_prefill`.
+        """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:
@@ -247,7 +256,10 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add at most `max_long_prefill_tokens` of a prompt to the step. If more would fit, append it to `capped`."""
+        """Add at most `max_long_prefill_tokens` tokens of a request's prompt to the step.
+
+        If the step had room for more of them, append the request to `capped`.
+        """
         if self._limits.whole_prompts:
             if request.num_tokens <= plan.budget:
                 plan.add_prefill(request, request.num_tokens)

@@ -28,7 +28,10 @@ class LimiterChanges(NamedTuple):
 
 
 class SlotDemand(NamedTuple):
-    """Used and requested slots of a tenant at one scheduler, which may use `num_leased` of all `limit` slots."""
+    """Used and requested slots of a tenant at one scheduler.
+
+    All schedulers together may give the tenant `limit` slots. This scheduler may give it `num_leased` of them.
+    """
 
     limit: int
     num_leased: int
@@ -67,9 +70,9 @@ class TenantLimiter:
 
     A tenant at its limit therefore blocks no other request. When one of its requests finishes, the first held request
     of each class enters the queue. An admitted request counts until it finishes, also while it is preempted. The
-    classes of a tenant share its limit by weight. If a lower class that has aged is next, the free slots are reserved
-    for it. Several schedulers share a limit by leases: each uses only its leased slots, and returns a lease when a
-    request finishes.
+    classes of a tenant share its limit by weight. If fair sharing gives the next slot to a lower class, because its
+    requests have waited long enough, the free slots are reserved for this class. Several schedulers share a limit by
+    leases: each uses only its leased slots, and returns a lease when a request finishes.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
@@ -86,7 +89,10 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request, and hold it if its tenant is at its limit. None: no limit, or the request has run before."""
+        """Add a request, and hold it if its tenant is at its limit.
+
+        Return None if the tenant has no limit, or if the request counts already because it has run before.
+        """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
             return None
@@ -227,7 +233,10 @@ class TenantLimiter:
         return None if not waiting or name == waiting[0] else name
 
     def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
-        """Determine the tenant's contending classes. Return its classes that wait, by rank, and slots by class."""
+        """Determine which classes of the tenant contend.
+
+        Return its classes with waiting requests, by ascending rank, and the number of admitted requests of each class.
+        """
         counts = Counter(each.request_class.name for each in tenant.active.values())
         waiting, aged = [], []
         for each in self._classes:

@@ -1,4 +1,4 @@
-"""Speculative decoding: proposes draft tokens, which the next step verifies, while this raises the throughput."""
+"""Speculative decoding: proposes draft tokens, which the next step verifies, if this is expected to save time."""
 
 from llm_serving.speculation.controller import SpeculationController
 from llm_serving.speculation.draft_model import DraftModelProposer

@@ -82,7 +82,10 @@ class GainModel:
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a decode step. `host_s`: see `_host`."""
+        """Record the duration of a decode step.
+
+        `host_s`: seconds by which the step started later because it was formed only after the previous reply.
+        """
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -92,7 +95,10 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Compute the cost of a draft token in a step of `num_rows` rows, if `num_drafted` have the longest draft."""
+        """Compute the mean cost of a draft token in a step of `num_rows` rows.
+
+        The computation assumes that `num_drafted` of the rows have a draft, each of the maximum length.
+        """
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -100,8 +106,9 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the largest draft length at which the expected gain of the last token covers its cost; 0: none does.
-        `proposing_s`: seconds to propose one token.
+        """Return the largest draft length at which the expected gain of the last token covers its cost.
+
+        Return 0 if no length does. `proposing_s`: seconds to propose one token.
         """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
@@ -127,12 +134,12 @@ class GainModel:
         pass_s: float,
         prompt_share: float = 0.0,
     ) -> bool:
-        """Return whether drafts raise the throughput of a step, and set the best maximum length.
+        """Return whether drafts raise the throughput of a step. Set the maximum draft length that raises it most.
 
-        `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: number of requests that have just lost their
-        n-gram match, which do not count as delayed. `pass_s`: seconds in which the draft model computes one token of
-        each request. `prompt_share`: share of steps that compute prompts; new requests wait until the current step has
-        finished.
+        Drafts delay the requests without a draft, and new requests, which wait until the current step has finished.
+        Both delays are limited. `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: number of requests that have
+        just lost their n-gram match; they do not count as requests without a draft. `pass_s`: seconds in which the
+        draft model computes one token of each request. `prompt_share`: fraction of the steps that compute prompts.
         """
         if not self.step_s or not num_rows:
             return True
@@ -160,7 +167,7 @@ class GainModel:
         return best_length > 0
 
     def could_pay(self, num_rows: int) -> bool:
-        """Return whether drafts would raise the throughput if all requests had drafts with the highest rate."""
+        """Return whether drafts would raise the throughput if all requests had drafts accepted at rate `MAX_RATE`."""
         step_s, host_s = self._step_times.step_s(num_rows), self._host.value + num_rows * self._proposal.value
         if not step_s:
             return True
@@ -203,7 +210,10 @@ class SpeculationController:
         draft_model: DraftModelProposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`draft_model`: for requests without an n-gram match. `clock` None: updates are assumed to take no time."""
+        """`draft_model`: proposes for requests without an n-gram match.
+
+        `clock`: measures updates and proposals. If it is None, they are assumed to take no time.
+        """
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
         self._model = draft_model
@@ -241,10 +251,11 @@ class SpeculationController:
             self._sweep_at = max(MIN_SWEPT, 2 * len(self._ngram.requests))
 
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
-        """Return draft tokens for the next step. `synchronous`: no step is in flight.
+        """Return (request, draft tokens) for the next step.
 
-        Otherwise, or while drafts do not raise the throughput, only requests in `waiting` get drafts. Raise WorkerError
-        if the WorkAgent with the draft model has exited.
+        `synchronous`: whether no step is in flight. While a step is in flight, or while drafts do not raise the
+        throughput, only the requests in `waiting` get drafts. Raise WorkerError if the WorkAgent with the draft model
+        has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}
@@ -299,7 +310,7 @@ class SpeculationController:
             self._num_steps = 0
 
     def _update(self, num_rows: int) -> None:
-        """Update the n-gram drafts and `pays`. While `pays` is False, update less often."""
+        """Update the n-gram drafts and `pays`. Update less often while drafts do not raise the throughput."""
         began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
         if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
@@ -321,7 +332,10 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests that may get a draft from the draft model: none while a prompt waits or is computed."""
+        """Return the requests that may get a draft from the draft model.
+
+        No request may get one while any request waits or computes its prompt.
+        """
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():

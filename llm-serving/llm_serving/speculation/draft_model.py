@@ -40,7 +40,10 @@ class DraftModelProposer:
         clock: Clock = monotonic,
         blocks: BlockManager | None = None,
     ) -> None:
-        """`propose`: `Executor.propose`. `blocks`: KV blocks, if a layer for multi-token prediction proposes."""
+        """`propose`: runs the draft model in the WorkAgent (`Executor.propose`).
+
+        `blocks`: KV blocks of the requests, which a layer for multi-token prediction reads; None for a draft model.
+        """
         self.proposer = Proposer.DRAFT_MODEL if blocks is None else Proposer.MTP
         self._propose = propose
         self._block_size = block_size
@@ -81,7 +84,7 @@ class DraftModelProposer:
         except WorkerError:
             self._num_deaths += 1
             if self._num_deaths == MAX_WORKER_DEATHS:
-                text = "%s is no longer used: the WorkAgent exited %d times during its proposals"
+                text = "%s is no longer used, because the WorkAgent exited while it proposed: exits=%d"
                 logger.warning(text, _DESCRIPTIONS[self.proposer], MAX_WORKER_DEATHS)
             raise
         self._pass.add((self._clock() - began) / max(count for _, count in counts))

@@ -52,7 +52,7 @@ Int64Array = NDArray[np.int64]
 
 
 class SlotTable(Protocol):
-    """Hash slot -> integer; 0: the slot is empty."""
+    """Array that maps a hash slot to an integer. An empty slot has the value 0."""
 
     def __getitem__(self, slot: int, /) -> SupportsInt: ...
 
@@ -91,7 +91,10 @@ class FinishedAnswersIndex:
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Return (answer, index after the last `length` tokens of `tokens` in it)."""
+        """Find a finished answer that contains the last `length` tokens of `tokens`.
+
+        Return the answer and the index of the token after these tokens in it. Return None if no answer is found.
+        """
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]
@@ -156,7 +159,10 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens. At the end of the request's own text, the draft repeats itself."""
+        """Return at most `count` draft tokens.
+
+        A draft that reaches the end of the request's own text continues with its own tokens from the start.
+        """
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -165,7 +171,7 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens. Return how many the draft predicted, and whether the next one differs from it."""
+        """Append output tokens. Return how many the draft predicted, and whether it was wrong about the next one."""
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
         draft, index = self._draft, self._index
@@ -265,7 +271,10 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`. `num_rows`: rows of a step."""
+        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`.
+
+        They are indexed once their number is at least 1 / `INDEX_SHARE` of `num_rows`, the rows of a step.
+        """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:
@@ -276,10 +285,10 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts, and look up new drafts, `num_steps` steps after the last update.
+        """Compare new output tokens with the drafts, and look up new drafts.
 
-        Return whether any lookup was expected to gain more than it cost. `could_pay`: returns whether drafts would
-        raise the throughput if all were accepted.
+        Return whether any lookup was expected to gain more than it cost. `num_steps`: number of steps since the last
+        update. `could_pay`: returns whether drafts with the highest acceptance rate would raise the throughput.
         """
         for request, drafts in list(self.matched.items()):
             if not drafts.compare(request.output_token_ids):
@@ -298,7 +307,10 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return the unmatched requests whose lookup gains more than it costs. Remove the others from `unmatched`."""
+        """Return the running requests without a draft whose lookup is expected to gain more than it costs.
+
+        Remove the unpromising requests from `unmatched`.
+        """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []

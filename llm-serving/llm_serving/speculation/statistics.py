@@ -121,7 +121,10 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record how many tokens that the constraint forced were accepted. `num_draft_tokens` 0: it forced none."""
+        """Record how many of the `num_draft_tokens` tokens that the constraint forced were accepted.
+
+        If the constraint forced no token, both numbers are 0.
+        """
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
@@ -195,8 +198,9 @@ class StepTimeModel:
 class MeasuredGain:
     """Measures how much faster requests get tokens with drafts, and pauses all drafts if the gain is too small.
 
-    With drafts, no step is formed ahead: each waits for the master, which may wait for cores, clients and the
-    interpreter. A model of costs cannot predict this, but the time between two replies includes it.
+    While drafts are in use, the master forms each step only after the previous reply. It may first have to wait for CPU
+    cores, clients and the Python interpreter. A model of costs cannot predict this wait, but the time between two
+    replies includes it.
     """
 
     def __init__(self) -> None:
@@ -217,9 +221,9 @@ class MeasuredGain:
     def add(self, num_tokens: int, factor: float, seconds: float, *, has_prompts: bool, pays: bool) -> None:
         """Record a step, and pause drafts if they save too little.
 
-        `num_tokens`: without draft tokens. `factor`: output tokens of the step divided by the output tokens that it
-        would have had without drafts. `seconds`: since the previous reply. `pays`: whether drafts are in use, so that
-        no step is formed ahead.
+        `num_tokens`: tokens of the step without draft tokens. `factor`: output tokens of the step divided by the output
+        tokens that it would have had without drafts. `seconds`: time since the previous reply. `pays`: whether drafts
+        are in use.
         """
         self._num_steps += 1
         self.prompt_share += (has_prompts - self.prompt_share) / PROMPT_MEMORY
@@ -244,7 +248,10 @@ class MeasuredGain:
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over the steps of one size class. The weights are those at step number `newest`."""
+    """Weighted sums over the steps of one size class.
+
+    Weights decay with each step. The sums have the weights of step number `newest`, the latest step of the class.
+    """
 
     newest: int = 0
     weight: float = 0.0

@@ -66,8 +66,8 @@ def test_valid_certificate_files_are_accepted(files, cert, key):
         (
             "cert.pem",
             "locked.pem",
-            "serving_config.ssl_keyfile: locked.pem: the private key is encrypted, its password must be in "
-            "serving_config.ssl_keyfile_password_file",
+            "serving_config.ssl_keyfile: locked.pem: the private key is encrypted, so "
+            "serving_config.ssl_keyfile_password_file must name its password file",
         ),
         ("endless.pem", "key.pem", "serving_config.ssl_certfile: endless.pem: must be a regular file"),
         ("cert.pem", "pipe.pem", "serving_config.ssl_keyfile: pipe.pem: must be a regular file"),

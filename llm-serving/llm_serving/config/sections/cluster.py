@@ -28,8 +28,10 @@ class RankDevice(NamedTuple):
 
 
 def read_rank_table(path: Path) -> list[RankDevice]:
-    """Return the ranks of a rank table in order. Raise ConfigError if HCCL, or a replica on one machine, could not use
-    it.
+    """Return the ranks of a rank table in order.
+
+    Raise ConfigError if HCCL could not use the table. Raise it also unless the table has exactly one machine, because
+    all ranks of a replica run on one machine.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -40,7 +42,7 @@ def read_rank_table(path: Path) -> list[RankDevice]:
     if table.get("version") not in RANK_TABLE_VERSIONS:
         raise _rank_table_error(path, "version", f"must be {' or '.join(RANK_TABLE_VERSIONS)}", table.get("version"))
     if table.get("status") != "completed":
-        raise _rank_table_error(path, "status", "must be completed", table.get("status"))
+        raise _rank_table_error(path, "status", 'must be "completed"', table.get("status"))
     servers = table.get("server_list")
     if not isinstance(servers, list) or len(servers) != 1 or not isinstance(servers[0], dict):
         given = f"{len(servers)} machines" if isinstance(servers, list) else servers
@@ -163,7 +165,7 @@ def _check_rank_table(values: Values) -> None:
     if values["device_config.device_target"] != "Ascend":
         raise values.error(name, "must be null without `device_config.device_target: Ascend`: HCCL joins NPUs only")
     if num_ranks == 1:
-        raise values.error(name, f"must be null with `{ranks_key}: 1`")
+        raise values.error(name, f"must be null with `{ranks_key}: 1`: only several ranks use a rank table")
     if _num_replicas(values) > 1:
         raise values.error(name, "must be null with several replicas: the table has the ranks of one replica")
     ranks = read_rank_table(values[name])

@@ -161,15 +161,19 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def groups_layers(target: str, kernels: str, disk_cache: object | None) -> bool:
-    """Return whether layers with the same window may form a group with its own block tables. Only programs support
-    such groups, and only without a disk cache, which stores each block for all layers.
+    """Return whether layers with the same window may form a group with its own block tables.
+
+    Groups require the operator that runs the whole network on a CPU (`PROGRAM_KERNELS`). A disk cache excludes them,
+    because it stores each block for all layers.
     """
     return _runs_programs(target, kernels) and disk_cache is None
 
 
 def set_block_size(values: Values, spec: ModelSpec | None) -> None:
-    """Set the default block size on Ascend: the largest that PagedAttention accepts for the model's heads and that
-    gives the configured exactness. Exported graphs contain their block size.
+    """Set the default block size on Ascend, except with exported graphs, which contain their block size.
+
+    It is the largest size that PagedAttention accepts for the model's heads, and that is compatible with
+    `device_config.exactness`.
     """
     if values[TARGET] != "Ascend" or values.is_given(BLOCK_SIZE) or values["model_config.mindir_path"] is not None:
         return
@@ -363,7 +367,7 @@ def _check_disk_cache(values: Values, spec: ModelSpec | None) -> None:
     if spec is None:
         return
     if spec.states:
-        raise values.error(DISK_CACHE, "must be null for a model with fixed-size states: they are not in KV blocks")
+        raise values.error(DISK_CACHE, "must be null for a model with fixed-size states: only KV blocks are stored")
     if spec.layout.windows[0].num_tokens:
         rule = "must be null for a model whose layers all have a sliding window: its first blocks are freed early"
         raise values.error(DISK_CACHE, rule)

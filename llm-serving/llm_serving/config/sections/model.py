@@ -304,8 +304,9 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """With a class of MindFormers, set `kernels` to `primitives`. Raise ConfigError if the class does not support a
-    setting or the model.
+    """Check `implementation`, and set `kernels` to `primitives` if it selects a network class of MindFormers.
+
+    Raise ConfigError if this class does not support a setting or the model.
     """
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
@@ -335,6 +336,6 @@ def check_graph_engine(values: Values) -> None:
     for name, allowed, why in _FOR_GRAPH_ENGINE:
         values.require(name, allowed, f"with {BACKEND}: ge: {why}")
     if values["pa_config.num_blocks"] is None:
-        rule = f"must be given with {BACKEND}: ge: the graph contains a KV cache of that size"
+        rule = f"must be given with {BACKEND}: ge: the graph contains a KV cache of fixed size"
         raise values.error("pa_config.num_blocks", rule)
     values.notice(BACKEND, "ge cannot copy KV blocks: requests with n, best_of or beams end with an error")

@@ -48,13 +48,16 @@ MAX_PASSWORD_BYTES: Final = 1023
 
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:
-    """Return the context of a server for TLS 1.2 or newer. Raise ConfigError, which names the key of a bad file."""
+    """Return the TLS context of the server, for TLS 1.2 or newer.
+
+    Raise ConfigError, which names the file and its YAML key, if a file cannot be used.
+    """
     _read_tls_file(CERTFILE, certfile)
     key_name, key_path = (KEYFILE, keyfile) if keyfile is not None else (CERTFILE, certfile)
     is_encrypted = b"ENCRYPTED" in _read_tls_file(key_name, key_path)
     if is_encrypted and password_file is None:
         raise ConfigError(
-            f"{key_name}: {key_path}: the private key is encrypted, its password must be in {PASSWORD_FILE}"
+            f"{key_name}: {key_path}: the private key is encrypted, so {PASSWORD_FILE} must name its password file"
         )
     password = b"" if password_file is None else _read_password(password_file)
     try:
