@@ -410,10 +410,9 @@ class AttentionTile {
     const size_t end = seen.template end_lane<kPart>();
 #pragma GCC unroll 4
     for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
-      const Floats scaled = load(scores + i) * broadcast(scale_);
-      largest = maximum(largest, seen.template keep<kPart>(scaled, i, -__builtin_inff()));
+      largest = maximum(largest, seen.template keep<kPart>(load(scores + i), i, -__builtin_inff()));
     }
-    const float found = max_lane(largest);
+    const float found = max_lane(largest) * scale_;
     const float before = of_segment_.max[row];
     const float next = found > before ? found : before;
     // If all scores so far are -inf, any finite reference makes all weights zero.
@@ -431,13 +430,24 @@ class AttentionTile {
     const Floats reference = broadcast(reference_[row]);
     Floats sum = zeros();
     const size_t end = seen.template end_lane<kPart>();  // stores of weights could change what is read from memory
+    // Not fused, so that the exponent of the largest score is zero.
+    auto exponent = [&](size_t i) {
+      const Floats value = load(scores + i) * broadcast(scale_) - reference;
+      return seen.template keep<kPart>(value, i, -__builtin_inff());
+    };
+    if constexpr (std::is_same<Activation, BFloat16>::value) {
+#pragma GCC unroll 2
+      for (size_t i = seen.template first_lane<kPart>() / (2 * kLanes) * (2 * kLanes); i < end; i += 2 * kLanes) {
+        const bool has_second = kPart == Part::kAll || i + kLanes < end;
+        const Floats second = has_second ? coarse_exp2(exponent(i + kLanes)) : zeros();
+        sum = store_and_add(weights + i, coarse_exp2(exponent(i)), second, sum);
+      }
+    } else {
 #pragma GCC unroll 4
-    for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
-      Floats exponent = load(scores + i) * broadcast(scale_) - reference;  // not fused: the largest score gets zero
-      exponent = seen.template keep<kPart>(exponent, i, -__builtin_inff());
-      const Floats weight = exp2(exponent);
-      store(weights + i, weight);
-      sum = sum + load(weights + i);
+      for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
+        store(weights + i, exp2(exponent(i)));
+        sum = sum + load(weights + i);
+      }
     }
     float* total = of_segment_.total + row * kLanes;
     store(total, multiply_add(load(total), broadcast(factor_[row]), sum));

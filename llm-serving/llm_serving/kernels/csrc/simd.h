@@ -454,6 +454,32 @@ LLM_INLINE Floats exp2(Floats x) {
   return x;
 }
 
+#if defined(__AVX512F__)
+// 2^x within 2^-13 of its magnitude, exactly 1 for zero: for results that are rounded to bfloat16.
+LLM_INLINE Floats coarse_exp2(Floats x) {
+  const NativeFloat r = _mm512_reduce_ps(x.part[0], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  NativeFloat p = native_broadcast(0x1.3baadcp-4f);
+  p = native_multiply_add(p, r, native_broadcast(0x1.d23788p-3f));
+  p = native_multiply_add(p, r, native_broadcast(0x1.63e654p-1f));
+  p = native_multiply_add(p, r, native_broadcast(1.0f));
+  x.part[0] = _mm512_scalef_ps(p, x.part[0]);
+  return x;
+}
+
+// Stores two times sixteen elements consecutively, and returns `sum` plus the stored elements.
+LLM_INLINE Floats store_and_add(BFloat16* target, Floats low, Floats high, Floats sum) {
+#if defined(__AVX512BF16__)
+  const __m512bh elements = _mm512_cvtne2ps_pbh(high.part[0], low.part[0]);  // subnormals become zero
+  __builtin_memcpy(target, &elements, sizeof(elements));
+  sum.part[0] = _mm512_dpbf16_ps(sum.part[0], elements, (__m512bh)_mm512_set1_epi16(0x3f80));  // times one
+  return sum;
+#else
+  store_pair(target, low, high);
+  return sum + load(target) + load(target + kLanes);
+#endif
+}
+#endif
+
 // ---- Hyperbolic tangent --------------------------------------------------------------------------------------------
 
 // tanh x within 2^-22 of its magnitude; NaN for NaN. An odd polynomial below 0.625 (S. Moshier, Cephes), above
