@@ -167,7 +167,7 @@ class AdmissionControl:
     def predict_s(
         self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: ReplicaLoad
     ) -> float | None:
-        """Return the predicted seconds to the first token of the last of these requests; None: unknown."""
+        """Return the predicted seconds to the first token of the last of these requests, or None if unknown."""
         if (speed := replica.speed) is None:
             return None
         max_rank = request_class.rank if replica.honours_classes else None

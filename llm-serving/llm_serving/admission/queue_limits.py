@@ -38,7 +38,7 @@ class DrainRate:
         self._seconds = 0.0
         self._num_finished = 0
         self._since: float | None = None
-        """Time up to which `_seconds` includes the time with waiting requests; None: no request waits."""
+        """Time up to which `_seconds` includes the time with waiting requests. It is None while no request waits."""
 
     def update(self, now: float, has_waiting: bool) -> None:
         if has_waiting and self._since is None:
@@ -57,7 +57,7 @@ class DrainRate:
         self._num_finished += 1
 
     def per_second(self, now: float) -> float | None:
-        """Return the number of requests that finish per second; None before `MIN_FINISHED` requests have finished."""
+        """Return the number of requests that finish per second, or None until `MIN_FINISHED` requests have finished."""
         seconds = self._seconds + (0.0 if self._since is None else now - self._since)
         return None if self._num_finished < MIN_FINISHED or seconds <= 0 else self._finished / seconds
 
@@ -217,7 +217,9 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of a replica (None: of all replicas) in the classes up to rank `max_rank` (None: all)."""
+        """Return the load of a replica, or of all replicas if `replica` is None. If `max_rank` is not None, only
+        classes up to this rank count.
+        """
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))
@@ -233,7 +235,7 @@ class AdmissionQueue:
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
         """Return how many waiting requests of a replica go before a new one, and their uncached prompt tokens.
-        `max_rank`: rank of the lowest class that goes before it; None: all do.
+        `max_rank` is the rank of the lowest class that goes before the new request, or None if all classes do.
         """
         if self._max_running is None and not self._max_running_of:
             load = self.load(replica, max_rank)

@@ -46,7 +46,7 @@ class QueueAhead:
     in_flight: InFlightSteps = NO_STEPS
     elapsed_s: float = 0.0
     num_finishes: int = 0
-    """Number of requests of the same tenant that must finish first, because of its concurrency limit."""
+    """Number of requests of the same tenant that must finish first, because of the tenant's concurrency limit."""
     tenant_slots: int = 1
 
 
@@ -58,7 +58,7 @@ class ReplicaSpeed:
     step_s: float
     token_s: float
     finish_rate: float | None
-    """Fraction of the rows of a step that finish with it, which is 1 / (steps per request); None: not measured."""
+    """Fraction of a step's rows that finish with the step: 1 / (steps per request). None until it is measured."""
     num_slots: int
     """Number of running slots: the configured number, or fewer while the KV cache is full."""
 
@@ -117,8 +117,8 @@ class TtftPredictor:
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
         """Record the state after scheduling.
 
-        `blocked`: the request that the scheduler could not admit, and why. `has_room`: whether no request waits and one
-        more request of mean size fits into the KV cache.
+        `blocked` names the request that the scheduler could not admit, and the reason. `has_room` is true if no request
+        waits and one more request of mean size fits into the KV cache.
         """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
@@ -154,7 +154,7 @@ class TtftPredictor:
         self.speed = ReplicaSpeed(self.limits, *cost, finish_rate, num_slots)
 
     def _cost(self) -> tuple[float, float] | None:
-        """Return the seconds per step and per token; None: the steps had too similar numbers of tokens."""
+        """Return the seconds per step and per token, or None if the steps had too similar numbers of tokens."""
         prefill, decode = self._prefill_steps, self._decode_steps
         weight = prefill.weight + decode.weight
         tokens = (prefill.tokens + decode.tokens) / weight
