@@ -88,7 +88,7 @@ class Backend(Protocol):
         raise self._no_quantized_products()
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` affects the choice, not weights."""
+        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` affects only which are chosen."""
 
     def experts(self, num_experts: int) -> nn.Cell:
         """(x [T, H], both tensors of `route`, gate_up and down from `expert_weights`) -> [T, H]."""
@@ -189,7 +189,7 @@ class Backend(Protocol):
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         """Return a weight that stays in GGUF blocks, for a program. `segments` are consecutive rows, which are copied.
         All but the last segment must have a multiple of 16 rows. Raise ModelError if this backend runs no programs.
-        `weight_only` is the same as in `packed_quantized_weight`.
+        `packed_quantized_weight` explains `weight_only`.
         """
         raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
 
@@ -214,7 +214,7 @@ class Backend(Protocol):
         raise self._no_quantized_products()
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
-        """Return a copy of vectors one after another, such as norm weights, in the model dtype."""
+        """Return the concatenation of vectors, such as norm weights, as a copy in the model dtype."""
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
 
     def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:

@@ -112,7 +112,9 @@ class CpuBackend(AscendBackend):
         return RowStack([np.ascontiguousarray(to_model_dtype(array, self.dtype))])
 
     def _packed(self, rows: RowStack, num_experts: int | None, name: str | None) -> ms.Parameter:
-        """Pack a matrix [N, K]. MindSpore sees the weights of all experts as one Parameter [experts, K, N]."""
+        """Copy a matrix [N, K] in the kernels' layout into a Parameter. Its nominal shape is [K, N], or [experts, K, N]
+        for the stacked rows of all experts.
+        """
         _require_dispatch()
         num_rows, columns = rows.shape
         memory = weight_memory(num_rows * columns * rows.dtype.itemsize).view(rows.dtype)

@@ -280,7 +280,7 @@ class TokenDrawing(nn.Cell):
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
-        """Return the largest integer below the product of the fraction `top_p` and `total`, rounded to float64."""
+        """Return the largest integer below the product of `top_p` and `total`, which is first rounded to float64."""
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
 

@@ -52,8 +52,8 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments (consecutive rows) of one weight, as arguments of the operator library. MindSpore sees the packed
-    weight as int8 [rows, columns]. Raise ModelError if the kernels do not support the segments.
+    """The segments (consecutive rows) of one weight, as arguments of the operator library. The Parameter of the packed
+    weight has the shape int8 [rows, columns]. Raise ModelError if the kernels do not support the segments.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:

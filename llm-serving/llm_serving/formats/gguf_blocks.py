@@ -56,7 +56,9 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type of GGUF. `unpack` converts the bytes of n blocks, [n, num_bytes]. A group has `group` elements."""
+    """A block type of GGUF. `unpack` converts the bytes of n blocks, [n, num_bytes], to quantized values, scales and
+    minima. `group` is the number of elements that share a scale.
+    """
 
     name: str
     elements: int
