@@ -36,7 +36,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 logged_model: ContextVar[str] = ContextVar("logged_model", default="")
-"""Model that log lines of this thread and request are about; empty: the server has only one model."""
+"""Model that the log lines of this thread and request are about. Empty if the server has only one model."""
 
 
 class SingleLineFormatter(logging.Formatter):

@@ -149,7 +149,7 @@ class Command(NamedTuple):
 
 @dataclass(eq=False)
 class Chat:
-    """The terminal side of a conversation. `read`: shows a prompt and returns a line, or raises EOFError at the end."""
+    """The terminal side of a conversation. `read` shows a prompt and returns a line, or raises EOFError at the end."""
 
     client: ChatClient
     read: Callable[[str], str]

@@ -59,9 +59,9 @@ FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(
 
 
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
-    """Quantize a model to one of `FORMATS`. The target folder appears only when it is complete. `group_size`: columns
-    that share a scale in 4 bits; None: `DEFAULT_GROUP_SIZE`. Raise ConfigError if the source is quantized already, the
-    group size does not divide its columns, the target exists, or the disk is too small.
+    """Quantize a model to one of `FORMATS`. The target folder appears only when it is complete. `group_size` is the
+    number of columns that share a scale in 4 bits, or None for `DEFAULT_GROUP_SIZE`. Raise ConfigError if the source is
+    quantized already, the group size does not divide its columns, the target exists, or the disk is too small.
     """
     check_absent(target)
     form = FORMATS[name]

@@ -117,7 +117,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
     log: str
     stop_timeout_s: float
     log_keeper: int = 0
-    """Pid of the process that writes the log; 0: none."""
+    """Pid of the process that writes the log, or 0 if there is none."""
     scheme: str = "http"
 
     def process(self) -> psutil.Process | None:

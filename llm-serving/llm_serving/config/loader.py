@@ -96,7 +96,7 @@ def load_config(
     """Read and check a configuration. ConfigError names file and line, key, violated rule and value.
 
     Args:
-        path: The serving YAML. None: all defaults.
+        path: The serving YAML. If it is None, all keys have their defaults.
         overrides: "section.key=value" or, in a section with rows, "section.row.key=value"; the value is YAML.
         model: Replaces `model_config.model_path`: a folder, `demo`, or a name on a hub, from which small files may be
             downloaded to check that the model is supported.

@@ -28,8 +28,8 @@ class Converted(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A MindIE key without a direct counterpart. A note lists the key with its value and `reason`. Empty `reason`: no
-    note, because the key has no effect here, or a separate function converts it.
+    """A MindIE key without a direct counterpart. A note lists the key with its value and `reason`. An empty `reason`
+    means that no note is needed: the key has no effect here, or a separate function converts it.
     """
 
     reason: str

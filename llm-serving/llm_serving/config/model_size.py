@@ -169,7 +169,7 @@ class _Verdict(NamedTuple):
     fits: bool
     text: str
     num_tokens: int | None
-    """Number of tokens that fit into the KV cache; None: only a WorkAgent can compute it."""
+    """Number of tokens that fit into the KV cache. None if only a WorkAgent can compute it."""
 
 
 def _on_npus(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:

@@ -56,8 +56,8 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
     """Return the folder or the GGUF file of a model. The path `demo` means the shipped model.
 
     If the path does not exist, but can be the name of a model on a hub, return None. A path such as `./a/b` cannot be a
-    name. Raise ConfigError, which names `key` and `where`, if the path is neither a model nor such a name. `written`:
-    the path as the YAML has it.
+    name. If the path is neither a model nor a possible name, raise ConfigError with `key` and `where`. `written`: the
+    path as the YAML has it.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():

@@ -140,7 +140,7 @@ class QuantConfig:
 
     @property
     def weights(self) -> Quantization | None:
-        """How weights are quantized; None: as the model stores them."""
+        """How weights are quantized, or None if they stay as the model stores them."""
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
