@@ -16,9 +16,9 @@ class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     kernels: str
     """The kernels in use: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
     instruction_set: str = ""
-    """Instruction set of the C++ kernels, such as avx512_bf16; empty: they are not used."""
+    """Instruction set of the C++ kernels, such as avx512_bf16. Empty if they are not used."""
     sources: str = ""
-    """Hash of the C++ kernels' sources and flags; empty: they are not used."""
+    """Hash of the C++ kernels' sources and flags. Empty if they are not used."""
     compiler: str = ""
     framework: str = ""
     """Version of MindSpore, and of MindFormers if its network is used."""

@@ -42,8 +42,8 @@ class ConstraintMatcher(Protocol):
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         """Return at most `count` draft tokens that the constraint allows.
 
-        These are the given draft tokens before the first forbidden one. Then tokens follow as long as the constraint
-        leaves only one choice.
+        These are the given draft tokens before the first forbidden one, and after them tokens that the constraint
+        forces because it allows no other.
         """
 
 
@@ -174,7 +174,7 @@ class ScheduledRequest(ClientRequest):
     """Draft tokens after the latest token. No other step computes the request until one has verified them."""
     num_prompt_logprobs_wanted: int = 0
     num_prompt_logprobs_received: int = 0
-    """Number of prompt tokens, from the first, after which log-probabilities have arrived."""
+    """Number of prompt tokens, counted from the first, whose following token already has a log-probability."""
     needs_known_output: bool = False
     """Whether each step needs the ids of all earlier tokens, so that it is formed only after the latest reply."""
     is_beam: bool = False

@@ -242,7 +242,9 @@ class StepInput:
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0: none) and slot of each row, or empty. A slot with another adapter is filled first."""
+    """[B, 2], adapter number (0 for none) and slot of each row. Empty if no row has an adapter. A slot with another
+    adapter is filled first.
+    """
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 

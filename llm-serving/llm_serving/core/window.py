@@ -94,7 +94,7 @@ class CacheGroups:
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
         """Return a number of prompt tokens of one request that a step can always compute within `max_blocks`.
 
-        This is for groups with a sliding window. Without any, return 1.
+        The number follows from the groups with a sliding window. Return 1 if there is no such group.
         """
         chunks = [
             min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)

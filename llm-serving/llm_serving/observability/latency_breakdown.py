@@ -231,7 +231,7 @@ class _SpanBuilder:
 
 
 def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
-    """Return why a request waits. `blocked`: the first request that the scheduler could not admit."""
+    """Return why a request waits. `blocked` is the first request that the scheduler could not admit."""
     own = record.request_class
     if blocked is None:
         return "the next step"

@@ -36,7 +36,7 @@ class StepObserver:
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """Called with the next step, or None if none can run. `blocked`: the first request that did not fit, if any."""
+        """Called with the next step, or None if none can run. `blocked` is the first request that did not fit."""
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
         """Called after a step was submitted to the executor. `now`: time at which the step's scheduling began."""

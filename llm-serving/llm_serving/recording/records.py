@@ -160,7 +160,7 @@ Row = tuple[int, int, int, int, int, list[int]]
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     step: int | None
-    """Number of the step; None: no request could be computed, and the other fields are empty."""
+    """Number of the step. None if no request could be computed; the other fields are then empty."""
     rows: list[Row]
     block_moves: list[BlockMove]
     preempted: list[int]

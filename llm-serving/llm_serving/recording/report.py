@@ -184,9 +184,9 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
     reason: str
-    """Why `next` could not be admitted; empty: no request waits."""
+    """Why `next` could not be admitted. Empty if no request waits."""
     behind: str | None
-    """Class that holds the most slots or blocks, whichever of them `next` lacks."""
+    """Class that holds the most slots or the most blocks, depending on which of them `next` lacks."""
     closed: tuple[str, ...]
     num_used_blocks: int
 

@@ -77,7 +77,9 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars. Such a set is written sorted, because its order can vary."""
+        """Return whether a value is a set of scalars. The members of a plain set are written in sorted order, because
+        the order of a set can vary.
+        """
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:

@@ -108,9 +108,9 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     rank_table: str | None = None
     uses_mtp: bool = False
     groups_layers: bool = False
-    """Whether layers with the same window may form a group with its own block tables; if not, all are in one group."""
+    """Whether layers with the same window may form a group with its own block tables. If not, all form one group."""
     has_group_blocks: bool = False
-    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers; False: blocks of all layers."""
+    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers, not blocks of all layers."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -123,7 +123,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     notice: str
     compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
-    """Bytes of a block over all layers of a group; 0: unknown."""
+    """Bytes of a block over all layers of a group, or 0 if they are unknown."""
     model: str = ""
     """Weight fingerprint of the files that a WorkAgent on another machine has read. Empty for the master's files."""
     windows: tuple[LayerWindow, ...] = (LayerWindow(),)
@@ -261,7 +261,7 @@ class BlocksStored(msgspec.Struct, tag="blocks_stored", frozen=True):
     num_written: int
     num_evicted: int
     num_bytes: int
-    """Bytes of all files in the folder; -1: it cannot be used."""
+    """Bytes of all files in the folder, or -1 if the folder cannot be used."""
 
 
 class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):
