@@ -44,7 +44,7 @@ def test_registry_refuses_an_adapter_with_the_number_of_another_one() -> None:
     assert first.number == second.number
     registry.add(Adapter("same", Path("same"), first.fingerprint))
     for _ in range(2):
-        with pytest.raises(ModelError, match="the adapter b has the number 19114958 of an adapter that was"):
+        with pytest.raises(ModelError, match="the adapter b has the number 19114958, which belongs to an adapter"):
             registry.add(second)
         registry.remove("a")
         registry.remove("same")

@@ -77,9 +77,9 @@ class AdapterRegistry:
         if adapter.name in self.by_name:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
         if self._files.setdefault(adapter.number, adapter.fingerprint) != adapter.fingerprint:
-            fault = f"has the number {adapter.number} of an adapter that was loaded before with other files"
-            advice = "The number is computed from the files: save the adapter again with different metadata"
-            raise ModelError(f"the adapter {adapter.name} {fault}. {advice}")
+            fault = "which belongs to an adapter with other files that was loaded before"
+            advice = "The number is computed from the files. To change it, save the adapter with different metadata"
+            raise ModelError(f"the adapter {adapter.name} has the number {adapter.number}, {fault}. {advice}")
         self._offer({**self.by_name, adapter.name: adapter})
         logger.info(
             "offering adapter %s: folder=%s fingerprint=%s", adapter.name, adapter.folder, adapter.fingerprint[:12]

@@ -169,8 +169,8 @@ class AsyncEngine:
             fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks,
                 except with static batching.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
-            has_siblings: Whether other requests fork from this one. If so, it does not migrate to another replica,
-                because the forks share its blocks.
+            has_siblings: Whether other requests fork from this one. A request with forks does not migrate to another
+                replica, because the forks share its blocks.
             admission: Result of `check_capacity` for a group that contains this request. If it is None, this method
                 checks the request alone.
             sharing: Key by which identical requests get the same answer. If it is None, the answer is not shared.

@@ -127,9 +127,9 @@ class BeamSearch:
 class BeamSearchSink:
     """Output sink of a client's request for a beam search. The scheduler computes one request for each beam.
 
-    A beam pauses after each token until the tokens of all beams have arrived. Then the search chooses which
-    continuations stay live. The first continuation of a beam stays in the beam's request. Further continuations become
-    forks of that request, which share its blocks. A beam without a continuation finishes.
+    A beam pauses after each token until the tokens of all beams have arrived. When all have arrived, the search chooses
+    which continuations stay live. The first continuation of a beam stays in the beam's request. Further continuations
+    become forks of that request, which share its blocks. A beam without a continuation finishes.
     """
 
     def __init__(self, request: Request, context: SinkContext) -> None:

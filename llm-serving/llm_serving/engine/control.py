@@ -46,7 +46,9 @@ class RequestLookup:
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with this id. Raise RequestNotFoundError if none is open or in an event log."""
+        """Return the open requests with this id. The list is empty if only an event log has the request. Raise
+        RequestNotFoundError if there is no such request at all.
+        """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
@@ -64,7 +66,7 @@ class RequestLookup:
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Call a function in the thread of each engine. Return the results, None for an engine that is too late.
+        """Call a function in the thread of each engine. The result of an engine that does not reply in time is None.
 
         `question` returns the function for an engine. `asked` holds the latest call to each engine: while a call is
         pending, its result is awaited and no further call is made.
@@ -261,7 +263,9 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no further requests to a replica. It stops once idle. Raise RequestError for the last open replica."""
+        """Route no further requests to a replica; stop it once it is idle. Raise RequestError for the last open
+        replica.
+        """
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)

@@ -106,7 +106,7 @@ class DiskCache(StepObserver):
         post: Callable[[Callable[[], None]], None],
         on_added: Callable[[Request], None],
     ) -> None:
-        """`reads`: blocks that receive data from disk. `post`: calls a function in the engine's thread."""
+        """`reads`: blocks that receive data from disk. `post` makes the engine's thread call a function."""
         assert scheduler.blocks.disk is not None
         self._scheduler = scheduler
         self._blocks, self._disk = scheduler.blocks, scheduler.blocks.disk

@@ -102,7 +102,7 @@ class Engine(EngineRequests):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run steps until the engine is stopped or the WorkAgent is lost. Then end all requests."""
+        """Run steps until the engine is stopped or the WorkAgent is lost, then end all requests."""
         reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
             while not self._stopping:

@@ -65,7 +65,7 @@ class StepTimes:
         """Time of the latest reply, or of the latest submission without a step in flight."""
 
     def record_submitted(self, scheduled: float, now: float, *, follows: bool) -> None:
-        """Record a step whose scheduling began at `scheduled`. `follows`: whether another step was in flight."""
+        """Record a step whose scheduling began at `scheduled`. `follows` is true if another step was in flight."""
         self.host_s = self._reply_s + now - scheduled
         if not follows:
             self.began, self._replied = scheduled, now

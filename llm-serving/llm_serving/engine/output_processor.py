@@ -34,7 +34,9 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects each unfinished request's output until it is sent. If `metrics` is None, it records no events either."""
+    """Collects each unfinished request's output until it is sent. Without `metrics`, it records no metrics and no
+    events.
+    """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer

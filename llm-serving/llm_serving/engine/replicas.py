@@ -91,7 +91,7 @@ class Replicas(EngineListener):
         """Index -> loaded engine. An engine that has ended stays here until its replica has loaded again."""
         self.accounting = FleetAccounting()
         self.drained: dict[int, threading.Event] = {}
-        """Index of a drained replica -> event for which its thread waits before it loads again."""
+        """Index of a drained replica -> event that the replica's thread waits for before it loads the replica again."""
         self._suspended: list[int] = []
         self._left: set[int] = set()
         self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
@@ -170,7 +170,7 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no further requests to a replica. `leave` stops it. Raise RequestError for the last open replica."""
+        """Route no further requests to a replica until `leave` stops it. Raise RequestError for the last open one."""
         self._check(index)
         if index in self.drained:
             return

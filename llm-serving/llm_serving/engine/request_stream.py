@@ -281,9 +281,9 @@ class CoalescedResponses:
     """The coalesced responses of a server. Only the event loop may use it.
 
     A response is shared while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
-    responses together exceed `max_bytes`, the finished ones are removed first, beginning with the oldest. Then the
-    largest unfinished ones are removed. Current readers of a removed answer get the rest of it. If `max_bytes` is 0,
-    nothing is shared.
+    responses together exceed `max_bytes`, finished responses are removed, beginning with the oldest. If none is left,
+    the largest unfinished ones are removed. Current readers of a removed answer get the rest of it. If `max_bytes` is
+    0, nothing is shared.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:

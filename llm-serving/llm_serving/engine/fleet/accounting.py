@@ -37,8 +37,8 @@ class TenantUsage:
         self._snapshot_versions: dict[int, int] = {}
         self._snapshots: dict[int, list[int]] = {}
         self._known: dict[int, list[int]] = {}
-        """Replica -> the part of the totals that `pop_remote` does not return to it: the totals when it joined, its
-        own service since then, and what `pop_remote` has already returned.
+        """Replica -> the part of the totals that `pop_remote` does not report to this replica: the totals when the
+        replica joined, its own service since then, and what `pop_remote` has already reported.
         """
 
     @property
@@ -46,7 +46,7 @@ class TenantUsage:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica. `pop_remote` returns to it only service that is recorded after this call."""
+        """Add a replica. `pop_remote` reports to it only service that is recorded after this call."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 
@@ -160,7 +160,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas in the latest snapshot, without what earlier calls have returned."""
+        """Return the service of other replicas in the latest snapshot that earlier calls have not returned."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 

@@ -49,7 +49,7 @@ class TransferredBlocks:
 
 
 class MigratingRequest(NamedTuple):
-    """A request between two engines. `request` is a new object, which the next engine adds to its scheduler."""
+    """A request on its way between engines. `request` is a new object, which the next engine adds to its scheduler."""
 
     request: Request
     produced: ProducedOutput
@@ -60,7 +60,7 @@ class MigratingRequest(NamedTuple):
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """Transfer pool blocks that hold the request's KV cache. If there are none, the next engine recomputes it."""
+        """The transfer pool's blocks with the request's KV cache. If there are none, the next engine recomputes it."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
@@ -106,7 +106,7 @@ class RequestMigration(StepObserver):
 
     A step exports the request's blocks to the transfer pool. After the reply to that step, the engine publishes all
     output of the request, then hands the request over. The accepting engine copies the blocks into its KV cache in its
-    first step of the request. After that step, the transfer pool's blocks are reclaimed.
+    first step of the request. After that step, the blocks in the transfer pool are freed.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RequestMigration(StepObserver):
         self._event_log = event_log
         self._metrics = metrics
         self._imported: deque[list[TransferBlock]] = deque()
-        """For each step in flight: imported blocks that can be reclaimed after it."""
+        """For each step in flight: transfer pool blocks that can be freed after the step."""
         self._exported: list[tuple[Request, Transfer, float]] = []
         """Requests that left the scheduler: (request, its exported blocks, time on the engine's clock)."""
         self._accepted: dict[Request, float] = {}
@@ -160,7 +160,9 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Process a step's reply: reclaim the blocks that it imported, and remove the requests that it exported."""
+        """Process the reply to a step. Free the transfer pool blocks that the step imported, and remove the requests
+        that it exported from the scheduler.
+        """
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -240,7 +242,9 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start to transfer a request's blocks, or return False if too many wait. `done` gets whether all arrived."""
+        """Start to transfer a request's blocks, or return False if too many wait. `done(True)` reports that all
+        arrived.
+        """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
             count = self._num_requests[replica]

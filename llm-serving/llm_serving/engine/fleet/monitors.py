@@ -56,8 +56,9 @@ class WeightMonitor:
     received more service, divided by weight, than B since the wait began. The monitor computes service from the
     contents of steps. If a class exceeds its share across all replicas, its weight is divided by `weight_divisor`.
 
-    B may have received more service than A before the wait. Therefore a violation counts only if A's excess is larger
-    than the service that A can receive in the number of steps that B may have to wait (`ClassBounds.first_steps`).
+    The monitor does not know the service before the wait. If B had received more than A by then, the scheduler rightly
+    serves A first, for at most `ClassBounds.first_steps` steps. Therefore a violation counts only if A's excess is
+    larger than the service that A can receive in this number of steps.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -178,7 +179,9 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a migrated request. Return 1 if its tenant exceeds its limit. Return 0 during a reload."""
+        """Record a migrated request. Return 1 if its tenant exceeds the limit, else 0. While replicas apply a reload
+        one after another, their limits differ. The result is then 0.
+        """
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)

@@ -213,7 +213,7 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the route's replica. `speed_of_another` returns a speed if that replica has none."""
+        """Return the load of the route's replica. If its speed is not measured, `speed_of_another` provides one."""
         index, engine, num_cached_tokens = route
         speed = None
         if engine.restarting is None:

@@ -91,7 +91,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share, or None if they are the same as in the replica's last call."""
+        """Return the classes that exceed their share, or None without a change since the replica's last call."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:
@@ -105,7 +105,7 @@ class ClassLead(NamedTuple):
 
 
 class ClassLeadMonitor:
-    """Computes the leads of `FleetClassUsage` from the contents of steps, to check them. Not thread-safe."""
+    """Recomputes the leads of `FleetClassUsage` from the contents of steps, to check the scheduler. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
