@@ -86,8 +86,9 @@ class Executor(ABC):
     def await_ending(self) -> None:  # noqa: B027
         """Wait until the latest step is about to end, which is the best moment to form the next one.
 
-        Formed earlier, the next step would miss requests that arrive meanwhile; formed later, the WorkAgent would idle.
-        Return at once unless the latest step was submitted with `announce_ending`. Raise the errors of `collect`.
+        If the next step were formed earlier, it would miss requests that arrive meanwhile. If it were formed later, the
+        WorkAgent would idle. Return at once unless the latest step was submitted with `announce_ending`. Raise the
+        errors of `collect`.
         """
 
     @abstractmethod

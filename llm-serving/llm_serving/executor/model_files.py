@@ -78,7 +78,7 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
     """Hash the complete contents of these files. Raise ModelError if one cannot be read or has changed.
 
     A hash is the SHA-256 of sorted lines, one for each file, as `sha256sum` writes them: the SHA-256 of its content,
-    two spaces, its name. `on_progress`: called with the number of bytes that were read since its last call.
+    two spaces, its name. `on_progress` is called with the number of bytes read since the previous call.
     """
     return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
 

@@ -312,7 +312,7 @@ class SupervisedExecutor(RemoteExecutor):
     `max_restarts` times. It raises WorkerDiedError if each attempt exits, ConfigError if the model cannot be loaded.
 
     `restart` has no such limit. But after more than `max_restarts` restarts without a completed step,
-    `restarts_exhausted` is True. `pause` waits for a number of seconds, and returns whether restarts were cancelled.
+    `restarts_exhausted` is True. `pause(seconds)` waits, and returns True if restarts were cancelled.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. If the caller has killed the process
-        already, it passes None.
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. Pass None if the process has been
+        killed already.
         """
 
 

@@ -172,7 +172,7 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Return the time of each operator within `profiling`, without operators that it called, longest first."""
+    """Return the time of each operator within `profiling`, excluding operators that it called, longest first."""
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
     times: dict[str, OperatorTime] = {}
     index = 0

@@ -42,7 +42,7 @@ class Ranks:
             raise RankLostError(error)
 
     def use(self) -> None:
-        """Make the programs (`network.program`) that this process runs from now on compute with the other ranks."""
+        """From now on, let the programs (`network.program`) of this process compute with the other ranks."""
         self._library.llm_use_ranks(self._handle)
 
     def start_step(self, step: int, timeout_s: float) -> None:

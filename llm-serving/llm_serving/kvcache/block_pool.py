@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_touched_blocks(self) -> int:
-        """Number of blocks that were allocated at least once. Each access takes time in proportion to `num_blocks`."""
+        """Number of blocks that were allocated at least once. The time of an access is proportional to `num_blocks`."""
         return self.num_blocks - self._epochs.count(0)
 
     @property

@@ -121,8 +121,8 @@ def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_pro
 class PrefixSearch:
     """The cached blocks of one request's prefix.
 
-    A prefix of n blocks can be shared if each group of layers has those blocks to which the next token attends: all n,
-    or, with a window, those of the window.
+    A prefix of n blocks can be shared if each group of layers has those blocks to which the next token attends. These
+    are all n blocks or, in a group with a window, the blocks within the window.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class PrefixSearch:
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
         """Return the tables of the longest prefix that can be shared.
 
-        `is_checkpoint`: for models with recurrent states, returns whether a prefix may end with the block of a given
-        hash, because a state is stored after it. None: the model has no states, and a prefix may end with any block.
+        `is_checkpoint(hash)` tells whether a recurrent state is stored after the block with this hash, so that a prefix
+        may end with the block. It is None if the model has no such states. A prefix may then end with any block.
         """
         found: list[list[int]] = []
         limit = max(self._num_common, len(self._hashes))

@@ -68,7 +68,7 @@ class StateSlots:
 
         The request stores a checkpoint after the last full block of its prompt. It stores another one after the cached
         prefix, because later requests probably share this prefix. `hashes`: hashes of all blocks that the request may
-        share, or None if it uses no checkpoints. `is_cached`: returns whether the KV block of a hash is cached.
+        share, or None if it uses no checkpoints. `is_cached(hash)` tells whether the KV block with this hash is cached.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -218,7 +218,7 @@ class StateSlots:
                 self._latest[request_id] = slot, self.pool.epoch(slot)
 
     def _prompt_checkpoint(self, request: Request) -> int:
-        """Return the number of tokens after which the checkpoint of a prompt is stored; 0: there is none."""
+        """Return the number of tokens after which the checkpoint of a prompt is stored, or 0 if none is stored."""
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _access(self, row: int, token: int, slot: int) -> None:
