@@ -39,15 +39,18 @@ class Lowered(NamedTuple):
     """
 
     logits: nn.Cell | None
-    """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]; None: call `states`, then `head`."""
+    """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]. If it is None, call `states`, then
+    `head`.
+    """
     states: nn.Cell
     """Graph from the step inputs to the input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell
     """Graph from float32 [P, H] and `step_inputs_for_rows(P)` to float32 logits [P, V] or scores [P, labels]."""
     of_prompts: nn.Cell | None = None
-    """Graph like `states`, for steps of prompts without a cached prefix; None: `states` computes these steps too."""
+    """Graph like `states`, for steps of prompts without a cached prefix. If it is None, `states` computes these steps.
+    """
     of_tokens: TokenNetwork | None = None
-    """Graph for steps in which each request has one token; None: `states` and `head` compute these steps too."""
+    """Graph for steps in which each request has one token. If it is None, `states` and `head` compute them."""
     parameters: Parameters = MappingProxyType({})
 
     @staticmethod

@@ -82,8 +82,8 @@ class EmbeddingCell(nn.Cell):
 
 class LowRankCell(nn.Cell):
     """Adds the change of each row's adapter: base, x -> base + B (A x). A row without an adapter keeps its base. All
-    slots are multiplied, but a row keeps only the columns of its own slot. Each other term of its sums is zero, so its
-    result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    slots are multiplied, but a row keeps only the columns of its own slot. All other terms of the row's sums are zero,
+    so the row does not depend on other adapters. `selected`: whether the rows are the sampled ones.
     """
 
     def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:
@@ -192,7 +192,7 @@ class StoreKVCell(nn.Cell):
 
 
 class AttentionCell(nn.Cell):
-    """Computes attention over the cache: q, the tensor of `StoreKVCell` -> [T, num_heads * head_dim]."""
+    """Computes attention over the cache: (q, output of `StoreKVCell`) -> [T, num_heads * head_dim]."""
 
     def __init__(self, attention: nn.Cell, kv_cache: tuple[ms.Parameter, ms.Parameter]) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class AttentionCell(nn.Cell):
 
 
 class PromptAttentionCell(nn.Cell):
-    """Computes attention of whole prompts: q, the tensor of `StoreKVCell`, k, v -> [T, num_heads * head_dim]."""
+    """Computes attention of whole prompts: (q, output of `StoreKVCell`, k, v) -> [T, num_heads * head_dim]."""
 
     def __init__(self, attention: nn.Cell) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ request may use that slot in the same step.
 """
 
 ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
-"""Last input of a network with adapter slots: the slot of each row's adapter; -1: the row has none."""
+"""Last input of a network with adapter slots: the slot of each row's adapter, or -1 for a row without one."""
 
 NUM_TOKEN_ARRAYS: Final = 4
 NUM_TOKEN_COLUMNS: Final = NUM_TOKEN_ARRAYS + NUM_PARAMETERS

@@ -194,7 +194,7 @@ def pre_norm(
     normalize: Norm | None = None,
     mtp_names: MtpNames | None = None,
 ) -> Network:
-    """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block. Call
+    """Add what `decoder` adds, with layers that normalise the input of attention and of the feed-forward block. Call
     `attention` with the tensor name prefix of its layer, and `feed_forward` with this prefix followed by `mlp.`.
     """
     norm = normalize or net.rms_norm

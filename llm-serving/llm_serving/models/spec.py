@@ -70,7 +70,7 @@ class ModelSpec:
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
         """Return the spec of the MTP layer (`models.layers`). Return None if the model has none that is supported.
-        `stored` has the names of the folder's tensors, which tell whether the experts of the MTP layer are stacked.
+        `stored`: names of the folder's tensors, which show whether the experts of the MTP layer are stacked.
         """
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config

@@ -187,7 +187,7 @@ class _Sharding:
         if any(width % count for _, width, count in ranges):
             raise _CannotShardError(f"must divide {what}")
         if sum(width for _, width, _ in ranges) != value.width:
-            raise _CannotShardError(f"must be 1 for a model whose matrix product computes other values beside {what}")
+            raise _CannotShardError(f"must be 1 for a model that computes {what} and other values in one product")
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:

@@ -59,8 +59,8 @@ def delta_rule(
     S^T k))^T. The result of the row is S'^T q.
 
     Args:
-        q, k: `key_heads` heads each, which the operation first L2-normalises with `eps`. Then it multiplies q by
-            `scale`. Consecutive heads of v share one q and k.
+        q, k: `key_heads` heads each, which the operation first L2-normalises with `eps`. The normalised q is multiplied
+            by `scale`. Consecutive heads of v share one q and k.
         v: Value heads.
         a: One column for each head of v. It determines decay = exp(-exp(rates) * softplus(a + bias)).
         b: One column for each head of v.
