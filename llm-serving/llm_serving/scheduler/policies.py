@@ -37,7 +37,9 @@ class Policy(Protocol):
     max_decode_gap: int
     """Maximum number of consecutive steps whose prefills leave out a decoding request."""
     max_prompt_gap: int | None
-    """Maximum number of consecutive steps that begin with decoding while prompts wait. None: `max_prefill_gap`."""
+    """Maximum number of consecutive steps that begin with decoding while prompts wait. If None, `max_prefill_gap`
+    applies.
+    """
     fills_steps: bool
     """Whether prefills use the token budget that decoding requests leave."""
     honours_classes: bool

@@ -74,8 +74,8 @@ class Scheduler:
         """Apply new rules from the next step on. `max_preemptions` and the sliding window must not change.
 
         Running requests keep their slots. If they exceed the new limit, no request is admitted until enough have
-        finished. Waiting requests are queued again in order of arrival, with new bounds. Charges restart at 0. An order
-        of the same type keeps its statistics.
+        finished. Waiting requests are queued again in order of arrival, with new bounds on their waits. The charges of
+        classes restart at 0. If the order of admission has the same type as before, it keeps its statistics.
         """
         self._use_components(self._components.reload(rules, self._step))
 
