@@ -312,7 +312,7 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota that divides a store among tenants. `key` of `serving_config` sets the size of the store."""
+    """Return the quota that divides a store among tenants. The field `key` of `serving_config` is the store's size."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 

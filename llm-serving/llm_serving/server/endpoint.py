@@ -51,7 +51,7 @@ class Endpoint:
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
     takes_form: bool = False
     is_probe: bool = False
-    """Whether monitoring polls the route. Then any query is ignored, because probes add one to bypass caches."""
+    """Whether monitoring polls the route. A probe may have any query, because monitoring adds one to bypass caches."""
     needs_key: bool = True
 
     def route(self, engine: AsyncEngine) -> Route:

@@ -66,7 +66,7 @@ async def resume(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
-    """Stop accepted requests as the query `running` says. Then drop the KV cache and, at level 2, the weights."""
+    """Stop accepted requests as the query `running` says, then drop the KV cache and, at level 2, the weights."""
     check_operator(http_request)
     level = query_integer(http_request, "level", 1, DROP_WEIGHTS)
     running = _choice(http_request, "running", RUNNING)

@@ -31,7 +31,7 @@ async def answer_file(
     `TARGET.errors`, in the order of the lines. `batches` must use the database `TARGET.unfinished`.
 
     Raise ConfigError if the input is invalid or differs from that of the interrupted run. During the run, poll
-    `failure` and raise the error that it returns.
+    `failure()` and raise the error that it returns.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)

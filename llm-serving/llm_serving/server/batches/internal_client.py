@@ -26,7 +26,7 @@ class InternalClient:
 
     app: ASGIApp
     keys: Mapping[str, ApiKey]
-    """Tenant -> its API key; empty: the server requires no keys."""
+    """Tenant -> its API key. Empty if the server requires no keys."""
     quotas: Mapping[str, Quota]
     ready: Callable[[], bool]
     """While it returns False, requests wait."""

@@ -51,7 +51,7 @@ class StructuredOutput:
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
     """Return the structured output that a request asks for. Return None if any text is allowed. Raise RequestError if
-    the request asks for several, or if one is invalid. `names` is the same as for `check_compatible`.
+    the request asks for several, or if one is invalid. `check_compatible` explains `names`.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -207,7 +207,9 @@ def _response_format(field: str, value: Any, whitespace: str | None) -> Structur
 
 
 def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutput | None:
-    """Read vLLM's `structured_outputs`. Its key `regex` means the same as the field `guided_regex`, and so on."""
+    """Read vLLM's `structured_outputs`. Its key `regex` has the meaning of the field `guided_regex`; the other keys
+    correspond in the same way.
+    """
     if not isinstance(value, dict):
         raise RequestError(field, "must be an object", value)
     readers: dict[str, _Read] = {

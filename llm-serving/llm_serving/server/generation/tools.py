@@ -115,7 +115,7 @@ class OfferedTools:
 
     @property
     def constrained_by(self) -> str | None:
-        """The field that constrains the output to calls, or calls to their schemas. None if neither is constrained."""
+        """The request field that forces calls, or that forces calls to match their schemas. None if no field does."""
         if self.must_call:
             return "tool_choice"
         return "tools" if any(each.strict for each in self.callees) else None
@@ -272,8 +272,8 @@ def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:
 
 
 def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
-    """Return the format of the reasoning and whether the prompt has already opened it. Return None if no delimiters of
-    the answer are parsed, or if the answer continues a message outside its reasoning.
+    """Return the format of the reasoning, and whether the prompt has already opened it. Return None if no delimiters
+    around reasoning are parsed. Return None also if the answer continues a message whose reasoning has ended.
     """
     form = _delimiting_format(engine)
     if form is None:

@@ -109,7 +109,7 @@ class ConnectionLimits:
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the group's oldest connection that is idle and has no unread bytes. Return False if there is none."""
+        """Close the oldest connection of the group that is idle and has no unread bytes. Return False if none is."""
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)
@@ -123,8 +123,8 @@ class Acceptor:
     """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
     At most `HANDSHAKES_AT_ONCE` TLS handshakes begin in one iteration of the event loop, one of each address in turn.
-    So many handshakes of one client do not delay other clients. If no file descriptor is free, connections wait in the
-    kernel.
+    Therefore a client that begins many handshakes does not delay other clients. If no file descriptor is free,
+    connections wait in the kernel.
     """
 
     listener: socket.socket

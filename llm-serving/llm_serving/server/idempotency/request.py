@@ -97,7 +97,7 @@ class IdempotentRequest:
     seeded: bool
     """Whether the client gave a seed."""
     record: AcceptedRequest | None = None
-    """None if the client can neither retry nor resume the request."""
+    """The record of the request, or None if the client can neither retry nor resume it."""
     known: bool = False
     """Whether the server accepted a request with this key earlier."""
     position: Position = BEGINNING

@@ -284,7 +284,7 @@ class LogFile:
         self._is_late = False
         self._num_waiting_bytes -= size
         if self._num_waiting_bytes == 0 and self._num_lost:
-            logger.error("%s: requests are logged again; %d records were lost", self._folder, self._num_lost)
+            logger.error("%s: logging of requests has resumed; lost_records=%d", self._folder, self._num_lost)
             self._num_lost = 0
 
     def close(self) -> None:
