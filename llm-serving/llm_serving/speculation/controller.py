@@ -210,9 +210,9 @@ class SpeculationController:
         draft_model: DraftModelProposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`draft_model`: proposes for requests without an n-gram match.
+        """`draft_model` proposes for requests without an n-gram match.
 
-        `clock`: measures updates and proposals. If it is None, they are assumed to take no time.
+        `clock` measures updates and proposals. If it is None, they are assumed to take no time.
         """
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
@@ -253,7 +253,7 @@ class SpeculationController:
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
         """Return (request, draft tokens) for the next step.
 
-        `synchronous`: whether no step is in flight. While a step is in flight, or while drafts do not raise the
+        `synchronous` is true if no step is in flight. While a step is in flight, or while drafts do not raise the
         throughput, only the requests in `waiting` get drafts. Raise WorkerError if the WorkAgent with the draft model
         has exited.
         """

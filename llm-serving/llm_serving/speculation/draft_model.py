@@ -40,7 +40,7 @@ class DraftModelProposer:
         clock: Clock = monotonic,
         blocks: BlockManager | None = None,
     ) -> None:
-        """`propose`: runs the draft model in the WorkAgent (`Executor.propose`).
+        """`propose` runs the draft model in the WorkAgent (`Executor.propose`).
 
         `blocks`: KV blocks of the requests, which a layer for multi-token prediction reads; None for a draft model.
         """

@@ -244,8 +244,9 @@ class NgramProposer:
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`length`: tokens of an n-gram. `finished`: index of finished answers; None: a new one of `FINISHED_TOKENS`
-        tokens, with 64 bytes for each. `clock`: measures lookups; None: each lookup is assumed to take `LOOKUP_S`.
+        """`length`: tokens of an n-gram. `finished`: index of finished answers. If it is None, a new index of
+        `FINISHED_TOKENS` tokens is created, with 64 bytes for each token. `clock` measures lookups. If it is None, each
+        lookup is assumed to take `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None
@@ -288,7 +289,7 @@ class NgramProposer:
         """Compare new output tokens with the drafts, and look up new drafts.
 
         Return whether any lookup was expected to gain more than it cost. `num_steps`: number of steps since the last
-        update. `could_pay`: returns whether drafts with the highest acceptance rate would raise the throughput.
+        update. `could_pay()` tells whether drafts with the highest acceptance rate would raise the throughput.
         """
         for request, drafts in list(self.matched.items()):
             if not drafts.compare(request.output_token_ids):

@@ -146,9 +146,9 @@ class RequestStatistics:
 class StepTimeModel:
     """Predicts the duration of a decode step from its number of tokens.
 
-    If memory bandwidth limits a step, a few more tokens hardly prolong it. If arithmetic limits it, they prolong it in
-    proportion. So each size class (powers of two) has its own line, fitted to the latest steps by weighted least
-    squares. Steps of other size classes have less weight.
+    If memory bandwidth limits a step, a few more tokens hardly prolong it. If arithmetic limits it, its duration is
+    proportional to the number of tokens. So each size class (powers of two) has its own line, fitted to the latest
+    steps by weighted least squares. Steps of other size classes have less weight.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,8 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion.
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`. The result is at most the step's
+        duration times `num_more` / `num_tokens`.
 
         Return 0 while all steps have had the same size, so that drafts are tried and measured.
         """
