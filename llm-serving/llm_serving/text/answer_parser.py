@@ -21,8 +21,8 @@ class ReasoningFormat:
     first format in `REASONING_FORMATS` that matches. `answer`: delimiters around the answer, which models may omit;
     empty texts if the format has none. `opening_suffix`: text after the opening delimiter in prompts that ask for no
     reasoning. `special_tokens`: whether the delimiters are special tokens, which detokenization normally skips.
-    `has_channels`: whether each part of an answer has a header that names its channel, as in gpt-oss. Then reasoning
-    may also follow text.
+    `has_channels`: whether each part of an answer has a header that names its channel, as in gpt-oss. In such a format,
+    reasoning may also follow text.
     """
 
     template_pattern: str

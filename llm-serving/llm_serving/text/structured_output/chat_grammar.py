@@ -38,7 +38,7 @@ def answer_grammar(
 ) -> Grammar:
     """Return the grammar of an answer.
 
-    `form`: grammar of the response format, or None to allow any text. `delimiters`: creates the grammar terms of
+    `form`: grammar of the response format, or None to allow any text. `delimiters` creates the grammar terms of
     delimiters. Raise GrammarError if a tool's schema or the reasoning budget cannot be enforced.
     """
     if form is not None and calls is None and reasoning is None:
@@ -69,7 +69,8 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
     """Return a grammar term for `content` between the answer's delimiters. Return "" if the format has no such
-    delimiters, or if the term for free text matches them as well.
+    delimiters. Return "" also if `content` is any text and the delimiters are plain text, because the content then
+    matches them too.
     """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""

@@ -74,7 +74,9 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar compiled for one tokenizer. `compiled`: compiles the grammar and returns a matcher at its start."""
+    """A grammar compiled for one tokenizer. `compiled()` compiles it, and returns a matcher at the start of the
+    grammar.
+    """
 
     def __init__(
         self,

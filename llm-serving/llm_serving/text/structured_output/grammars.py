@@ -62,7 +62,7 @@ def definitions_of(schema: Any) -> dict[str, Any]:
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
     """Return a JSON pointer to the smallest part of `schema` that alone, with its definitions, causes `error`.
-    `error_of`: returns the error of a schema, or None if it has none.
+    `error_of(schema)` returns the error of a schema, or None if it has none.
     """
     definitions = definitions_of(schema)
     path: Path = ()

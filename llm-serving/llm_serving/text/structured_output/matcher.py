@@ -40,8 +40,8 @@ class TokenMatcher:
     """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`.
 
     `start`: a matcher at the start of the grammar, which is copied and never advanced. All copies share one limit on
-    the number of lexer states, which other outputs may have exhausted. `create_start`: creates a matcher that has
-    created no states.
+    the number of lexer states, which other outputs may have exhausted. `create_start()` returns a matcher at the start
+    that has no lexer states yet.
     """
 
     def __init__(

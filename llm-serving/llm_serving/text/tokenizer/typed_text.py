@@ -21,8 +21,8 @@ _FILLERS: Final = ("", "\n", "a")
 class TypedText:
     """Inserts sentinels into special tokens in messages, and tokenizes the rendered prompt.
 
-    `encode`: tokenizes a text, and adds the special tokens that the model expects if its second argument is true.
-    `special`: text of each special token -> its id. `token_bytes`: returns the bytes of a token.
+    `encode(text, add_special_tokens)` tokenizes a text. If the flag is True, it adds the special tokens that the model
+    expects. `special`: text of each special token -> its id. `token_bytes(id)` returns the bytes of a token.
     """
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:

@@ -48,7 +48,8 @@ def word_pieces(
     missing = [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]
     if missing or len(vocab) < len(pieces):
         rule = "must have each piece once"
-        raise ModelError(f"{path}: {rule}, and {', '.join(_NAMES.values())}. Missing: {', '.join(missing) or 'none'}")
+        tokens = f"contain the special tokens {', '.join(_NAMES.values())}"
+        raise ModelError(f"{path}: {rule}, and {tokens}. Missing: {', '.join(missing) or 'none'}")
     content = json.dumps(_tokenizer_json(vocab, config, names)).encode()
     return TokenizersVocabulary(path, added, [*special, *(text for text in names.values() if text in vocab)], content)
 

@@ -201,8 +201,8 @@ class Callee:
 
 
 class Delimiters:
-    """Creates grammar terms for delimiters. `whitespace`: regular expression of the white space in JSON. `special_id`:
-    returns the id of the special token with a text, or None if there is none.
+    """Creates grammar terms for delimiters. `whitespace`: regular expression of the white space in JSON.
+    `special_id(text)` returns the id of the special token with this text, or None if there is none.
     """
 
     def __init__(

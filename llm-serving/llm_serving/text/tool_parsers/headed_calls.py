@@ -143,8 +143,9 @@ def rules(
     head: Callable[[str], str],
     before_tail: str = "",
 ) -> str:
-    """Return the grammar rules of calls (see `base`). `head`: returns, for the name of a tool, the term between the
-    opening of a call and its arguments. `before_tail`: term between the arguments and the last text of `layout.tail`.
+    """Return the grammar rules of up to `most` calls (see `base`). If `most` is None, the number is not limited.
+    `head(name)` returns the term between `layout.opening` and the arguments of a call. `before_tail` is the term
+    between the arguments and the last text in `layout.tail`, which ends the call.
     """
     opening, tail = delimiters(layout.opening), delimiters(layout.tail[-1])
     calls = "".join(

@@ -43,7 +43,7 @@ class _Reader:
         self._written: StreamedCall | None = None
         self._end = JsonEnd()
         self._head: tuple[str | None, int] | None = None
-        """(name before the arguments or None, index of the JSON); None: not read yet."""
+        """(name before the arguments or None, index of the JSON). None until it is read."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         if self._head is None:

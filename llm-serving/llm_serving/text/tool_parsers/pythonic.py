@@ -265,8 +265,8 @@ def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], valu
     """Return the grammar rules of a call with its arguments in schema order. Optional arguments may be missing.
 
     `rule`: name of the rule for the call. `texts`: texts before the arguments, between a name and its value, between
-    two arguments, and after the arguments. `value`: returns the grammar term for the values of a schema. Raise
-    GrammarError if the name of an argument is not a Python identifier.
+    two arguments, and after the arguments. `value(schema)` returns the grammar term for the values that match a schema.
+    Raise GrammarError if the name of an argument is not a Python identifier.
 
     The rule `{rule}_first{k}` matches the arguments from index k on. The rule `{rule}_more{k}` matches a separator and
     these arguments, or no text if all are missing.

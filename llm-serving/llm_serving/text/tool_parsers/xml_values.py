@@ -1,6 +1,6 @@
 """Arguments that models write between tags: strings without quotes, other values as JSON.
 
-A text such as `1` may be either. Then the tool's schema decides whether it is a string.
+A text such as `1` may be a string or a number. The tool's schema decides which it is.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing:
     """Return the grammar term for a call's arguments in schema order, or None if the schema has no properties. Of the
     constraints on strings, only `enum` and `const` are enforced. Raise GrammarError if a strict tool has other ones.
 
-    `opening`: returns the term before a value. Its arguments are the name of the argument, and whether the value is an
-    unquoted string. `closing`: text after each value; white space may follow it. `whitespace`: see `json_grammar`.
+    `opening(name, is_unquoted)` returns the term before the value of the argument `name`. `closing`: text after each
+    value; white space may follow it. `whitespace`: see `json_grammar`.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
