@@ -195,9 +195,10 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if the epoch of a block is not the expected one in `owners`.
+        """Raise WorkerError if the epoch of a block differs from its expected epoch in `owners`.
 
-        `reads` is the mask by which `blocks` and `owners` were selected from the block tables and their epochs.
+        `reads` is the mask that selected `blocks` and `owners` from the step's block tables and epochs. It determines
+        the row that the error names.
         """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):

@@ -74,9 +74,9 @@ class ModelInputs:
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
     states: tuple[Int32Array, ...] = ()
-    """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty: the model has no recurrent states."""
+    """Arrays of `lowering.step_inputs.STATE_INPUTS`. Empty if the model has no recurrent states."""
     adapter_slots: tuple[Int32Array, ...] = ()
-    """Array of `lowering.step_inputs.ADAPTER_INPUT`; empty: the network has no adapter slots."""
+    """Array of `lowering.step_inputs.ADAPTER_INPUT`. Empty if the network has no adapter slots."""
 
     @property
     def num_rows(self) -> int:

@@ -40,8 +40,8 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of the hidden states [P, H] independently. `choose_tokens` returns the sums of weights and the
-    most likely tokens, so that these are the same as for a sampled token.
+    """Score each row of the hidden states [P, H] independently. `choose_tokens`, the sampling function, computes the
+    softmax sums and the most likely tokens, so a token has the same log-probability here as when it is sampled.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
