@@ -263,9 +263,7 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no further requests to a replica; stop it once it is idle. Raise RequestError for the last open
-        replica.
-        """
+        """Route no further requests to a replica; stop it once idle. Raise RequestError for the last open replica."""
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)

@@ -270,7 +270,6 @@ class Lifecycle:
         logger.info("the model serves again")
 
     async def _stop_accepted(self, running: Running) -> None:
-        """Freeze accepted requests, or wait until all have finished or are aborted."""
         requests = self._dispatcher.requests.by_id
         if running == "freeze":
             await self._freeze(True)

@@ -34,9 +34,7 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects each unfinished request's output until it is sent. Without `metrics`, it records no metrics and no
-    events.
-    """
+    """Collects each request's output until it is sent. Without `metrics`, it records neither metrics nor events."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer

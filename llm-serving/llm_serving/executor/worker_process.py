@@ -141,9 +141,7 @@ class StartCancellation:
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Return a context in which a cancellation calls `callback`. If the starts are already cancelled, call it at
-        once.
-        """
+        """Return a context in which a cancellation calls `callback`, at once if the starts are already cancelled."""
         with self._lock:
             if self._event.is_set():
                 callback()

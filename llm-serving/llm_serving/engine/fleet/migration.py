@@ -242,8 +242,8 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start to transfer a request's blocks, or return False if too many wait. `done(True)` reports that all
-        arrived.
+        """Start to transfer a request's blocks, or return False if too many requests wait. `done` is called with True
+        if all blocks have arrived, else with False.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
