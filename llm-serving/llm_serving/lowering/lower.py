@@ -39,9 +39,7 @@ class Lowered(NamedTuple):
     """
 
     logits: nn.Cell | None
-    """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]. If it is None, call `states`, then
-    `head`.
-    """
+    """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]. If None, call `states`, then `head`."""
     states: nn.Cell
     """Graph from the step inputs to the input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell

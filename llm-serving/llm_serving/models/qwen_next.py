@@ -93,7 +93,6 @@ def _gated_rows(heads: Heads, rotated: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[str, ...]) -> Value:
-    """Add projections, a convolution of queries, keys and values, the delta rule, and the gated norm of its heads."""
     key_heads, heads = c.integer("linear_num_key_heads", 16), c.integer("linear_num_value_heads", 32)
     key_dim, dim = c.integer("linear_key_head_dim", 128), c.integer("linear_value_head_dim", 128)
     taps = c.integer("linear_conv_kernel_dim", 4, least=2)

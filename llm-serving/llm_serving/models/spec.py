@@ -83,9 +83,7 @@ class ModelSpec:
         return scheme_of(self.config, CONFIG_NAME)
 
     def config_value(self, key: str) -> Any:
-        """Return a configuration value. If `num_key_value_heads` or `num_hidden_layers` is absent, derive it from the
-        network.
-        """
+        """Return a configuration value. Derive the number of KV heads or layers from the network if it is absent."""
         caches = self.network.caches
         found = {"num_key_value_heads": caches[0].kv_heads, "num_hidden_layers": len(caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)

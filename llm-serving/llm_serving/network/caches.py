@@ -58,9 +58,7 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """A part of a pair of key and value tensors. A layer uses a view if it needs less memory per token than the pair
-    has.
-    """
+    """A part of a pair of key and value tensors, for a layer that needs less memory per token than the pair has."""
 
     tensors: int
     """Index of the pair of tensors."""

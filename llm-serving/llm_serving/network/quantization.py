@@ -48,9 +48,7 @@ BITS: Final[Mapping[QuantizationName, int]] = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a network are quantized. `group_size` is the number of inputs that share a scale in 4-bit
-    weights.
-    """
+    """How the weights of a network are quantized. `group_size`: inputs that share a scale in 4-bit weights."""
 
     name: QuantizationName
     group_size: int = 128
