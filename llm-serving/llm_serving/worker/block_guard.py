@@ -111,9 +111,7 @@ class BlockGuard:
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """`transfer` holds the tags of the transfer pool, which other WorkAgents share, `states` those of the state
-        slots.
-        """
+        """`transfer`: tags of the transfer pool, which other WorkAgents share. `states`: tags of the state slots."""
         self._block_size = block_size
         self._groups = groups
         self._num_groups = len(self._groups.windows)

@@ -39,9 +39,7 @@ class HiddenStates:
         self._num_uses = 0
 
     def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
-        """Drop the states of blocks that the moves of a step overwrite, and those of the KV slots that the step
-        writes.
-        """
+        """Drop the states of blocks that a step's moves overwrite, and those of the KV slots that the step writes."""
         if len(block_moves):
             entries = self._entry_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
             self._is_kept[entries[entries != _NO_ENTRY]] = False

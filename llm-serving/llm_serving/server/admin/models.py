@@ -37,9 +37,7 @@ async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Read the YAML again, and load a served model again. Until the new replicas are ready, requests go to the old
-    ones.
-    """
+    """Read the YAML and load a served model again. Until the new replicas are ready, requests go to the old ones."""
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)
     await models.replace(await _config(engine, name))

@@ -242,7 +242,6 @@ def _is_long(request: ChatCompletionRequest) -> bool:
 
 
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
-    """Return the name and value of the field that limits the output. The value is None if the request sets no limit."""
     newer, older = request.max_completion_tokens, request.max_tokens
     for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):
         if given is not None:

@@ -74,9 +74,7 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar compiled for one tokenizer. `compiled()` compiles it, and returns a matcher at the start of the
-    grammar.
-    """
+    """A grammar compiled for one tokenizer. `compiled()` compiles it and returns a matcher at the grammar's start."""
 
     def __init__(
         self,

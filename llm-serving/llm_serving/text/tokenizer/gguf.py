@@ -158,8 +158,6 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
 
 
 class _Metadata:
-    """Checked access to the tokenizer's values in the metadata of a GGUF file."""
-
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
         architecture = values.get("general.architecture")

@@ -78,9 +78,7 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of calls (see `base`). Of the constraints on strings, only `enum` and `const` are
-    enforced.
-    """
+    """Return the grammar rules of calls (see `base`). Strings are constrained only by `enum` and `const`."""
     rest = f"call {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     calls = "".join(_call_rules(f"call{i}", each, delimiters) for i, each in enumerate(callees))

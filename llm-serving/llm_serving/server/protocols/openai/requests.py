@@ -78,7 +78,6 @@ class OpenAIResponseBuilder(ResponseBuilder):
         reports_tokens = (logprobs is not None and logprobs is not False) or bool(request.return_token_ids)
         self._reports_tokens = reports_tokens or request.prompt_logprobs is not None
         self._sends_empty_deltas = reports_tokens or usage.in_every_chunk
-        """Whether an output without text produces a chunk."""
         self._started: set[int] = set()
         self._text_events: dict[int, TextEvents] = {}
         self._whole: Completion | ChatCompletion | None = None
