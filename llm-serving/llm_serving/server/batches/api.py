@@ -216,7 +216,8 @@ async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Req
         if num_bytes > most:
             raise RequestTooLargeError("body", f"must be at most {most} bytes (serving_config.batch_store_bytes)")
         if size > room:
-            raise CapacityError(f"all files that are being uploaded may {shares.rule}; retry later", RETRY_AFTER_S)
+            limit = f"the files that are being uploaded may together {shares.rule}"
+            raise CapacityError(f"{limit}; retry later", RETRY_AFTER_S)
         return message
 
     try:
