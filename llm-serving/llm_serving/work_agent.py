@@ -305,7 +305,6 @@ class _Replies:
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the started step, if any, and send its reply."""
         if self._started is None:
             return
         (step, started), self._started = self._started, None

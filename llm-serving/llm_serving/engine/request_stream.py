@@ -228,7 +228,6 @@ class CoalescedResponse:
         reader.stream.put(piece)
 
     def _apply_deadlines(self) -> None:
-        """Set the engine's deadline to the latest deadline of all readers, and start a timer for each reader."""
         for number, reader in self._readers.items():
             if reader.deadline is not None and reader.timer is None:
                 left_s = max(0.0, reader.deadline - self._clock())

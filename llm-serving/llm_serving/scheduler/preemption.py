@@ -81,10 +81,7 @@ class Preemptor:
         self._waiting_requests.requeue(request)
 
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
-        """Return a minimal set of running requests whose preemption makes room for `request`.
-
-        Return an empty list if there is no such set.
-        """
+        """Return a minimal set of running requests whose preemption makes room for `request`, or an empty list."""
         slots = self._slots
         entitled = self._entitled(request.request_class)
         candidates = preemption_order(slots.running)

@@ -241,8 +241,8 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process, and compile the template in it. Raise RequestError if the template cannot be compiled, and
-    TransportError if the process exits or does not answer.
+    """Start a process, and compile the template in it. Raise RequestError if it cannot be compiled, TransportError if
+    the process exits or does not answer.
     """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
