@@ -138,7 +138,9 @@ class Backend(Protocol):
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
         """(x [N, M]) -> columns `start` to `end` - 1 of x. Only backends with `largest_logits` implement it."""
-        raise AssertionError(f"backend {self.name} has no separate graph for single tokens, which takes columns")
+        raise AssertionError(
+            f"backend {self.name} has no graph for steps of single tokens, and only that graph needs columns"
+        )
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         """Attention of prompts without a cached prefix: (q, k, v, query_lens, context_lens) -> [T, num_heads*D]. A row

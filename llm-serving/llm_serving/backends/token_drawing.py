@@ -99,7 +99,8 @@ class _Weights(nn.Cell):
 
     The exact power 2^n of an integer n is computed without bit shifts. `near` is about 1.75 * 2^(n + 22), where
     adjacent float32 numbers differ by d = 2^(n - 1). `near` * 2^-23 is between 1.5 d and 2 d. So the sum of both is
-    rounded to `near` + 2 d, which is `near` + 2^n. Errors of exp below 10 % have no effect.
+    rounded to `near` + 2 d, which is `near` + 2^n, and subtracting `near` gives 2^n exactly. Errors of exp below 10 %
+    have no effect.
     """
 
     def __init__(self) -> None:

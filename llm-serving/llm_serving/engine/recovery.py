@@ -120,7 +120,9 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a step fail again. If none does, return those that have lost too many steps."""
+        """Return the suspects that make a repeated step fail. If none does, return those that were part of too many
+        failed steps.
+        """
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)

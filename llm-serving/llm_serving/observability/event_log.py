@@ -148,7 +148,10 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `Step.singles` as a set. The set is cached, because consecutive steps often have the same tuple."""
+        """Return the numbers of the requests that compute one token in a step (`Step.singles`) as a set.
+
+        The set is cached, because consecutive steps often have the same tuple.
+        """
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:

@@ -70,9 +70,8 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Update `num_steps_without_prefill` after a formed step. Return how many gaps of requests exceed their bound.
-
-        `running`: the snapshot taken before the step was formed.
+        """Update `num_steps_without_prefill` after a step was formed. Return how many running requests have been left
+        out of more consecutive steps than their bound allows. `running` is the snapshot from before the step.
         """
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number

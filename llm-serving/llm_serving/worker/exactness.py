@@ -82,8 +82,9 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if, with this block size, other rows of a step change the order in which PagedAttention adds
-    the keys of a row. If `attention_rows` is 0, every size is allowed.
+    """Raise ConfigError if, with this block size, the other rows of a step can change the bits of a row, because
+    PagedAttention then sums over its keys in another order. `attention_rows` is that of the backend; if it is 0,
+    every size is allowed.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

@@ -231,7 +231,9 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Pause reading while the application reads no body, or while too many pipelined bytes are buffered."""
+        """Pause reading from the socket while the application has paused the request body, or while the socket has sent
+        too many bytes of the next requests. Otherwise resume it.
+        """
         request = self.request
         is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
         waits = not request.is_complete or self._write_paused

@@ -248,9 +248,10 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return the grammar rules `calls` and `free` (see the module) of a format whose calls follow an opening delimiter.
+    """Return two grammar rules of a format in which an opening delimiter precedes the tool calls.
 
-    `calls` requires the first of `openings`; `free` allows any of them. `inside`: term for the text after the opening.
+    The rule `calls` matches an answer that must call tools: the first of `openings`, then `inside`, the grammar term of
+    the calls. The rule `free` matches any text; if one of `openings` occurs in it, `inside` must follow.
     """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
