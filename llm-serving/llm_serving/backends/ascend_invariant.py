@@ -43,7 +43,9 @@ class AscendInvariantBackend(AscendBackend):
         try:
             self._product = getattr(importlib.import_module(PACKAGE), PRODUCT)
         except (ImportError, AttributeError, OSError, RuntimeError) as error:
-            raise KernelError(f"batch-invariant products need {PACKAGE}.{PRODUCT}: {error}") from None
+            raise KernelError(
+                f"batch-invariant matrix products need the operator {PACKAGE}.{PRODUCT}: {error}"
+            ) from None
         if not has_cann_package(os.environ):
             raise KernelError(
                 f"batch-invariant products need the CANN package ops-batchinvariant: there is no folder {CANN_PACKAGE} "

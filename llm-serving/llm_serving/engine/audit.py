@@ -98,7 +98,10 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start the next audit if an answer waits and no audit runs. Call this only if the engine has no requests."""
+        """Start to compute the oldest waiting answer again, unless none waits or another one is being computed.
+
+        Call this only while the engine has no requests.
+        """
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()

@@ -1,7 +1,7 @@
 """Converts tensors of GGUF files from the layouts of these files to those of Hugging Face's folders.
 
-A function dequantizes a tensor in blocks only if its docstring says so. Otherwise `StoredTensor.part` selects
-consecutive rows of blocks, and `PackedTensor.order` lists the rows of a reordered tensor.
+Block-quantized tensors stay quantized, unless the docstring of a function says that it dequantizes them: a function
+selects consecutive rows (`StoredTensor.part`) or reorders rows (`PackedTensor.order`).
 """
 
 from __future__ import annotations

@@ -231,7 +231,9 @@ def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
     stored = reader.shapes()
     layer = spec.mtp(stored)
     if layer is None:
-        raise ModelError(f"{rule}: by its config.json, {spec.architecture} has none that is supported")
+        raise ModelError(
+            f"{rule}: according to its config.json, this {spec.architecture} has no such layer, or an unsupported one"
+        )
     missing = [name for name in layer.tensors if name not in stored]
     if missing:
         raise ModelError(f"{rule}: {folder} lacks {len(missing)} of {len(layer.tensors)} tensors, such as {missing[0]}")

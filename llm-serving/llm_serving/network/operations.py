@@ -155,7 +155,9 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation. `inputs`, `weights` and `outputs` have an entry for each role in use (see SIGNATURES)."""
+    """An operation of a network. `inputs`, `weights` and `outputs` have an entry for each argument that it uses; the
+    arguments of each `kind` are in SIGNATURES.
+    """
 
     kind: str
     inputs: Mapping[str, Value]

@@ -161,7 +161,9 @@ class Scheduler:
         )
 
     def _end_step(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Advance the clocks after a formed step. Return `Schedule.num_bound_violations` of the step."""
+        """Count a formed step for all waiting requests. Return how many requests have waited, or been left out of
+        steps, for longer than their bound (`Schedule.num_bound_violations`).
+        """
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
         num_violations = self.decode.count_gap_violations(plan, running, has_prompts)

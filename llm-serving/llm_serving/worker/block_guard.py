@@ -134,8 +134,8 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check the sources of exports that will be executed next. Tag their targets as empty, so that no WorkAgent
-        reads them before `finish_exports`.
+        """Check the blocks that will next be copied to the transfer pool, and tag their targets there as empty, so that
+        no WorkAgent reads them before `finish_exports`.
         """
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):

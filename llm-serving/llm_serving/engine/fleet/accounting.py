@@ -160,7 +160,9 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas in the latest snapshot that earlier calls have not returned."""
+        """Return the service that the other replicas have given by the latest snapshot, without what earlier calls have
+        returned.
+        """
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
