@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from llm_serving.backends import create_backend
 from llm_serving.backends.parameters import WeightMemory
+from llm_serving.core.dtypes import round_to_bfloat16
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
-from llm_serving.kernels.reference import round_to_bfloat16
 from llm_serving.network.caches import CacheShape
 from mindspore import ops
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.base import AttentionShape
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from llm_serving.network.caches import CacheShape
 from mindspore import nn, ops
 from support.kernel_calls import FIXED_POINT_ISA, ROUNDING_UNIT, fixed_point_bound, typed
+from support.kernels import reference
 
 pytestmark = pytest.mark.mindspore
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.kernel_calls import (
     FLOAT32_UNIT,
     FLOAT_TYPES,
@@ -13,6 +13,7 @@ from support.kernel_calls import (
     status_of,
     typed,
 )
+from support.kernels import reference
 from support.kernels_cache import SCALE, Cache, filled, rows
 
 

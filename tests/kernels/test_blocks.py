@@ -12,7 +12,7 @@ from llm_serving.backends.weight_packing import BlockSegments
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.gguf_blocks import BLOCKS
-from llm_serving.kernels import library, quantized_products
+from llm_serving.kernels import library
 from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import (
     Array,
@@ -28,6 +28,7 @@ from support.kernel_calls import (
     scalar,
     typed,
 )
+from support.kernels import quantized_products
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

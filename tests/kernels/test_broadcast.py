@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.kernel_calls import (
     FLOAT32_UNIT,
     FLOAT_TYPES,
@@ -15,6 +15,7 @@ from support.kernel_calls import (
     status_of,
     typed,
 )
+from support.kernels import reference
 
 SHAPES = [
     ((3, 37), (3, 37)),

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from llm_serving.kernels import reference
 from llm_serving.network.experts import Expert, ExpertRouting
 from support.kernel_calls import FLOAT_TYPES, ROUNDING_UNIT, assert_close, typed
+from support.kernels import reference
 from support.single_operations import random, result_of
 
 

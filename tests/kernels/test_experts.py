@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.instruction_sets import real_isas
 from support.kernel_calls import (
     Array,
@@ -18,6 +18,7 @@ from support.kernel_calls import (
     typed,
     unpacked,
 )
+from support.kernels import reference
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.kernels import fixed_point, library, reference
-from llm_serving.kernels.reference import round_to_bfloat16
+from llm_serving.core.dtypes import round_to_bfloat16
+from llm_serving.kernels import library
 from llm_serving.network.weights import RowStack
 from support.instruction_sets import real_isas
 from support.kernel_calls import (
@@ -23,6 +23,7 @@ from support.kernel_calls import (
     status_of,
     typed,
 )
+from support.kernels import fixed_point, reference
 
 MOST_ROWS = 40
 ROWS = (1, 5, 12, 13, 24, MOST_ROWS)

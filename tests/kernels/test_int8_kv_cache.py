@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llm_serving.kernels import int8_kv_cache, library, reference
+from llm_serving.kernels import library
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape
 from llm_serving.network.operations import Weight
 from support.decoder_calls import Step
 from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernels import int8_kv_cache, reference
 from support.kernels_cache import SCALE
 from support.program_calls import BLOCK_SIZE, Blocks, Runnable, parameters, run, runnable_of, status_of_program
 

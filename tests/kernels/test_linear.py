@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.kernel_calls import (
     FIXED_POINT_ISA,
     FLOAT_TYPES,
@@ -19,6 +19,7 @@ from support.kernel_calls import (
     status_of,
     typed,
 )
+from support.kernels import reference
 
 SHAPES = [(1, 16, 32), (1, 1, 1), (2, 64, 300), (3, 50, 64), (5, 33, 17), (7, 200, 95), (17, 100, 272), (40, 130, 515)]
 BATCHES = (1, 2, 5, 16, 17, 64, 128, 300)

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernels import reference
 from support.kernels_cache import SCALE, Cache, filled, padded, rows
 
 LENGTH, BLOCKS = 2100, list(range(1, 133))

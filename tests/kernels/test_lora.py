@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from llm_serving.network.adapters import AdaptedLinear, LowRankChange, panels, with_adapters
 from llm_serving.network.builder import Network
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
 from support.kernel_calls import FLOAT_TYPES, Array, integers, typed
+from support.kernels import reference
 from support.program_calls import Runnable, parameters, runnable_of, status_of_program
 from support.single_operations import step_of_rows
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.kernel_calls import (
     FLOAT_TYPES,
     ROUNDING_UNIT,
@@ -15,6 +15,7 @@ from support.kernel_calls import (
     status_of,
     typed,
 )
+from support.kernels import reference
 from support.kernels_cache import SCALE, TRAPEZOIDAL, Cache, causal_mask, filled, rows
 
 MASKED = -10000.0

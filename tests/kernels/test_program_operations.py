@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import Expert, ExpertRouting
 from llm_serving.network.operations import Value, Weight
@@ -25,6 +25,7 @@ from support.kernel_calls import (
     block_weight,
     typed,
 )
+from support.kernels import reference
 from support.kernels_cache import padded
 from support.program_calls import Runnable, create_caches, run, runnable_of
 from support.single_operations import program_with, random, result_of, step_of_rows

@@ -3,9 +3,10 @@ set."""
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, quantized_products
+from llm_serving.kernels import library
 from support.instruction_sets import real_isas
 from support.kernel_calls import Array, Typed, call, empty, integers, quantized, scalar, status_of, typed, unpacked
+from support.kernels import quantized_products
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

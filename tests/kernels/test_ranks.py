@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_serving.errors import RankLostError
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.network.builder import Network
 from support.decoder_calls import Step
 from support.kernel_calls import FLOAT_TYPES, Typed, empty, typed
+from support.kernels import reference
 from support.program_calls import Runnable, parameters, run, runnable_of, status_of_program
 
 PIECE_BYTES = 1 << 20

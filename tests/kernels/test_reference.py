@@ -1,7 +1,7 @@
 """The NumPy references, compared with results computed by hand."""
 
 import numpy as np
-from llm_serving.kernels import reference
+from support.kernels import reference
 
 
 def test_rms_norm_divides_by_the_root_of_the_mean_square() -> None:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from llm_serving.backends.weight_packing import quantize
 from llm_serving.formats.quantized_tensor import QuantizedTensor
-from llm_serving.kernels import library, quantized_products
+from llm_serving.kernels import library
 from support.instruction_sets import real_isas
 from support.kernel_calls import Array, Typed, call, empty, integers, linear, quantized, scalar, typed
+from support.kernels import quantized_products
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

@@ -4,12 +4,13 @@ import functools
 
 import numpy as np
 import pytest
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 from llm_serving.network.states import causal_conv, delta_rule, ssm
 from support.decoder_calls import Step
 from support.kernel_calls import FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernels import reference
 from support.program_calls import Runnable, States, changed, parameters, status_of_program
 from support.state_calls import (
     Part,

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from llm_serving.kernels import reference
 from llm_serving.models.altup import match_streams, mix_streams, sparsify
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value, Weight
 from support.kernel_calls import FLOAT_TYPES, assert_close, typed
+from support.kernels import reference
 from support.single_operations import random, result_of
 
 STREAMS, SIZE = 3, 21

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4
-from llm_serving.kernels import library, quantized_products, reference
+from llm_serving.kernels import library
 from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import Array, Typed, assert_close, call, empty, integers, linear, quantized, scalar, typed
+from support.kernels import quantized_products, reference
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import quantize_w8
-from llm_serving.kernels import library, quantized_products, reference
+from llm_serving.kernels import library
 from support.instruction_sets import EMULATED, isas_of_qvalues, real_isas
 from support.kernel_calls import (
     Array,
@@ -23,6 +23,7 @@ from support.kernel_calls import (
     status_of,
     typed,
 )
+from support.kernels import quantized_products, reference
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.instruction_sets import isas, real_isas
 from support.kernel_calls import (
     FIXED_POINT_ISA,
@@ -24,6 +24,7 @@ from support.kernel_calls import (
     scalar,
     typed,
 )
+from support.kernels import reference
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from llm_serving.backends.weight_packing import BlockSegments
+from llm_serving.core.dtypes import from_bfloat16, round_to_bfloat16
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.kernels import library
-from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 from llm_serving.network.weights import RowStack
 from numpy.typing import NDArray
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-from llm_serving.kernels import library, reference
+from llm_serving.kernels import library
 from support.kernel_calls import Array, Typed, call, empty, integers, scalar, status_of, typed
+from support.kernels import reference
 
 SCALE = 0.2
 TRAPEZOIDAL = 1

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from llm_serving.kernels import reference
-from llm_serving.kernels.reference import Sequences, all_reduce
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
 from llm_serving.network.program import FLOATS, FUNCTIONS, KINDS, SCORES, Program
+from support.kernels import reference
+from support.kernels.reference import Sequences, all_reduce
 from support.weights import Tensors, load_parameter
 
 Array = np.ndarray[Any, Any]

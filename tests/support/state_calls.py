@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from llm_serving.kernels import library
-from llm_serving.kernels.reference import Sequences
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 from support.decoder_calls import Step
 from support.kernel_calls import Array, Typed, typed
+from support.kernels.reference import Sequences
 from support.program_calls import Runnable, States, run, runnable_of
 
 Reference = Callable[[Array, Array, Sequences], Array]

@@ -14,10 +14,9 @@ from mindspore import mint
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from numpy.typing import NDArray
 
-from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.dtypes import MODEL_DTYPES, from_bfloat16, round_to_bfloat16
 from llm_serving.core.process import release_pages
 from llm_serving.core.step import Int32Array
-from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""

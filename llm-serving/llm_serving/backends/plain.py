@@ -21,8 +21,8 @@ from llm_serving.backends.parameters import (
     to_model_dtype,
     zeroed_array,
 )
+from llm_serving.core.dtypes import from_bfloat16
 from llm_serving.core.step import Int32Array
-from llm_serving.kernels.reference import from_bfloat16
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape
 from llm_serving.network.quantization import unsupported_by_cells

@@ -1,4 +1,4 @@
-"""Dtypes of models, and a description of a model's quantization."""
+"""Dtypes of models, conversion from and to bfloat16, and a description of a model's quantization."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_serving.errors import shorten
 
@@ -34,6 +35,18 @@ MODEL_DTYPES: Final[Mapping[str, ModelDtype]] = {
         ModelDtype("float32", np.float32, "F32", "Float32", False, ("fp32", "float", "DataType.FLOAT32")),
     )
 }
+
+
+def round_to_bfloat16(array: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even; NaN stays NaN, overflow becomes infinity."""
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet_nan = (bits >> 16) | 0x0040
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet_nan, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (np.asarray(bits, dtype=np.uint32) << np.uint32(16)).view(np.float32)
 
 
 _METHODS: Final[Mapping[str, str]] = {

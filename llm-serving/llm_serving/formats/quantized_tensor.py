@@ -52,7 +52,7 @@ class QuantizedTensor:
         scales: float32 [out, groups]. If there is only one group, a scale applies to a whole row.
         zeros: Zero points [out, groups], of the dtype of `qvalues`. None means `SYMMETRIC_ZERO`, or 0 for 8 bits.
         g_idx: Group of each column, int32 [in], for GPTQ's act-order. None if column j has group j // group_size.
-        rotated: Whether rows were rotated (`kernels.quantized_products.rotate`) and divided by the block size of the
+        rotated: Whether rows were rotated (`kernels/csrc/rotation.h`) and divided by the block size of the
             rotation before they were rounded. Kernels rotate the activations to match.
     """
 

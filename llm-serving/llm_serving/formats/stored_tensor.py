@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.dtypes import MODEL_DTYPES, from_bfloat16
 from llm_serving.errors import ModelError, shorten
 
 Array = NDArray[Any]
@@ -91,9 +91,7 @@ def check_apart(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None
 
 def to_float32(array: Array) -> NDArray[np.float32]:
     """Convert stored elements exactly. A bfloat16 is the upper half of the float32 of the same value."""
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float32)
+    return from_bfloat16(array) if array.dtype == np.uint16 else array.astype(np.float32)
 
 
 def is_finite(array: Array) -> bool:

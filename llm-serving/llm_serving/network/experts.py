@@ -60,7 +60,7 @@ class ExpertRouting:
         bias: Whether the router and each unstacked expert have biases.
         factors: Name of the tensor with a factor for the weight of each expert, applied last (Gemma 4).
         scales_input: Whether a row's weight multiplies the expert's input instead of its result (Llama 4).
-        margin: Parameter of the score "sparsemixer" (Phi-3.5-MoE, `kernels.reference.route_by_sparse_mixer`), which
+        margin: Parameter of the score "sparsemixer" (Phi-3.5-MoE, `kernels/csrc/routing.h`), which
             ignores `normalise`, groups and the correction.
     """
 

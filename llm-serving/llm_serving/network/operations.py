@@ -38,7 +38,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.dtypes import MODEL_DTYPES, from_bfloat16, round_to_bfloat16
 
 Float32Array = NDArray[np.float32]
 
@@ -182,7 +182,5 @@ def rounded_to(value: np.float32, dtype: str) -> np.float32:
         return np.float32(np.float16(value))
     if dtype == "float32":
         return value
-    bits = value.view(np.uint32)
-    even = (bits >> np.uint32(16)) & np.uint32(1)
-    kept = (bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)
-    return kept.view(np.float32)
+    rounded: np.float32 = from_bfloat16(round_to_bfloat16(np.asarray(value)))[0]
+    return rounded

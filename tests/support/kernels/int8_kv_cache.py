@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from llm_serving.kernels.quantized_products import Singles, quantize_rows, rotate, rotated_block
+from support.kernels.quantized_products import Singles, quantize_rows, rotate, rotated_block
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]

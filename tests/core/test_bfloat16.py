@@ -1,7 +1,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
+from llm_serving.core.dtypes import from_bfloat16, round_to_bfloat16
 
 
 def test_bfloat16_round_trips_through_float32() -> None:
