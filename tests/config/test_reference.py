@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 from llm_serving.config import load_config
-from llm_serving.config.report import key_texts, reference_markdown, reference_yaml
+from llm_serving.config.report import key_texts, reference_yaml
 from llm_serving.config.schema import OPTIONS, RULES, SECTIONS, TABLES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "write_config_reference.py"
-FILES = runpy.run_path(str(SCRIPT))["FILES"]
+MODULE = runpy.run_path(str(SCRIPT))
+FILES = MODULE["FILES"]
 TEXTS = {
     f"{section}.{key}": text
     for section, section_type in [
@@ -92,6 +93,6 @@ def test_reference_yaml_lines_have_at_most_120_columns() -> None:
 
 
 def test_reference_document_has_every_key_once() -> None:
-    document = reference_markdown().partition("## Names of other servers")[0]
+    document = MODULE["reference_markdown"]().partition("## Names of other servers")[0]
     names = re.findall(r"^\| `(\w+)` \|", document, re.MULTILINE)
     assert sorted(names) == sorted(key.partition(".")[2] for key in TEXTS)

@@ -5,12 +5,11 @@ import dataclasses
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.config.legacy import ALIASES, RENAMED, WITHOUT_EFFECT
 from llm_serving.config.models import KEY_TEXTS
 from llm_serving.config.rules import MEMORY, Rule
 from llm_serving.config.schema import DEFAULTS, OPTIONS, SECTIONS, TABLES, ServingConfig
@@ -82,7 +81,7 @@ def key_texts(section_type: type) -> Mapping[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Key:
+class Key:
     name: str
     default: str
     rule: str
@@ -90,7 +89,7 @@ class _Key:
     reloadable: bool
 
 
-def _section_keys(section: str, expert: bool) -> list[_Key]:
+def section_keys(section: str, expert: bool) -> list[Key]:
     texts, keys = key_texts(SECTIONS[section][1]), []
     for name, text in texts.items():
         option = OPTIONS[f"{section}.{name}"]
@@ -100,14 +99,14 @@ def _section_keys(section: str, expert: bool) -> list[_Key]:
             other, needed = option.only_with
             text += f" Only with `{other}`." if needed is ... else f" Only with `{other}: {needed}`."
         default = None if option.derived else DEFAULTS[f"{section}.{name}"]
-        keys.append(_Key(name, _default(default, option.rule), _accepted(option.rule), text, option.reloadable))
+        keys.append(Key(name, _default(default, option.rule), _accepted(option.rule), text, option.reloadable))
     return keys
 
 
-def _row_keys(table: str, values: Mapping[str, Any]) -> list[_Key]:
+def row_keys(table: str, values: Mapping[str, Any]) -> list[Key]:
     texts = key_texts(TABLES[table].row_type)
     return [
-        _Key(key, _default(values.get(key), rule), _accepted(rule), texts[key], key != "rank")
+        Key(key, _default(values.get(key), rule), _accepted(rule), texts[key], key != "rank")
         for key, rule in TABLES[table].rules.items()
     ]
 
@@ -126,7 +125,7 @@ def _accepted(rule: Rule) -> str:
     return rule.text.removeprefix("must be ")
 
 
-def _summary(section_type: type) -> str:
+def summary(section_type: type) -> str:
     text = inspect.cleandoc(section_type.__doc__ or "").partition(": ")[2].replace("\n", " ")
     return text[0].upper() + text[1:]
 
@@ -167,28 +166,28 @@ SAMPLE_ROW: Final = {"key_sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162
 def reference_yaml() -> str:
     lines = [YAML_HEAD]
     for section, (_, section_type) in SECTIONS.items():
-        lines += [*_comment(_summary(section_type), ""), f"{section}:"]
-        lines += _yaml_keys(_section_keys(section, expert=False), INDENT)
-        if expert := _section_keys(section, expert=True):
+        lines += [*_comment(summary(section_type), ""), f"{section}:"]
+        lines += _yaml_keys(section_keys(section, expert=False), INDENT)
+        if expert := section_keys(section, expert=True):
             lines += [INDENT + EXPERT_HEAD.format(section), "", *_yaml_keys(expert, INDENT)]
     lines += [*_comment(CLASSES_TEXT, ""), "request_classes:"]
     defaults = {item.name: item.default for item in dataclasses.fields(DEFAULT_CLASSES[0])}
     for index, row in enumerate(DEFAULT_CLASSES):
         lines.append(f"{INDENT}{row.name}:")
-        keys = _row_keys("request_classes", dataclasses.asdict(row))
+        keys = row_keys("request_classes", dataclasses.asdict(row))
         if index == 0:
             lines += _yaml_keys(keys, 2 * INDENT)
             continue
         changed = [key for key in keys if getattr(row, key.name) != defaults[key.name]]
         lines += [*(f"{2 * INDENT}{key.name}: {key.default}  # as above" for key in changed), ""]
-    sample = list(_yaml_keys(_row_keys("api_keys", SAMPLE_ROW | {"admin": False}), 2 * INDENT))
+    sample = list(_yaml_keys(row_keys("api_keys", SAMPLE_ROW | {"admin": False}), 2 * INDENT))
     lines += [*_comment(KEYS_TEXT, ""), f"#{INDENT}team-a:", *(f"#{line}".rstrip() for line in sample[:-1])]
     lines += ["api_keys: {}", "", *_comment(MODELS_TEXT, "")]
     lines += [line for key, text in KEY_TEXTS.items() for line in _comment(f"- {key}: {text}", "")]
     return "\n".join([*lines, *(f"#{INDENT}{row}" for row in MODELS_SAMPLE), "models: {}", ""])
 
 
-def _yaml_keys(keys: Iterable[_Key], indent: str) -> Iterator[str]:
+def _yaml_keys(keys: Iterable[Key], indent: str) -> Iterator[str]:
     for key in keys:
         yield from _comment(key.text, indent)
         line = f"{indent}{key.name}: {key.default}"
@@ -204,51 +203,3 @@ def _yaml_keys(keys: Iterable[_Key], indent: str) -> Iterator[str]:
 def _comment(text: str, indent: str) -> list[str]:
     width = WIDTH - len(indent) - 2
     return [f"{indent}# {line}" for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)]
-
-
-# --- the reference document -----------------------------------------------------------------------------------------
-
-MARKDOWN_HEAD: Final = """\
-# YAML keys
-
-Generated by `scripts/write_config_reference.py` from the docstrings in `llm_serving/config/`; a test compares them.
-`configs/serving.yaml` has the same texts as a file that can be loaded.
-
-`llm-serving config check --config FILE` prints the effective values and the source of each. `--set section.key=value`
-overrides a key. null means "not given": the default applies, and the text says which. Memory: bytes, or text such as
-"2GB" (1 GB is 2**30 bytes). Reload: whether a running server applies a new value when it reads its YAML again. Keys
-that few operators need follow in tables of their own at the end. Former names: [renamed.md](renamed.md).
-"""
-
-
-def reference_markdown() -> str:
-    parts = [MARKDOWN_HEAD]
-    for section, (_, section_type) in SECTIONS.items():
-        parts += [f"## `{section}`\n", f"{_summary(section_type)}\n", _table(_section_keys(section, expert=False))]
-    parts += ["## `request_classes`\n", textwrap.fill(CLASSES_TEXT, WIDTH) + " Defaults: those of a row.\n"]
-    no_row = {item.name: item.default for item in dataclasses.fields(DEFAULT_CLASSES[0]) if item.name != "rank"}
-    parts.append(_table(_row_keys("request_classes", no_row)))
-    keys_text = textwrap.fill(KEYS_TEXT.removesuffix(" A row:").removesuffix("\nA row:"), WIDTH)
-    parts += ["## `api_keys`\n", keys_text + "\n", _table(_row_keys("api_keys", {"admin": False}))]
-    parts.append("## Expert keys\n\nThe defaults suit nearly all servers.\n")
-    for section in SECTIONS:
-        if expert := _section_keys(section, expert=True):
-            parts += [f"### `{section}`\n", _table(expert)]
-    parts.append("## Names of other servers\n\nThese names are accepted for the same keys.\n")
-    aliases = [(f"`{old}`", f"`{new}`") for old, new in ALIASES.items() if old not in RENAMED]
-    parts.append(_rows(("name", "key"), aliases))
-    parts.append("These keys of older files are accepted without effect, with a line in the log.\n")
-    parts.append(_rows(("key", "why"), [(f"`{key}`", why) for key, why in WITHOUT_EFFECT.items()]))
-    parts += ["## `models`\n", textwrap.fill(MODELS_TEXT, WIDTH) + "\n"]
-    parts.append(_rows(("key", "meaning"), [(f"`{key}`", text) for key, text in KEY_TEXTS.items()]))
-    return "\n".join(parts)
-
-
-def _table(keys: Iterable[_Key]) -> str:
-    rows = [(f"`{key.name}`", f"`{key.default}`", key.rule, "yes" if key.reloadable else "", key.text) for key in keys]
-    return _rows(("key", "default", "value", "reload", "meaning"), rows)
-
-
-def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"

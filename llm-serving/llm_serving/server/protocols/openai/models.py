@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +15,7 @@ from starlette.responses import Response
 
 from llm_serving import __version__
 from llm_serving.admission.validation import check_token_ids
+from llm_serving.config.report import key_texts
 from llm_serving.config.tables import ApiKey
 from llm_serving.core import sampling_params
 from llm_serving.core.request_class import class_of
@@ -73,16 +71,7 @@ class ParameterTable(Struct, kw_only=True):
 @functools.cache
 def meanings() -> Mapping[str, str]:
     """Return a map from each parameter to the docstring of its field in `SamplingParams`."""
-    (body,) = [
-        node.body for node in ast.parse(inspect.getsource(sampling_params)).body
-        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
-    ]  # fmt: skip
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
+    return key_texts(sampling_params.SamplingParams)
 
 
 _KINDS: Final[Mapping[type, str]] = {
