@@ -6,7 +6,6 @@ unless its value matches this server's behavior.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from llm_serving.config.schema import RULES
-from llm_serving.core.files import read_regular
+from llm_serving.core.files import read_json
 from llm_serving.errors import ConfigError, ModelError, shorten
 
 MAX_BYTES: Final = 2**20
@@ -54,9 +53,7 @@ class Imported:
 def import_mindie(path: Path) -> Imported:
     """Read a file. Raise ConfigError if it has another format, or a value breaks the rule of its counterpart."""
     try:
-        content = json.loads(read_regular(path, MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        content = read_json(path, MAX_BYTES)
     except ModelError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(content, dict) or not {"ServerConfig", "BackendConfig"} & content.keys():

@@ -6,10 +6,11 @@ import fcntl
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from llm_serving.errors import ModelError
+from llm_serving.errors import ModelError, shorten
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -69,6 +70,21 @@ def parse_json(data: bytes) -> object:
     content: object = json.loads(data)
     if b"\\u" in data:
         json.dumps(content, ensure_ascii=False).encode()
+    return content
+
+
+def read_json(path: Path, max_bytes: int, parse: Callable[[bytes], Any] = json.loads) -> Any:
+    """Return the JSON content of a regular file. Raise ModelError if it cannot be read or `parse` raises an error."""
+    try:
+        return parse(read_regular(path, max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+def read_json_object(path: Path, max_bytes: int, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+    content = read_json(path, max_bytes, parse)
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
     return content
 
 

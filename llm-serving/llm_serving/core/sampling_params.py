@@ -6,7 +6,6 @@ before its range is checked, because tokens are sampled in float32.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from ctypes import c_float
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from llm_serving.core.files import read_regular
+from llm_serving.core.files import read_json_object
 from llm_serving.errors import ModelError, RequestError, shorten
 
 MAX_INT32: Final = 2**31 - 1
@@ -379,12 +378,4 @@ def generation_end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(read_regular(path, MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
-    return content
+    return read_json_object(path, MAX_BYTES) if path.exists() else {}

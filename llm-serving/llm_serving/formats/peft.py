@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.files import open_regular, read_regular
+from llm_serving.core.files import open_regular, read_json_object, read_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.safetensors import read_safetensors
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor, is_finite
@@ -142,12 +141,7 @@ def read_config(folder: Path) -> AdapterConfig:
     path = folder / CONFIG_NAME
     if not path.exists():
         raise ModelError(f"{folder}: must be a folder in PEFT's format, with {CONFIG_NAME}")
-    try:
-        fields = json.loads(read_regular(path, MAX_CONFIG_BYTES).decode())
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(fields, dict):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(fields)}")
+    fields = read_json_object(path, MAX_CONFIG_BYTES)
 
     def fail(field: str, rule: str) -> ModelError:
         return ModelError(f"{path}: `{field}` {rule}. Given: {shorten(fields.get(field))}")

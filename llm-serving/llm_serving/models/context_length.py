@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.core.files import read_regular
-from llm_serving.errors import ModelError
+from llm_serving.core.files import read_json
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.rope import Rotary, Scaling
 
@@ -41,7 +39,9 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
     if scaling is None or (scaled := _scaled_length(scaling, own)) <= own:
         return ContextLengths(own, own)
     reason = f"{scaling.first(own)} x {scaling.factor:g} by rope scaling {scaling.kind}"
-    limit = _number(_read(folder / "tokenizer_config.json").get("model_max_length"))
+    path = folder / "tokenizer_config.json"
+    config = read_json(path, MAX_FILE_BYTES) if path.exists() else None
+    limit = _number(config.get("model_max_length")) if isinstance(config, dict) else None
     if limit is not None and limit < scaled:
         scaled = max(int(limit), own)
         reason += ", at most model_max_length"
@@ -59,16 +59,6 @@ def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
 def _scaled_length(scaling: Scaling, own: int) -> int:
     first = scaling.first(own)
     return own if first is None else min(int(first * scaling.factor), MAX_POSITIONS)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(read_regular(path, MAX_FILE_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _number(value: Any) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_serving.core.enums import PoolingMode
-from llm_serving.core.files import read_regular
+from llm_serving.core.files import read_json, read_json_object
 from llm_serving.errors import ModelError, shorten
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
         return _token_ids(folder, ["no", "yes"])
     for name, path in _modules(folder):
         if name == "LogitScore":
-            content = _read(path)
+            content = read_json(path, _MAX_BYTES)
             ids = [content.get(key) for key in ("true_token_id", "false_token_id")] if isinstance(content, dict) else []
             if not ids or not all(type(each) is int or (at == 1 and each is None) for at, each in enumerate(ids)):
                 raise ModelError(f"{path}: must have an integer `true_token_id`. Given: {shorten(content)}")
@@ -154,14 +153,14 @@ def max_seq_length(folder: Path) -> int | None:
     limit of the context length.
     """
     path = folder / TRANSFORMER_FILE
-    config = _read(path) if path.exists() else None
+    config = read_json(path, _MAX_BYTES) if path.exists() else None
     length = config.get("max_seq_length") if isinstance(config, Mapping) else None
     return length if type(length) is int and length > 0 else None
 
 
 def _token_ids(folder: Path, texts: Any) -> list[int]:
     path = folder / "tokenizer.json"
-    content = _read(path, _MAX_TOKENIZER_BYTES) if path.exists() else {}
+    content = read_json(path, _MAX_TOKENIZER_BYTES) if path.exists() else {}
     model = content.get("model") if isinstance(content, Mapping) else None
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     known = vocab if isinstance(vocab, Mapping) else {}
@@ -183,7 +182,7 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
     named = dict(own) if isinstance(own, Mapping) else {}
     named |= {key: spec.config.get(key) for key in _ACTIVATION_KEYS if isinstance(spec.config.get(key), str)}
     path = folder / "config_sentence_transformers.json"
-    if path.exists() and isinstance(config := _read(path), Mapping):
+    if path.exists() and isinstance(config := read_json(path, _MAX_BYTES), Mapping):
         named |= config
     activation = next((named[key] for key in _ACTIVATION_KEYS if isinstance(named.get(key), str)), "Sigmoid")
     kind = activation.rsplit(".", 1)[-1]
@@ -205,7 +204,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     path = folder / MODULES_NAME
     if not path.exists():
         return []
-    modules = _read(path)
+    modules = read_json(path, _MAX_BYTES)
     if not isinstance(modules, list):
         raise ModelError(f"{path}: must be a list of modules. Given: {shorten(modules)}")
     found = []
@@ -224,10 +223,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 def _pooling_mode(path: Path) -> PoolingMode:
     if not path.exists():
         raise ModelError(f"{path}, which {MODULES_NAME} names, is missing: it specifies how vectors are pooled")
-    config = _read(path)
-    if not isinstance(config, Mapping):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
-    modes = _modes(config)
+    modes = _modes(read_json_object(path, _MAX_BYTES))
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
             f"{path}: pooling mode {' + '.join(modes) or 'none'} is not supported, only lasttoken, cls and mean; "
@@ -240,10 +236,3 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     if isinstance(named := config.get("pooling_mode"), str):
         return [named.removesuffix("_token")]
     return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]
-
-
-def _read(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
-    try:
-        return json.loads(read_regular(path, max_bytes))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None

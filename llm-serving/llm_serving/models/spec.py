@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Container, Mapping
 from copy import copy
@@ -11,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.core.files import read_regular
+from llm_serving.core.files import read_json_object
 from llm_serving.core.window import LayerWindow
-from llm_serving.errors import ModelError, shorten
+from llm_serving.errors import ModelError
 from llm_serving.formats.folder import how_to_convert
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.quantization_schemes import scheme_of
@@ -208,7 +207,7 @@ class ModelSpec:
         if not path.exists():
             form = f"a model is a folder in Hugging Face format, with {CONFIG_NAME} beside *.safetensors"
             raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: {form}{how_to_convert(folder)}")
-        config = _read_object(path)
+        config = read_json_object(path, MAX_CONFIG_BYTES)
         if (
             config.get("quantization_config") is None
             and (older := _older_quantization_config(folder, config)) is not None
@@ -265,19 +264,8 @@ def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> Any:
         return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
     for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).exists():
-            return {"quant_method": method, **_read_object(folder / name)}
+            return {"quant_method": method, **read_json_object(folder / name, MAX_CONFIG_BYTES)}
     return None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = read_regular(path, MAX_CONFIG_BYTES)
-    try:
-        config = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
-    return config
 
 
 def _factors(kind: str, weights: Mapping[str, Weight]) -> list[Weight]:

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as TokenizersTokenizer
 
-from llm_serving.core.files import parse_json, read_regular
+from llm_serving.core.files import parse_json, read_json_object, read_regular
 from llm_serving.errors import ModelError, shorten
 
 MAX_TOKEN_ID: Final = 2**24
@@ -260,15 +260,7 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if the file does not exist. Raise ModelError for any other content."""
-    if not path.exists():
-        return {}
-    try:
-        content = parse_json(read_limited(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
-    return content
+    return read_json_object(path, MAX_FILE_BYTES, parse_json) if path.exists() else {}
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
