@@ -6,14 +6,12 @@ module is also the program of the confined process; `text.sandbox` sets its limi
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
-import queue
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -24,13 +22,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llm_serving.core.files import escape_surrogates, is_unicode, parse_json, read_regular
+from llm_serving.core.files import escape_surrogates, is_unicode, parse_json, read_json, read_regular
 from llm_serving.errors import ChannelClosedError, ModelError, RequestError, TransportError, shorten
-from llm_serving.log import get_logger
-from llm_serving.text.sandbox import ConfinedProcess, confine, within
+from llm_serving.text.sandbox import ConfinedPool, ConfinedProcess, confined_channel, within
 from llm_serving.transport.channel import Channel
-
-logger = get_logger(__name__)
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
 """Maximum length of a rendered text. Its UTF-8 fits into one message to the master."""
@@ -91,13 +86,9 @@ def sandbox() -> ImmutableSandboxedEnvironment:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m llm_serving.text.chat_template", description=__doc__)
-    parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
-    parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one text")
-    arguments = parser.parse_args(argv)
-    confine(MAX_MEMORY_BYTES)
+    channel, cpu_seconds = confined_channel(MODULE, Question, argv, MAX_MEMORY_BYTES)
     try:
-        serve(Channel(socket.socket(fileno=arguments.socket_fd), Question), arguments.cpu_seconds)  # type: ignore[arg-type]
+        serve(channel, cpu_seconds)
     except ChannelClosedError:
         return 0
     except (TransportError, MemoryError):
@@ -196,9 +187,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"chat_template cannot be compiled: {str(error)[:200]}") from None
         self.source = source
-        self._free: queue.SimpleQueue[ConfinedProcess[Answer] | None] = queue.SimpleQueue()
-        for _ in range(NUM_PROCESSES):
-            self._free.put(None)
+        self._processes = ConfinedPool(NUM_PROCESSES, partial(_started, source), "of a chat template")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
         """Return the prompt text of a conversation. This waits for a process, so it must not run on the event loop.
@@ -206,26 +195,13 @@ class ChatTemplate:
         Raise RequestError if the template rejects the messages, fails, or exceeds its limit of text length, CPU time or
         memory.
         """
-        process = self._free.get()
+        question = Render([dict(message) for message in messages], variables)
         try:
-            question = Render([dict(message) for message in messages], variables)
-            try:
-                process = process if process is not None and process.lives else _started(self.source)
-                answer = process.ask(question)
-            except TransportError as error:
-                logger.warning(
-                    "Terminating the process of a chat template, which probably exceeded its time or memory limit: "
-                    "error=%s",
-                    error,
-                )
-                if process is not None:
-                    process.end()
-                process = None
-                raise RequestError("messages", "need too much time or memory in the model's chat template") from None
-            except OverflowError:
-                raise RequestError(_overflowing(question), "must contain only integers of at most 64 bits") from None
-        finally:
-            self._free.put(process)
+            answer = self._processes.ask(question)
+        except TransportError:
+            raise RequestError("messages", "need too much time or memory in the model's chat template") from None
+        except OverflowError:
+            raise RequestError(_overflowing(question), "must contain only integers of at most 64 bits") from None
         if isinstance(answer, RefusedTemplate):
             raise RequestError("messages", answer.rule)
         return answer.text
@@ -293,10 +269,7 @@ def _read_template_files(folder: Path) -> dict[str, str]:
 
 
 def _read_processor_file(path: Path) -> dict[str, str]:
-    try:
-        content = parse_json(read_regular(path, MAX_FILE_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
+    content = read_json(path, MAX_FILE_BYTES, parse_json)
     templates = templates_of(content.get("chat_template") if isinstance(content, dict) else None)
     if not templates:
         raise ModelError(f"{path}: must be a JSON object with `chat_template`. Given: {shorten(content)}")

@@ -5,21 +5,27 @@ The kernel terminates a process that exceeds its CPU time. A thread could not be
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import queue
 import resource
 import signal
 import socket
 import subprocess
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from llm_serving.core.process import command_of
+from llm_serving.errors import TransportError
+from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
+
+logger = get_logger(__name__)
 
 ANSWER_TIMEOUT_S: Final = 60.0
 """Maximum seconds to wait for an answer. It is far above the CPU limit, because the process may wait for a core."""
@@ -62,6 +68,35 @@ class ConfinedProcess(Generic[Answer]):
         return self._channel.receive(ANSWER_TIMEOUT_S)
 
 
+class ConfinedPool(Generic[Answer]):
+    """Up to `size` confined processes for the same work, started by `start` when they are needed. Thread-safe.
+
+    `purpose` follows "the process" in log lines.
+    """
+
+    def __init__(self, size: int, start: Callable[[], ConfinedProcess[Answer]], purpose: str) -> None:
+        self._start, self._purpose = start, purpose
+        self._free: queue.SimpleQueue[ConfinedProcess[Answer] | None] = queue.SimpleQueue()
+        for _ in range(size):
+            self._free.put(None)
+
+    def ask(self, question: msgspec.Struct) -> Answer:
+        """Wait for a process and ask it. Raise TransportError if it has exited or does not answer; it is terminated."""
+        process = self._free.get()
+        try:
+            process = process if process is not None and process.lives else self._start()
+            return process.ask(question)
+        except TransportError as error:
+            text = "Terminating the process %s, which probably exceeded its time or memory limit: error=%s"
+            logger.warning(text, self._purpose, error)
+            if process is not None:
+                process.end()
+            process = None
+            raise
+        finally:
+            self._free.put(process)
+
+
 def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
     channel.close()
     with contextlib.suppress(ProcessLookupError):
@@ -70,6 +105,20 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 
 
 # --- in the confined process ------------------------------------------------------------------------------------------
+
+
+def confined_channel(
+    module: str, questions: Any, argv: Sequence[str] | None, max_memory_bytes: int
+) -> tuple[Any, float]:
+    """Confine this process, which runs `main` of `module`. Return its channel, which receives `questions`, and the CPU
+    seconds that each question may take.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
+    parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one question")
+    arguments = parser.parse_args(argv)
+    confine(max_memory_bytes)
+    return Channel(socket.socket(fileno=arguments.socket_fd), questions), arguments.cpu_seconds
 
 
 def confine(max_memory_bytes: int) -> None:

@@ -223,11 +223,11 @@ class TestChatTemplate:
     def test_killed_chat_template_process_is_restarted(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.apply_chat_template(user("a")) == "a"
-        template = tokenizer._conversations._templates["default"]
-        process = next(each for _ in range(2) if (each := template._free.get()) or template._free.put(None))
+        free = tokenizer._conversations._templates["default"]._processes._free
+        process = next(each for _ in range(2) if (each := free.get()) or free.put(None))
         process._process.kill()
         process._process.wait()
-        template._free.put(process)
+        free.put(process)
         assert [tokenizer.apply_chat_template(user(text)) for text in "bcd"] == ["b", "c", "d"]
 
     def test_chat_template_variables_above_the_frame_limit_are_refused(self, tmp_path):

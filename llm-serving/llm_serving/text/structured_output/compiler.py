@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,18 +14,15 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from llm_serving.core.request import ConstraintMatcher
 from llm_serving.errors import TransportError
-from llm_serving.log import get_logger
-from llm_serving.text.sandbox import ConfinedProcess
-from llm_serving.text.structured_output.grammar_process import Tried, Try
+from llm_serving.text.sandbox import ConfinedPool, ConfinedProcess
+from llm_serving.text.structured_output.grammar_process import MODULE, Tried, Try
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError
 from llm_serving.text.structured_output.matcher import TokenMatcher, matcher_of
 
 if TYPE_CHECKING:  # not imported in a grammar process, which would take twice as long to start
     from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
-logger = get_logger(__name__)
 T = TypeVar("T")
-MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
 """With two processes that compile grammars as a trial, one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
@@ -134,9 +130,9 @@ class ConstraintCompiler:
         self._vocab_size = vocab_size
         self._known: OrderedDict[Grammar, Future[TokenConstraint]] = OrderedDict()
         self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[ConfinedProcess[Tried] | None] = queue.SimpleQueue()
-        for _ in range(NUM_PROCESSES):
-            self._free.put(None)
+        self._processes: ConfinedPool[Tried] = ConfinedPool(
+            NUM_PROCESSES, lambda: ConfinedProcess(MODULE, MAX_CPU_S, Tried), "that compiles a grammar"
+        )
 
     def compiled(self, grammar: Grammar) -> TokenConstraint:
         """Return the constraint of a grammar, compiled once. Raise GrammarError if it is invalid or too large."""
@@ -174,25 +170,11 @@ class ConstraintCompiler:
         return constraint
 
     def _try(self, grammar: Grammar) -> None:
-        process = self._free.get()
         try:
-            try:
-                if process is None or not process.lives:
-                    process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
-                tried = process.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
-            except TransportError as error:
-                logger.warning(
-                    "Terminating the process that compiles a grammar, which probably exceeded its time or memory "
-                    "limit: error=%s",
-                    error,
-                )
-                if process is not None:
-                    process.end()
-                process = None
-                rule = "takes too much time or memory to compile; simplify it, or try again later"
-                raise CostlyGrammarError(rule) from None
-        finally:
-            self._free.put(process)
+            tried = self._processes.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
+        except TransportError:
+            rule = "takes too much time or memory to compile; simplify it, or try again later"
+            raise CostlyGrammarError(rule) from None
         if tried.error:
             place = f" at {tried.place}" if tried.place else ""
             raise GrammarError(f"cannot be compiled{place}: {_shortened(tried.error)}")

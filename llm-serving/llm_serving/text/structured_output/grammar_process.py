@@ -7,10 +7,8 @@ those. The trial uses a tokenizer of single bytes, because the cost does not dep
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import socket
 import sys
 import threading
 import time
@@ -22,11 +20,12 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from llm_serving.errors import ChannelClosedError, TransportError
-from llm_serving.text.sandbox import confine, within
+from llm_serving.text.sandbox import confined_channel, within
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError, fault_in, json_grammar
 from llm_serving.text.structured_output.matcher import matcher_of
 from llm_serving.transport.channel import Channel
 
+MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 MAX_MEMORY_BYTES: Final = 2**30
 STACK_BYTES: Final = 2**22
 """Stack size in bytes of the compiling thread. The master's threads have several times as much."""
@@ -48,17 +47,10 @@ class Tried(msgspec.Struct):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m llm_serving.text.structured_output.grammar_process", description=__doc__
-    )
-    parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
-    parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one grammar")
-    arguments = parser.parse_args(argv)
-    confine(MAX_MEMORY_BYTES)
-    channel: Channel[Try] = Channel(socket.socket(fileno=arguments.socket_fd), Try)
+    channel, cpu_seconds = confined_channel(MODULE, Try, argv, MAX_MEMORY_BYTES)
     codes: list[int] = []
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: codes.append(serve(channel, arguments.cpu_seconds)))
+    thread = threading.Thread(target=lambda: codes.append(serve(channel, cpu_seconds)))
     thread.start()
     thread.join()
     return codes[0]
