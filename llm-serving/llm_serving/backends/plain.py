@@ -12,8 +12,8 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
-from mindspore.ops.auto_generate import gen_ops_prim
 
+from llm_serving.backends.ascend_cells import AscendLinear, AscendSplit
 from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
@@ -51,10 +51,10 @@ class PlainBackend(Backend):
         return PlainAddRmsNorm(eps)
 
     def linear(self) -> nn.Cell:
-        return PlainLinear()
+        return AscendLinear()
 
     def logits(self) -> nn.Cell:
-        return PlainLinear()
+        return AscendLinear()
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
         return PlainRouter(attributes, num_experts, correction)
@@ -63,7 +63,7 @@ class PlainBackend(Backend):
         return PlainExperts(self.linear(), self.swiglu())
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
-        return PlainSplit(widths)
+        return AscendSplit(widths)
 
     def rotary(self, head_dim: int) -> nn.Cell:
         return PlainRotary(head_dim)
@@ -132,15 +132,6 @@ class PlainAddRmsNorm(nn.Cell):
     def construct(self, x: ms.Tensor, y: ms.Tensor, gamma: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         total = x + y
         return self.norm(total, gamma), total
-
-
-class PlainLinear(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matmul = ops.MatMul(transpose_b=True)
-
-    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
-        return self.matmul(x, weight)
 
 
 class PlainRotary(nn.Cell):
@@ -258,16 +249,6 @@ class PlainSwiglu(nn.Cell):
 class PlainAdd(nn.Cell):
     def construct(self, a: ms.Tensor, b: ms.Tensor) -> ms.Tensor:
         return a + b
-
-
-class PlainSplit(nn.Cell):
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.sizes = tuple(sizes)
-        self.split = gen_ops_prim.SplitWithSize()
-
-    def construct(self, x: ms.Tensor) -> Any:
-        return self.split(x, self.sizes, -1)
 
 
 class PlainRouter(nn.Cell):

@@ -25,10 +25,7 @@ _SHARED: Final[Mapping[str, str]] = {
     "expert_group_used_count": "topk_group",
 }
 _LOCAL: Final[Mapping[str, str]] = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-_LATENT: Final[Mapping[str, str]] = {
-    "attention.q_lora_rank": "q_lora_rank",
-    "attention.kv_lora_rank": "kv_lora_rank",
-}
+_LATENT: Final[Mapping[str, str]] = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
 _INDEXER: Final[Mapping[str, str]] = {
     "attention.indexer.head_count": "index_n_heads",
     "attention.indexer.key_length": "index_head_dim",
@@ -259,24 +256,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         fixed={"norm_topk_prob": False},
         bias={"qkv_bias": _QKV},
         complete=qwen_experts,
-        has_experts=True,
     ),
     "qwen3": Architecture("Qwen3ForCausalLM", bias=_ATTENTION_BIAS),
     "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        EXPERTS,
-        fixed={"norm_topk_prob": True},
-        bias=_ATTENTION_BIAS,
-        complete=qwen_experts,
-        has_experts=True,
+        "Qwen3MoeForCausalLM", EXPERTS, fixed={"norm_topk_prob": True}, bias=_ATTENTION_BIAS, complete=qwen_experts
     ),
-    "phi3": Architecture(
-        "Phi3ForCausalLM",
-        WINDOW,
-        bias=_ATTENTION_BIAS,
-        complete=_phi3,
-        rotates_a_part=True,
-    ),
+    "phi3": Architecture("Phi3ForCausalLM", WINDOW, bias=_ATTENTION_BIAS, complete=_phi3, rotates_a_part=True),
     "internlm2": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS),
     "baichuan": Architecture("BaichuanForCausalLM", fixed={"separate_qkv": True}, complete=_baichuan),
     "chatglm": Architecture("GlmForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
@@ -288,7 +273,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         fixed={"separate_experts": True},
         bias=_ATTENTION_BIAS,
         complete=granite,
-        has_experts=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", bias=_LLAMA_BIAS),
     "seed_oss": Architecture(
@@ -296,10 +280,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", WINDOW, complete=_olmo2),
     "lfm2": Architecture(
-        "Lfm2ForCausalLM",
-        {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-        complete=_lfm2,
-        has_lists=True,
+        "Lfm2ForCausalLM", {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"}, complete=_lfm2, has_lists=True
     ),
     "lfm2moe": Architecture(
         "Lfm2MoeForCausalLM",
@@ -310,7 +291,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             "leading_dense_block_count": "num_dense_layers",
         },
         complete=_lfm2_experts,
-        has_experts=True,
         has_lists=True,
     ),
     "exaone4": Architecture("Exaone4ForCausalLM", WINDOW, complete=_exaone4),
@@ -328,7 +308,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         },
         bias={"use_bias": _QKV},
         complete=_ernie_experts,
-        has_experts=True,
     ),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", bias=_ATTENTION_BIAS),
     "hunyuan-moe": Architecture(
@@ -336,14 +315,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         {"expert_count": "num_experts", "expert_used_count": "moe_topk"},
         bias=_ATTENTION_BIAS,
         complete=_hunyuan_experts,
-        has_experts=True,
     ),
     "minimax-m2": Architecture(
-        "MiniMaxM2ForCausalLM",
-        {**_LOCAL, "rope.dimension_count": "rotary_dim"},
-        complete=_minimax,
-        rotates_a_part=True,
-        has_experts=True,
+        "MiniMaxM2ForCausalLM", {**_LOCAL, "rope.dimension_count": "rotary_dim"}, complete=_minimax, rotates_a_part=True
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
@@ -351,7 +325,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         fixed={"separate_experts": True},
         bias=_ATTENTION_BIAS,
         complete=_gpt_oss,
-        has_experts=True,
     ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
@@ -359,16 +332,11 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         bias={**_ATTENTION_BIAS, "use_qk_norm": ("attn_q_norm.weight",)},
         complete=_glm_experts,
         rotates_a_part=True,
-        has_experts=True,
     ),
     "command-r": Architecture("CohereForCausalLM", {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
-        {
-            LAYER_NORM: "layer_norm_eps",
-            "logit_scale": "logit_scale",
-            "attention.sliding_window": "sliding_window",
-        },
+        {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
     ),
     "stablelm": Architecture(
         "StableLmForCausalLM",
@@ -380,24 +348,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "starcoder2": Architecture(
         "Starcoder2ForCausalLM", {LAYER_NORM: "norm_epsilon"}, bias={"use_bias": ("attn_output.bias",)}
     ),
-    "deepseek2": Architecture(
-        "DeepseekV2ForCausalLM",
-        {**_SHARED, **_LATENT},
-        complete=_deepseek2,
-        has_experts=True,
-    ),
-    "deepseek32": Architecture(
-        "DeepseekV32ForCausalLM",
-        {**_SHARED, **_LATENT, **_INDEXER},
-        complete=_deepseek32,
-        has_experts=True,
-    ),
-    "glm-dsa": Architecture(
-        "GlmMoeDsaForCausalLM",
-        {**_SHARED, **_LATENT, **_INDEXER},
-        complete=_glm_dsa,
-        has_experts=True,
-    ),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", {**_SHARED, **_LATENT}, complete=_deepseek2),
+    "deepseek32": Architecture("DeepseekV32ForCausalLM", {**_SHARED, **_LATENT, **_INDEXER}, complete=_deepseek32),
+    "glm-dsa": Architecture("GlmMoeDsaForCausalLM", {**_SHARED, **_LATENT, **_INDEXER}, complete=_glm_dsa),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",
         {LAYER_NORM: "layer_norm_eps", "rope.freq_base": "rotary_emb_base"},
@@ -405,13 +358,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=_gpt_neox,
         rotates_a_part=True,
     ),
-    "phimoe": Architecture(
-        "PhimoeForCausalLM",
-        {**_LOCAL, **WINDOW},
-        bias=_ATTENTION_BIAS,
-        complete=_phimoe,
-        has_experts=True,
-    ),
+    "phimoe": Architecture("PhimoeForCausalLM", {**_LOCAL, **WINDOW}, bias=_ATTENTION_BIAS, complete=_phimoe),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", _LATENT, complete=_minicpm3),
     "llama4": Architecture(
         "Llama4ForCausalLM",
@@ -424,7 +371,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         fixed={"separate_experts": True},
         bias=_ATTENTION_BIAS,
         complete=_llama4,
-        has_experts=True,
     ),
     **GEMMA,
     **HYBRIDS,

@@ -91,9 +91,7 @@ def _gemma4(reader: MetadataReader, config: Config) -> None:
 GEMMA: Final[Mapping[str, Architecture]] = {
     "gemma": Architecture("GemmaForCausalLM"),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {**WINDOW, **_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
-        complete=_gemma,
+        "Gemma2ForCausalLM", {**WINDOW, **_CAP, "attn_logit_softcapping": "attn_logit_softcapping"}, complete=_gemma
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -121,7 +119,6 @@ GEMMA: Final[Mapping[str, Architecture]] = {
         },
         fixed={"separate_experts": True},
         complete=_gemma4,
-        has_experts=True,
         has_lists=True,
     ),
 }

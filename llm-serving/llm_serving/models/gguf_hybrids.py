@@ -160,17 +160,11 @@ HYBRIDS: Final[Mapping[str, Architecture]] = {
         fixed={"separate_experts": True},
         bias=_BIAS,
         complete=_granite_hybrid,
-        has_experts=True,
         has_lists=True,
     ),
     "falcon-h1": Architecture("FalconH1ForCausalLM", fixed={"mamba_norm_before_gate": False}, complete=_falcon_h1),
     "nemotron_h": Architecture(
-        "NemotronHForCausalLM",
-        _NEMOTRON_EPS,
-        bias=_NEMOTRON_BIAS,
-        complete=_nemotron_h,
-        has_lists=True,
-        rotates=False,
+        "NemotronHForCausalLM", _NEMOTRON_EPS, bias=_NEMOTRON_BIAS, complete=_nemotron_h, has_lists=True, rotates=False
     ),
     "nemotron_h_moe": Architecture(
         "NemotronHForCausalLM",
@@ -185,7 +179,6 @@ HYBRIDS: Final[Mapping[str, Architecture]] = {
         },
         bias=_NEMOTRON_BIAS,
         complete=_nemotron_experts,
-        has_experts=True,
         has_lists=True,
         rotates=False,
     ),
@@ -196,7 +189,6 @@ HYBRIDS: Final[Mapping[str, Architecture]] = {
         bias=_BIAS,
         complete=_delta,
         rotates_a_part=True,
-        has_experts=True,
     ),
     "qwen35": Architecture("Qwen3_5ForCausalLM", _INTERVAL, bias=_BIAS, complete=_delta, rotates_a_part=True),
     "qwen35moe": Architecture(
@@ -206,6 +198,5 @@ HYBRIDS: Final[Mapping[str, Architecture]] = {
         bias=_BIAS,
         complete=_delta,
         rotates_a_part=True,
-        has_experts=True,
     ),
 }

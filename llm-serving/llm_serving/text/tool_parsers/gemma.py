@@ -59,17 +59,8 @@ class _Source(PythonicSource):
         start, self._at = self._at, end + len(QUOTE)
         return self._text[start:end]
 
-    def _object(self) -> dict[str, Any]:
-        self._at += 1
-        members: dict[str, Any] = {}
-        while not self._takes("}"):
-            is_quoted = self._peek() in "<\"'"
-            key = self._value() if is_quoted else self._match(_KEY)[0]
-            self._expect(":")
-            members[key] = self._value()
-            if self._peek() != "}":
-                self._expect(",")
-        return members
+    def _key(self) -> Any:
+        return self._value() if self._peek() in "<\"'" else self._match(_KEY)[0]
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:

@@ -167,14 +167,18 @@ class PythonicSource:
         self._at += 1
         members: dict[str, Any] = {}
         while not self._takes("}"):
-            key = self._value()
-            if not isinstance(key, str):
-                raise NotACallError
+            key = self._key()
             self._expect(":")
             members[key] = self._value()
             if self._peek() != "}":
                 self._expect(",")
         return members
+
+    def _key(self) -> str:
+        key = self._value()
+        if not isinstance(key, str):
+            raise NotACallError
+        return key
 
     def _string(self, quote: str) -> str:
         found = _STRINGS[quote].match(self._text, self._at)
