@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import RequestClass, class_of
@@ -19,7 +19,9 @@ from llm_serving.observability.metric_families import (
     Labels,
     counter,
     counter_by,
+    counters,
     gauge,
+    gauges,
 )
 from llm_serving.scheduler.schedule import Preemption
 
@@ -116,47 +118,30 @@ class ClassMetrics:
         return found
 
     def collect(self) -> Iterator[Metric]:
-        names, values = [*self._labels, "priority_class"], list(self._labels.values())
-        loads = {each.name: self.load(each.name) for each in self._classes}
-        waiting = GaugeMetricFamily(
-            "llm_serving:num_requests_waiting", "Admitted requests that were never scheduled.", labels=names
-        )
-        running = GaugeMetricFamily(
-            "llm_serving:num_requests_running", "Requests that were scheduled and have not finished.", labels=names
-        )
-        preemptions = CounterMetricFamily(
-            "llm_serving:preemptions_total", "Preemptions of running requests.", labels=names
-        )
-        first_tokens = HistogramMetricFamily(
-            "llm_serving:time_to_first_token_seconds", "Time from arrival to the first token.", labels=names
-        )
-        predicted = GaugeMetricFamily(
-            "llm_serving:predicted_time_to_first_token_seconds",
-            "Predicted time to first token of a short request that arrives now; use it for autoscaling.",
-            labels=names,
-        )
-        for name, load in loads.items():
-            if (seconds := self.predicted_s(name)) is not None:
-                predicted.add_metric([*values, name], seconds)
-            waiting.add_metric([*values, name], load.num_waiting)
-            running.add_metric([*values, name], load.num_running)
-            preemptions.add_metric([*values, name], self._preemptions[name])
-            first_tokens.add_metric([*values, name], *self._ttft[name].buckets())
-        refusals = CounterMetricFamily(
-            "llm_serving:requests_refused_total",
-            "Requests refused by admission control, by reason.",
-            labels=[*names, "reason"],
-        )
-        for (name, reason), count in self._refusals.items():
-            refusals.add_metric([*values, name, reason], count)
-        slo = CounterMetricFamily(
-            "llm_serving:slo_requests_total",
-            "Requests that met or missed an SLO of their class; target `all` with met `true` is goodput.",
-            labels=[*names, "target", "met"],
-        )
-        for (name, target, met), count in self._slo.items():
-            slo.add_metric([*values, name, target, str(met).lower()], count)
-        yield from (waiting, running, preemptions, first_tokens, refusals, slo, predicted)
+        labels, names = self._labels, ("priority_class",)
+        loads = {(each.name,): self.load(each.name) for each in self._classes}
+        text = "Admitted requests that were never scheduled."
+        waiting = {at: each.num_waiting for at, each in loads.items()}
+        yield gauges("llm_serving:num_requests_waiting", text, labels, names, waiting)
+        text = "Requests that were scheduled and have not finished."
+        running = {at: each.num_running for at, each in loads.items()}
+        yield gauges("llm_serving:num_requests_running", text, labels, names, running)
+        text = "Preemptions of running requests."
+        preemptions = {at: self._preemptions[at[0]] for at in loads}
+        yield counters("llm_serving:preemptions_total", text, labels, names, preemptions)
+        text = "Time from arrival to the first token."
+        ttft = HistogramMetricFamily("llm_serving:time_to_first_token_seconds", text, labels=[*labels, *names])
+        for (name,) in loads:
+            ttft.add_metric([*labels.values(), name], *self._ttft[name].buckets())
+        yield ttft
+        text = "Requests refused by admission control, by reason."
+        yield counters("llm_serving:requests_refused_total", text, labels, (*names, "reason"), self._refusals)
+        text = "Requests that met or missed an SLO of their class; target `all` with met `true` is goodput."
+        slo = {(name, target, str(met).lower()): count for (name, target, met), count in self._slo.items()}
+        yield counters("llm_serving:slo_requests_total", text, labels, (*names, "target", "met"), slo)
+        text = "Predicted time to first token of a short request that arrives now; use it for autoscaling."
+        predicted = {at: seconds for at in loads if (seconds := self.predicted_s(*at)) is not None}
+        yield gauges("llm_serving:predicted_time_to_first_token_seconds", text, labels, names, predicted)
 
 
 def _targets_of(request_class: RequestClass) -> list[str]:
@@ -197,14 +182,10 @@ class HttpMetrics:
         self._refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:
-        answered = CounterMetricFamily(
-            "llm_serving:http_requests_total",
-            "HTTP requests that were answered, or whose client disconnected before (status 499).",
-            labels=[*self._labels, "method", "route", "status"],
-        )
-        for (method, route, status), count in self._counts.copy().items():
-            answered.add_metric([*self._labels.values(), method, route, str(status)], count)
-        yield answered
+        text = "HTTP requests that were answered, or whose client disconnected before (status 499)."
+        names = ("method", "route", "status")
+        counts = {(method, route, str(status)): n for (method, route, status), n in self._counts.copy().items()}
+        yield counters("llm_serving:http_requests_total", text, self._labels, names, counts)
         text = "HTTP requests refused before any route got them, such as for an unknown API key or a foreign web page."
         yield counter_by("llm_serving:http_refusals_total", text, self._labels, "reason", self._refusals.copy())
         text = "Tokens of the longest answer to a prompt."

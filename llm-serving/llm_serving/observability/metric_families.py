@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -48,20 +48,32 @@ class Histogram:
         return family
 
 
-def counter(name: str, text: str, labels: Labels, value: float) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
+Values = Mapping[Any, float]
+"""Tuple with a value of each further label -> value of the metric."""
+
+
+def counters(name: str, text: str, labels: Labels, names: Sequence[str], values: Values) -> CounterMetricFamily:
+    """Return a counter for each of `values`. `names` are its labels besides `labels`."""
+    family = CounterMetricFamily(name, text, labels=[*labels, *names])
+    for further, value in values.items():
+        family.add_metric([*labels.values(), *further], value)
     return family
+
+
+def gauges(name: str, text: str, labels: Labels, names: Sequence[str], values: Values) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[*labels, *names])
+    for further, value in values.items():
+        family.add_metric([*labels.values(), *further], value)
+    return family
+
+
+def counter(name: str, text: str, labels: Labels, value: float) -> CounterMetricFamily:
+    return counters(name, text, labels, (), {(): value})
 
 
 def gauge(name: str, text: str, labels: Labels, value: float) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+    return gauges(name, text, labels, (), {(): value})
 
 
 def counter_by(name: str, text: str, labels: Labels, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[*labels, label])
-    for value, count in counts.items():
-        family.add_metric([*labels.values(), value], count)
-    return family
+    return counters(name, text, labels, (label,), {(value,): count for value, count in counts.items()})

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from llm_serving import __version__
@@ -26,6 +26,7 @@ from llm_serving.observability.metric_families import (
     counter,
     counter_by,
     gauge,
+    gauges,
 )
 
 logger = get_logger(__name__)
@@ -253,7 +254,7 @@ class Metrics(Collector):
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
-        labels, names, values = self._labels, list(self._labels), list(self._labels.values())
+        labels = self._labels
         load, replicas = self.load_now(), self.replicas()
         yield gauge("vllm:num_requests_running", "Requests that are running.", labels, load.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", labels, load.num_waiting)
@@ -263,21 +264,16 @@ class Metrics(Collector):
         yield gauge("llm_serving:replicas_ready", "WorkAgents that serve.", labels, replicas.num_ready)
         build = {**labels, "version": __version__}
         yield gauge("llm_serving:build_info", "Always 1; the label `version` is the version of the server.", build, 1)
-        compiled = GaugeMetricFamily(
-            "llm_serving:graph_compilations",
-            "Graphs that a WorkAgent has compiled; more than at its warm-up means that steps waited for a compilation.",
-            labels=[*names, "replica"],
+        text = (
+            "Graphs that a WorkAgent has compiled; more than at its warm-up means that steps waited for a compilation."
         )
-        for replica, num_compilations in list(self._compilations.items()):
-            compiled.add_metric([*values, str(replica)], num_compilations())
-        yield compiled
-        for name, text, field in _REPLICA_GAUGES:
-            family = GaugeMetricFamily(name, text, labels=[*names, "replica", "machine"])
-            for replica, of_replica in sorted(self._loads.items()):
-                family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_replica, field))
-            yield family
-        yield from self._watched(_MEMORY_GAUGES, self.memory)
-        yield from self._watched(_STATE_GAUGES, self._state_slots)
+        compiled = {(str(replica),): count() for replica, count in list(self._compilations.items())}
+        yield gauges("llm_serving:graph_compilations", text, labels, ("replica",), compiled)
+        yield from self._of_replicas(_REPLICA_GAUGES, dict(self._loads))
+        memory = {replica: read() for replica, read in list(self.memory.items())}
+        yield from self._of_replicas(_MEMORY_GAUGES, memory)
+        states = {replica: read() for replica, read in list(self._state_slots.items())}
+        yield from self._of_replicas(_STATE_GAUGES, states)
         for name, text in _COUNTERS.items():
             yield counter(name, text, labels, self._counts[name])
         finished = {reason.value: count for reason, count in self._finished.items()}
@@ -299,17 +295,11 @@ class Metrics(Collector):
         yield from self.disk.collect()
         yield from self.http.collect()
 
-    def _watched(
-        self, gauges: Sequence[tuple[str, str, str]], watched: Mapping[int, Callable[[], NamedTuple]]
-    ) -> Iterator[Metric]:
-        """Yield each of `gauges` (metric, help text, field). The functions in `watched` return the fields' values."""
-        found = {replica: read() for replica, read in sorted(watched.items())}
-        for name, text, field in gauges:
-            family = GaugeMetricFamily(name, text, labels=[*self._labels, "replica", "machine"])
-            for replica, usage in found.items():
-                labels = [*self._labels.values(), str(replica), self.machine(replica)]
-                family.add_metric(labels, getattr(usage, field))
-            yield family
+    def _of_replicas(self, table: Sequence[tuple[str, str, str]], found: Mapping[int, NamedTuple]) -> Iterator[Metric]:
+        """Yield the gauges of a table of (metric, help text, field). `found` has the fields' values by replica."""
+        for name, text, field in table:
+            values = {(str(each), self.machine(each)): getattr(usage, field) for each, usage in sorted(found.items())}
+            yield gauges(name, text, self._labels, ("replica", "machine"), values)
 
 
 class MergedMetrics:
