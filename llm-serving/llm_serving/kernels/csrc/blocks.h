@@ -5,7 +5,7 @@
 // results  sum of (sum * scale - sum of the row's qvalues * minimum) * scale of the row over groups in ascending order
 //
 // Each product and each sum of results is rounded to float32, without fused multiply-adds. Every instruction set
-// computes the same bits as kernels/quantized_products.py.
+// computes the same bits as tests/support/kernels/quantized_products.py.
 #pragma once
 
 #include "linear.h"

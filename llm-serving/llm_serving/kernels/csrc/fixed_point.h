@@ -9,7 +9,7 @@
 //   largest norm of any column and block is measured once for a weight
 // Sums of a block are exact in any order; blocks are added in float32, in ascending order. So the bits of a row do not
 // depend on the other rows. A row with infinity or NaN becomes NaN; a weight with one is left unchanged and multiplied
-// in float32. kernels/fixed_point.py defines the same in NumPy, bit by bit.
+// in float32. tests/support/kernels/fixed_point.py defines the same in NumPy, bit by bit.
 #pragma once
 
 #include "linear.h"

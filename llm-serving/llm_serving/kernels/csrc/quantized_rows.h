@@ -2,7 +2,7 @@
 //
 // scale = largest magnitude / 127; qvalue = x * (127 / largest), rounded to the nearest even integer
 // A row with infinity or NaN has qvalues of zero and a scale of NaN. The bits are those of `row_qvalues` in
-// kernels/quantized_products.py on every instruction set.
+// tests/support/kernels/quantized_products.py on every instruction set.
 #pragma once
 
 #include "linear.h"

@@ -3,8 +3,8 @@
 // A large number is spread over its block, so that one scale for a row loses less of the other numbers (QuaRot,
 // Ashkboos et al. 2024). Each stage replaces numbers i and i + stride of a block by their sum and their difference, for
 // strides of 1, 2, 4, .. The matrix H of all stages has H * H = block * 1: the product of two rotated rows is `block`
-// times the product of the rows before rotation. The bits are those of kernels/quantized_products.py on every
-// instruction set.
+// times the product of the rows before rotation. The bits are those of tests/support/kernels/quantized_products.py on
+// every instruction set.
 #pragma once
 
 #include "kernels.h"

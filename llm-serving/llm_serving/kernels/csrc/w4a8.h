@@ -5,7 +5,8 @@
 // sums     of products of qvalues, of a group's inputs, in 32 bits: exact, so their order is free
 // results  (sum over groups, in ascending order, of group's sum * scale of the column and group) * scale of the row,
 //          each product and each sum rounded to float32
-// The bits of a row are those of kernels/quantized_products.py on every instruction set: nothing is fused.
+// The bits of a row are those of tests/support/kernels/quantized_products.py on every instruction set: nothing
+// is fused.
 //
 // Qvalues of weights are unsigned, as vpdpbusd requires for one operand: a group's sum is that of their products with
 // the qvalues of the row, minus the zero point times the sum of the row's qvalues, which is computed in advance.

@@ -3,7 +3,7 @@
 // rows     quantized_rows.h
 // sums     of products of qvalues, in 32 bits: exact, so their order is free
 // results  (sum * scale of the column) * scale of the row, each rounded to float32; without scales the sums, int32
-// The bits of a row are those of kernels/quantized_products.py on every instruction set.
+// The bits of a row are those of tests/support/kernels/quantized_products.py on every instruction set.
 //
 // With vpdpbusd, activations are stored as qvalue + 128 (qvalues.h), and 128 times the sum of a column's qvalues is
 // subtracted from the result.
