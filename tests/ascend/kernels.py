@@ -51,6 +51,7 @@ _OF_CANN: Final = {
     "ReduceMax": "aclnnAmax",
     "RmsNorm": "aclnnRmsNorm",
     "Select": "aclnnSWhere",
+    "Sigmoid": "aclnnSigmoid",
     "SliceExt": "aclnnSlice",
     "SplitWithSize": "aclnnSplitWithSize",
     "Sub": "aclnnSub",

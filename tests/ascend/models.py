@@ -80,6 +80,6 @@ def family_config(name: str) -> dict[str, Any]:
 
 def _short(config: dict[str, Any]) -> dict[str, Any]:
     """Keep as many layers as there are kinds of layers."""
-    num_layers = 2 if "mlp_only_layers" in config else 1
+    num_layers = 2 if "mlp_only_layers" in config or config.get("first_k_dense_replace") else 1
     kinds = {name: config[name][:num_layers] for name in ("layer_types",) if config.get(name)}
     return config | kinds | {"num_hidden_layers": num_layers}

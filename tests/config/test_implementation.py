@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from families import models
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 
@@ -73,6 +74,15 @@ def test_model_without_a_mindformers_class_is_refused(tmp_path):
         match="must be native for this model: MistralForCausalLM has",
     ):
         load_config(None, [GIVEN], tmp_path)
+
+
+@pytest.mark.parametrize("device", ["CPU", "Ascend"])
+def test_a_choice_of_experts_that_only_mindformers_computes_is_accepted(tmp_path, device):
+    (tmp_path / "config.json").write_text(json.dumps(models.model("glm4-moe").config))
+    settings = [f"device_config.device_target={device}", "model_config.model_dtype=float16"]
+    load_config(None, [GIVEN, *settings], tmp_path)
+    with pytest.raises(ConfigError, match="must name a model without experts chosen by anything but the largest of"):
+        load_config(None, [*settings, "device_config.kernels=primitives"], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
         values = rng.normal(size=shape).astype(np.float32)
         if name.endswith("norm.weight"):
             values = 1 + 0.1 * values
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             values *= 0.1
         elif name != "model.embed_tokens.weight":
             values /= np.sqrt(np.float32(shape[1]))

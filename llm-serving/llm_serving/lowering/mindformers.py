@@ -210,7 +210,7 @@ def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
 
 
 def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]:
-    c = ConfigReader(spec.config, CONFIG_NAME)
+    c, classes = ConfigReader(spec.config, CONFIG_NAME), MINDFORMERS_CLASSES[spec.architecture]
     heads = attention_heads(c)
     has_bias = any("bias" in each.weights for each in spec.network.operations if each.kind == "linear")
     types = ("params_dtype", "compute_dtype", "layernorm_compute_dtype", "rotary_dtype")
@@ -233,22 +233,21 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
         "softmax_compute_dtype": "float32",
         **dict.fromkeys(types, dtype),
         **_expert_arguments(spec.network, dtype),
-        **MINDFORMERS_CLASSES[spec.architecture].config_arguments,
+        **classes.config_arguments,
+        **{key: c.config[key] for key in classes.copied if c.has(key)},
     }
 
 
 def _expert_arguments(network: Network, dtype: str) -> Mapping[str, Any]:
-    of_layers = {each.kind: each for each in network.operations if each.kind in ("route", "experts")}
-    if not of_layers:
-        return {}
-    route, experts = of_layers["route"], of_layers["experts"]
-    return {
-        "num_experts": experts.attributes["experts"],
-        "num_experts_per_tok": route.attributes["top_k"],
-        "norm_topk_prob": route.attributes["normalise"],
-        "moe_intermediate_size": experts.weights["down"].shape[1],
-        "router_dense_type": dtype,
-    }
+    found: dict[str, Any] = {}
+    for each in network.operations:
+        if each.kind == "route":
+            found |= {"num_experts_per_tok": each.attributes["top_k"], "norm_topk_prob": each.attributes["normalise"]}
+        elif each.kind == "experts":
+            found |= {"moe_intermediate_size": each.weights["down"].shape[1], "moe_router_dtype": dtype}
+        elif each.kind == "linear" and ".shared_experts.down_proj." in each.weights["weight"].names[0]:
+            found["moe_shared_expert_intermediate_size"] = each.weights["weight"].shape[1]
+    return found
 
 
 _EXPERTS: Final = re.compile(r"linear_fc([12])\.weight")

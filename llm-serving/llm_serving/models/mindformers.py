@@ -128,6 +128,8 @@ class MindFormersClass(NamedTuple):
     module: str
     network: str
     config_arguments: Mapping[str, Any] = {}
+    copied: tuple[str, ...] = ()
+    """Keys of config.json that MindFormers' class reads as they are."""
 
 
 _QWEN2: Final = MindFormersClass(
@@ -147,14 +149,24 @@ _QWEN3_MOE: Final = MindFormersClass(
     "Qwen3MoeConfig",
     "mindformers.models.qwen3_moe.modeling_qwen3_moe_infer",
     "InferenceQwen3MoeForCausalLM",
+    copied=("num_experts",),
 )
+_WHOLE_HEADS_ROTATE: Final = {"partial_rotary_factor": 1.0, "rotary_cos_format": "rotate_half"}
+"""Queries and keys arrive in the layout in which whole heads rotate; elements that do not rotate have cosine 1."""
 _GLM4: Final = MindFormersClass(
     "mindformers.models.glm4.configuration_glm4",
     "Glm4Config",
     "mindformers.models.glm4.modeling_glm4_infer",
     "InferenceGlm4ForCausalLM",
-    # Queries and keys arrive in the layout in which whole heads rotate; elements that do not rotate have cosine 1.
-    {"partial_rotary_factor": 1.0, "rotary_cos_format": "rotate_half"},
+    _WHOLE_HEADS_ROTATE,
+)
+_GLM4_MOE: Final = MindFormersClass(
+    "mindformers.models.glm4_moe.configuration_glm4_moe",
+    "Glm4MoeConfig",
+    "mindformers.models.glm4_moe.modeling_glm4_moe_infer",
+    "InferenceGlm4MoeForCausalLM",
+    {**_WHOLE_HEADS_ROTATE, "n_group": None, "topk_group": None},
+    ("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"),
 )
 MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
@@ -162,6 +174,7 @@ MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Glm4ForCausalLM": _GLM4,
+    "Glm4MoeForCausalLM": _GLM4_MOE,
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
@@ -169,10 +182,6 @@ CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 """Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
 
 _NOT_SERVED: Final[Mapping[str, str]] = {
-    "Glm4MoeForCausalLM": (
-        "InferenceGlm4MoeForCausalLM is not served: it chooses experts by a sigmoid with a correction, which this "
-        "server does not compute on Ascend either, so its answers were never compared"
-    ),
     "DeepseekV3ForCausalLM": (
         "InferenceDeepseekV3ForCausalLM is not served: it keeps latent keys and values in one cache, which this server "
         "does not allocate on Ascend"
@@ -191,9 +200,10 @@ _WEIGHT_NAMES: Final = tuple(
         (rf"{_LAYER}self_attn\.o_proj\.weight", r"decoder.layers.\1.self_attention.linear_proj.weight"),
         (rf"{_LAYER}post_attention_layernorm\.weight", r"decoder.layers.\1.pre_mlp_layernorm.weight"),
         (rf"{_LAYER}post_(self_attn|mlp)_layernorm\.weight", r"decoder.layers.\1.post_\2_layernorm.weight"),
-        (rf"{_LAYER}mlp\.gate(?:_up)?_proj\.weight", r"decoder.layers.\1.mlp.linear_fc1.weight"),
-        (rf"{_LAYER}mlp\.down_proj\.weight", r"decoder.layers.\1.mlp.linear_fc2.weight"),
+        (rf"{_LAYER}mlp\.(shared_experts\.)?gate(?:_up)?_proj\.weight", r"decoder.layers.\1.mlp.\2linear_fc1.weight"),
+        (rf"{_LAYER}mlp\.(shared_experts\.)?down_proj\.weight", r"decoder.layers.\1.mlp.\2linear_fc2.weight"),
         (rf"{_LAYER}mlp\.gate\.weight", r"decoder.layers.\1.mlp.router.weight"),
+        (rf"{_LAYER}mlp\.gate\.e_score_correction_bias", r"decoder.layers.\1.mlp.router.expert_bias"),
         (rf"{_LAYER}mlp\.experts\.0\.gate_proj\.weight", r"decoder.layers.\1.mlp.experts.linear_fc1.weight"),
         (rf"{_LAYER}mlp\.experts\.0\.down_proj\.weight", r"decoder.layers.\1.mlp.experts.linear_fc2.weight"),
         (r"model\.norm\.weight", "decoder.final_layernorm.weight"),
@@ -230,6 +240,13 @@ def without_key_offsets(network: Network) -> Network:
     return plain
 
 
+def _without_routes(network: Network) -> Network:
+    """Return a network without the choice of experts, for which MindFormers' classes have operations of their own."""
+    plain = copy.copy(network)
+    plain.operations = [each for each in network.operations if each.kind != "route"]
+    return plain
+
+
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
     """Return what MindFormers' classes lack for the model with contexts of `num_positions` tokens. Return None if they
     support it.
@@ -240,12 +257,15 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"
         )
-    lacks = unsupported_by_ascend(network, num_positions)
+    lacks = unsupported_by_ascend(_without_routes(network), num_positions)
     if lacks is not None:
         return f"MindFormers' class has no {lacks}"
     kinds = [operation.kind for operation in network.operations]
-    if kinds.count("experts") not in (0, kinds.count("attention")):
+    has_other_layers = kinds.count("experts") not in (0, kinds.count("attention"))
+    if has_other_layers and "first_k_dense_replace" not in MINDFORMERS_CLASSES[architecture].copied:
         return "MindFormers' class has no layers without experts"
+    if any(each.attributes["groups"] > 1 for each in network.operations if each.kind == "route"):
+        return "MindFormers' class chooses experts in groups by operations that MindSpore lacks on a CPU"
     for weight in without_key_offsets(network).weights:
         if weight.generate is None and mindformers_parameter(weight) is None:
             return f"MindFormers' class has no parameter for {weight.names[0]}"

@@ -11,7 +11,7 @@ from llm_serving.config.paths import Kind
 from llm_serving.config.rules import BOOLEAN, MEMORY, TEXT, choice, integer, one_of, option, path
 from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.core.enums import ExactnessName, KVCacheDtypeName, QuantizationName
+from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
 from llm_serving.models.memory import (
     MAX_SLOTS,
     PROCESS_BYTES,
@@ -263,6 +263,8 @@ def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> N
 def _check_primitives(values: Values, spec: ModelSpec) -> None:
     on_ascend = values[TARGET] == "Ascend"
     if not on_ascend and values[KERNELS] not in ("primitives", "plain"):
+        return
+    if values["model_config.implementation"] != ImplementationName.NATIVE:  # `check_implementation` has checked it
         return
     in_cells = unsupported_by_cells(spec.network)
     if in_cells is None and not on_ascend and values[KERNELS] == "plain":
