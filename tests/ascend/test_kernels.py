@@ -4,10 +4,17 @@ After an intended change, write the table with `PYTHONPATH=tests python -m ascen
 the commit.
 """
 
+import re
+from collections import defaultdict
+from pathlib import Path
+
 import pytest
 from ascend.kernels import PARTS, read_table, rows_of
 from ascend.processes import NUM_AHEAD, PROCESSES
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "ascend.md"
+LIBRARIES = {"ATB": "ATB", "MindSpore's kernels for Ascend": "internal", "CANN (aclnn)": "aclnn"}
+"""As the document names them -> as `kernels.json` does."""
 IN_TABLE = tuple(name for name, process in PROCESSES.items() if process.in_table)
 
 
@@ -24,6 +31,19 @@ def test_decode_step_uses_no_cpu_or_cann_compiled_kernel():
     for model, row in read_table().items():
         used = {*row["kernels"].values(), *row["drawing kernels"].values()}
         assert not {"CPU", "TBE"} & used, model
+
+
+def test_document_names_the_library_of_each_operation_of_the_decode_graph():
+    documented = {}
+    for library, *cells in (line[2:].split(" | ") for line in DOCUMENT.read_text().splitlines()):
+        if library in LIBRARIES:
+            documented[LIBRARIES[library]] = set(re.findall("`([A-Z]\\w+)`", cells[0]))
+    used = defaultdict(set)
+    for row in read_table().values():
+        for operation, kernel in row["kernels"].items():
+            used["aclnn" if kernel.startswith("aclnn") else kernel].add(operation)
+    del used["runtime"]  # operations without a kernel
+    assert used == documented
 
 
 def is_decode(step):
