@@ -1,11 +1,12 @@
 """Starts every family that Ascend serves in every mode: `PYTHONPATH=tests python -m ascend.all_families`.
 
 It prints a line for each mode when it ends, which takes minutes, and fails if a model does not start or a call breaks a
-rule of CANN.
+rule of CANN. `--dtype bfloat16` leaves out the modes of the other dtype.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 import tempfile
@@ -32,6 +33,9 @@ MODES: Final = (
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ascend.all_families")
+    parser.add_argument("--dtype", choices=DTYPES, help="run the modes of this dtype only")
+    only = parser.parse_args().dtype
     families = (*FAMILIES, *MORE_FAMILIES)
     failed = False
     with tempfile.TemporaryDirectory() as name:
@@ -40,7 +44,9 @@ def main() -> int:
             (folder / each).mkdir()
         cann, models = build(folder / "stubs"), write_models(folder / "models", families)
         requests = []
-        for dtype, (exactness, block_size, quantization, invariant) in itertools.product(DTYPES, MODES):
+        for dtype, (exactness, block_size, quantization, invariant) in itertools.product(
+            [only] if only else DTYPES, MODES
+        ):
             settings = {"dtype": dtype, "exactness": exactness, "block_size": block_size, "quantization": quantization}
             jobs = [
                 {"name": family, "folder": family, "steps": (DECODES[0], PROMPT), **settings} for family in families
