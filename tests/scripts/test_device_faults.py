@@ -19,7 +19,7 @@ FOUND: dict[str, tuple[list[str], str]] = {
         ["--parts", "precision", "--families", "llama2", "--dtype", "bfloat16"],
         r"llama2: an error of \d+\.\d+% of the largest logit in decode steps; 12\.0% are allowed",
     ),
-    "slow_steps": (["--parts", "steps"], r"decode, 1 requests: a step takes \d{3}\.\d ms; \d+\.\d ms are allowed"),
+    "slow_steps": (["--parts", "steps"], r"decode, 1 requests: a step takes \d{3,}\.\d ms; \d+\.\d ms are allowed"),
     "decode_window": (["--parts", "contexts"], r"2039 tokens: log-probabilities of decode steps and of prompts differ"),
     "mixed_rows": (["--parts", "answers"], r"only \d+\.\d% of the answers are right, 97% are needed"),
     "wrong_positions": (
@@ -30,7 +30,10 @@ FOUND: dict[str, tuple[list[str], str]] = {
         ["--parts", "precision", "--families", "qwen3"],
         r"qwen3: an error of \d+\.\d+% of the largest logit in prompt steps; 1\.5% are allowed",
     ),
-    "slow_prompts": (["--parts", "steps"], r"prompt of 1024 tokens: a step takes \d{4}\.\d ms; \d+\.\d ms are allowed"),
+    "slow_prompts": (
+        ["--parts", "steps"],
+        r"prompt of 1024 tokens: a step takes \d{4,}\.\d ms; \d+\.\d ms are allowed",
+    ),
     "crash": (
         ["--parts", "precision", "--families", "qwen3", "llama2"],
         r"qwen3: ended with SIGSEGV: no output; .*\.log",
