@@ -15,7 +15,7 @@ from llm_serving.core.process import command_of
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import BeamSearchParams
-from llm_serving.executor import placement
+from llm_serving.executor.worker_process import LocalProcess
 from support.factories import create_request
 from support.raising_work_agent import POISON
 from support.real_replica import RealReplica
@@ -30,20 +30,17 @@ UNKNOWN_TOKEN = 1_000_000
 @pytest.fixture(scope="module")
 def replica() -> Iterator[RealReplica]:
     """Yield a replica with the shipping WorkAgent, which raises after computing a step with the token."""
-    popen = placement.LocalProcess
 
-    def start_the_other(command: list[str], **options: Any) -> placement.LocalProcess:
+    def start_the_other(command: list[str], **options: Any) -> LocalProcess:
         shipping = command_of("llm_serving.work_agent")
         assert command[: len(shipping)] == shipping
-        return popen([sys.executable, support.raising_work_agent.__file__, *command[len(shipping) :]], **options)
+        return LocalProcess([sys.executable, support.raising_work_agent.__file__, *command[len(shipping) :]], **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "LocalProcess", start_the_other)
-        replica = RealReplica(*SETTINGS)
-        try:
-            yield replica
-        finally:
-            replica.close()
+    replica = RealReplica(*SETTINGS, process=start_the_other)
+    try:
+        yield replica
+    finally:
+        replica.close()
     assert not any(psutil.pid_exists(agent.process.pid) for agent in replica.agents)
 
 

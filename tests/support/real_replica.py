@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 from llm_serving.config import load_config
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.engine.replica import build_engine
+from llm_serving.executor import placement as local
 from llm_serving.executor.placement import Placement
 from llm_serving.executor.supervisor import LOCAL_PLACEMENT, SupervisedExecutor, WorkAgentProcess, start_work_agent
+from llm_serving.executor.worker_process import LocalProcess
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
+from support.agent_forks import ForkedProcess
 from support.server_process import ONE_THREAD
 
 MAX_STEPS = 5000
@@ -26,9 +30,17 @@ NUM_BLOCKS = 256
 class RealReplica:
     """A replica without HTTP server; must be closed."""
 
-    def __init__(self, *settings: str, model: Path = Path("demo"), placement: Placement = LOCAL_PLACEMENT) -> None:
-        """`settings` are overrides such as "pa_config.num_blocks=36"; `placement` starts the WorkAgents."""
-        self._placement = placement
+    def __init__(
+        self,
+        *settings: str,
+        model: Path = Path("demo"),
+        placement: Placement = LOCAL_PLACEMENT,
+        process: Callable[..., LocalProcess] = ForkedProcess,
+    ) -> None:
+        """`settings` are overrides such as "pa_config.num_blocks=36"; `placement` starts the WorkAgents, which are
+        processes of the class `process` if they are local.
+        """
+        self._placement, self._process = placement, process
         common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}", ONE_THREAD]
         self.config = load_config(None, [*common, *settings], model)
         self.tokenizer = Tokenizer.load(self.config.model.model_path)
@@ -83,9 +95,10 @@ class RealReplica:
         self.executor.close()
 
     def _start(self, previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-        self.agents.append(
-            start_work_agent(self.config, 0, lambda text: None, previous, timeout_s, None, self._placement)
-        )
+        with patch.object(local, "LocalProcess", self._process):
+            self.agents.append(
+                start_work_agent(self.config, 0, lambda text: None, previous, timeout_s, None, self._placement)
+            )
         return self.agents[-1]
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
