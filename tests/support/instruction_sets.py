@@ -1,6 +1,7 @@
 """The instruction sets for tests of the kernels, found without the library, which may still be compiling."""
 
 from contextlib import suppress
+from functools import cache
 
 from llm_serving.errors import KernelError
 from llm_serving.kernels.compiler import find_compiler, library_path
@@ -28,6 +29,7 @@ def isas_of_qvalues() -> list[str]:
     return [*isas(), *([EVEX] if real_isas() and is_supported(EVEX) else [])]
 
 
+@cache  # files of tests ask dozens of times when they are collected
 def _there_can_be_a_library() -> bool:
     for find in (find_compiler, library_path):  # without a compiler, a library that was built earlier is used
         with suppress(KernelError):

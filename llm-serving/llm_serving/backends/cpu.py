@@ -36,7 +36,6 @@ from llm_serving.errors import ConfigError, KernelError, ModelError, NotFiniteEr
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
-from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.library import announce_ending
 from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape, StateShape
 from llm_serving.network.weights import RowStack
@@ -47,7 +46,7 @@ _MULTIPLE = 16
 
 def load_plugin() -> None:
     """Build the operator library if needed, and register it with MindSpore, before the first operator runs."""
-    path = str(library_path())
+    path = str(library.loaded_path())
     given = os.environ.get(PLUGIN_VARIABLE)
     if given not in (None, "", path):
         raise KernelError(f"{PLUGIN_VARIABLE} must be unset or {path}, this server's operator plugin. Given: {given}")
@@ -295,7 +294,7 @@ class CpuProgram(nn.Cell):
         super().__init__()
         register = CustomRegOp("program").input(0, "table").output(0, "done").target("CPU")
         register = register.dtype_format(DataType.I64_Default, DataType.F32_Default)
-        path = f"{library_path()}:program"
+        path = f"{library.loaded_path()}:program"
         self.run = ops.Custom(path, (1,), ms.float32, "aot", reg_info=register.get_op_info())
 
     def construct(self, table: ms.Tensor) -> ms.Tensor:

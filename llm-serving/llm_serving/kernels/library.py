@@ -80,8 +80,16 @@ def done(status: int) -> int:
 
 
 @functools.cache
+def loaded_path() -> Path:
+    """Return the path of the library of this process. The first call finds or builds the library, for which it runs the
+    compiler and reads all sources. Raise the errors of `library_path`.
+    """
+    return library_path()
+
+
+@functools.cache
 def load() -> ctypes.CDLL:
-    path = library_path()
+    path = loaded_path()
     library = _open(path)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

@@ -237,7 +237,7 @@ def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
 def _compute_fingerprint(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputeFingerprint:
     if backend.name != "cpu":
         return ComputeFingerprint(kernels=backend.name, framework=framework, ranks=num_ranks)
-    sources, compiler = library_path().stem.split("_")[-2:]
+    sources, compiler = library.loaded_path().stem.split("_")[-2:]
     return ComputeFingerprint(
         kernels="primitives" if device.kernels == "primitives" else "program",
         instruction_set=library.load().llm_isa().decode(),
