@@ -92,13 +92,18 @@ def lateness(path: Path) -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Set device and operator library before the first MindSpore operator of the process, whatever test runs it."""
+    """Set device and operator library before the first MindSpore operator of the process, whatever test runs it.
+
+    Its kernels get one thread, because threads that wait for each other in loops take the cores from other processes.
+    Tests of threads set their number.
+    """
     if item.get_closest_marker("mindspore") is not None:
         import mindspore as ms
         from llm_serving.backends.cpu import load_plugin
 
         if not is_without_library():
             load_plugin()
+            library.load().llm_set_num_threads(1)
         ms.set_device("CPU", 0)
 
 
