@@ -11,7 +11,7 @@ from support.simulated_client import STATES
 from support.simulated_network import EVENTS
 from tools.simulation import run_seeds
 
-NUM_SEEDS = 350
+NUM_SEEDS = 200
 MAX_SEEDS = 1000
 """Maximum number of seeds until an injected fault must be detected."""
 FIRST_SEED_OF_EPOCHS = 250
@@ -23,7 +23,7 @@ RARE = {"preempted", "swapped", "lost"}
 def test_simulated_faults_break_no_invariant() -> None:
     totals = run_seeds(0, NUM_SEEDS)
     assert totals.events["seeds"] == NUM_SEEDS
-    assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
+    assert min(totals.events.values()) > 5, f"something hardly happens:\n{totals}"
     assert set(totals.faults) == set(FAULTS)
     assert {"drains with requests", "drains refused", "replicas that left", "replicas loaded again"} <= set(
         totals.events

@@ -55,7 +55,7 @@ from tools.mutation_faults import (
 )
 from tools.simulation import Simulation
 
-NUM_SEEDS = 12
+NUM_SEEDS = 8
 MAX_SEEDS = 96
 """Maximum number of seeds until a missing guard must be detected, because its fault may be rare."""
 
@@ -235,7 +235,8 @@ class Seeds:
             one.operator.disable()
             for replica in one.replicas:
                 replica.faults.rate = 0.0
-            one.run()
+            with patch.object(Scheduler, "check_integrity", lambda self: None):  # as in `play`
+                one.run()
             if one.totals.events[event] > 1:
                 yield seed
 
