@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -149,7 +150,7 @@ class WeightReader:
             and not tensor.read().any()
         }
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
