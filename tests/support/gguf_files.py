@@ -106,8 +106,11 @@ def q5_1(d: float, m: float, qvalues: list[int]) -> bytes:
     return half(d) + half(m) + q5_0(d, qvalues)[2:]
 
 
-def q8_0(d: float, qvalues: list[int]) -> bytes:
-    return half(d) + struct.pack("32b", *qvalues)
+def q8_0(scales: np.ndarray, qvalues: np.ndarray) -> bytes:
+    """Return blocks of 32 values: `scales` [blocks] and `qvalues` [blocks, 32]."""
+    blocks = np.empty(len(qvalues), [("d", "<f2"), ("qvalues", "i1", 32)])
+    blocks["d"], blocks["qvalues"] = scales, qvalues
+    return blocks.tobytes()
 
 
 def six_bits(scales: list[int], minima: list[int]) -> bytes:
@@ -190,9 +193,6 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     if kind == 6:
         qvalues = some(0, 32, 32)
         return q5_0(d, qvalues), [(q - 16) * d for q in qvalues]
-    if kind == 8:
-        qvalues = some(-128, 128, 32)
-        return q8_0(d, qvalues), [q * d for q in qvalues]
     if kind == 20:
         qvalues = some(0, 16, 32)
         return q4_0(d, qvalues), [IQ4_TABLE[q] * d for q in qvalues]
@@ -229,7 +229,11 @@ ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 25
 def random_matrix(kind: int, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
     """Return a random matrix of a type, and its values in float64."""
     out, width = shape
-    blocks = [random_block(kind, rng) for _ in range(out * width // ELEMENTS[kind])]
+    count = out * width // ELEMENTS[kind]
+    if kind == 8:
+        scales, qvalues = rng.uniform(0.01, 0.02, count).astype(np.float16), rng.integers(-128, 128, (count, 32))
+        return Stored(shape, kind, q8_0(scales, qvalues)), (qvalues * scales[:, None].astype(float)).reshape(shape)
+    blocks = [random_block(kind, rng) for _ in range(count)]
     values = np.array([value for _, row in blocks for value in row]).reshape(shape)
     return Stored(shape, kind, b"".join(data for data, _ in blocks)), values
 

@@ -422,4 +422,4 @@ def write_gguf(
 def _eight_bits(array: np.ndarray) -> Stored:
     rows = (array * 64).reshape(-1, ELEMENTS[8])
     assert np.array_equal(rows, np.clip(np.rint(rows), -127, 127))
-    return Stored(array.shape, 8, b"".join(q8_0(1 / 64, row.astype(int).tolist()) for row in rows))
+    return Stored(array.shape, 8, q8_0(np.full(len(rows), 1 / 64), rows))
