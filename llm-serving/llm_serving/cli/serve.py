@@ -270,9 +270,10 @@ def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen[bytes], record: ServerRecord) -> None:
-    shown = ""
+    shown, listens = "", False
     while True:
-        ready, detail = _health(record) if _listens(record) else (False, "")
+        listens = listens or _listens(record)  # reads the table of all sockets of this machine
+        ready, detail = _health(record) if listens else (False, "")
         if detail != shown:
             shown = detail
             if detail and detail != "ready":
