@@ -1,7 +1,7 @@
 """Faults of a device, injected into the processes that compute a model.
 
-Python imports this file at its start if its folder is in `PYTHONPATH`. `INJECTED_FAULT` names the fault. Processes that
-compute no model are not changed.
+Python imports this file at its start if its folder is in `PYTHONPATH`. `INJECTED_FAULTS` names the faults, separated by
+spaces. Processes that compute no model are not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-VARIABLE = "INJECTED_FAULT"
+VARIABLE = "INJECTED_FAULTS"
 COMPUTING = ("llm_serving.work_agent", "acceptance.device.precision")
 RUNNER = "llm_serving.worker.model_runner"
 SEEN = 256
@@ -53,8 +53,8 @@ def attention_scale(runner: Any) -> None:
 
 
 def slow_steps(runner: Any) -> None:
-    """Each step takes 0.3 s longer."""
-    before_each_step(runner, lambda step: time.sleep(0.3))
+    """Each decode step takes 0.3 s longer."""
+    before_each_step(runner, lambda step: time.sleep(0.3 * (len(step.token_ids) == len(step.query_lens))))
 
 
 def decode_window(runner: Any) -> None:
@@ -117,7 +117,7 @@ def crash(runner: Any) -> None:
 class _AfterImport(MetaPathFinder, Loader):
     """Calls a function with a module after it is imported."""
 
-    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
         self._name, self._call = name, call
         self._loader: Loader | None = None
 
@@ -145,5 +145,6 @@ FAULTS: dict[str, Callable[[Any], None]] = {
         *(mixed_rows, wrong_positions, lost_slots, slow_prompts, crash),
     )
 }
-if (fault := os.environ.get(VARIABLE)) and any(each in sys.orig_argv for each in COMPUTING):
-    sys.meta_path.insert(0, _AfterImport(RUNNER, FAULTS[fault]))
+if any(each in sys.orig_argv for each in COMPUTING):
+    faults = [FAULTS[name] for name in os.environ.get(VARIABLE, "").split()]
+    sys.meta_path.insert(0, _AfterImport(RUNNER, lambda runner: [fault(runner) for fault in faults]))
