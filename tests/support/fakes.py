@@ -95,6 +95,7 @@ class FakeStream:
         self._script = script
         self._next = 0
         self.finished = False
+        self.latest: RequestOutput | None = None
 
     @property
     def request_id(self) -> str:
@@ -118,7 +119,8 @@ class FakeStream:
         if last and script.raises is not None:
             raise script.raises
         self.finished = last
-        return self._output(index, last)
+        self.latest = self._output(index, last)
+        return self.latest
 
     async def aclose(self) -> None:
         if not self.finished:

@@ -103,8 +103,9 @@ class RequestDispatcher:
     # --- events of replicas -----------------------------------------------------------------------------------------
 
     def dispatch(self, pieces: list[RequestOutput]) -> None:
+        by_id = self.requests.by_id
         for piece in pieces:
-            opened = self.requests.by_id.get(piece.request_id)
+            opened = by_id.get(piece.request_id)
             if opened is None:
                 continue
             try:

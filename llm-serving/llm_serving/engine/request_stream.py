@@ -27,6 +27,8 @@ class RequestStream:
         self._reader: asyncio.Future[None] | None = None
         self.take: Callable[[RequestOutput], bool] | None = None
         """Called with each output but the last while the reader waits. If it returns False, the reader gets it."""
+        self.latest: RequestOutput | None = None
+        """The latest output that the reader or `take` got."""
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
@@ -49,6 +51,7 @@ class RequestStream:
         if self._on_waiting is not None:
             self._on_waiting(-piece.num_bytes)
         self._finished = piece.finish_reason is not None
+        self.latest = piece
         return piece
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
@@ -63,10 +66,13 @@ class RequestStream:
             self._abort(self.request_id)
 
     def put(self, piece: RequestOutput) -> None:
-        reader = self._reader if self._reader is not None and not self._reader.done() else None
+        reader = self._reader
+        if reader is not None and reader.done():
+            reader = None
         if reader is not None and self.take is not None and piece.finish_reason is None:
             try:
                 if self.take(piece):
+                    self.latest = piece
                     return
             except Exception as error:  # noqa: BLE001  raised to the reader
                 reader.set_exception(error)

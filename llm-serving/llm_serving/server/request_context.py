@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import HttpTimings
+from llm_serving.engine.request_stream import RequestStream
 from llm_serving.server.http.acceptor import network_of
 from llm_serving.server.middleware.rate_limits import Quota
 
@@ -37,13 +38,18 @@ class RequestContext:
     request_class: str = ""
     num_prompt_tokens: int = 0
     streams_per_prompt: int = 1
-    outputs: Sequence[RequestOutput | None] | None = None
-    """The latest output of each stream, in the order of the prompts. None if nothing was generated."""
+    streams: Sequence[RequestStream] = ()
+    """The request's streams, in the order of the prompts. Empty if nothing was generated."""
+
+    @property
+    def outputs(self) -> list[RequestOutput | None]:
+        """The latest output of each stream that the server sent or collected, or None."""
+        return [stream.latest for stream in self.streams]
 
     @property
     def longest_answers(self) -> list[int]:
         """For each prompt, the number of tokens of its longest stream so far."""
-        lens = [0 if output is None else output.num_output_tokens for output in self.outputs or ()]
+        lens = [0 if each.latest is None else each.latest.num_output_tokens for each in self.streams]
         return [max(lens[i : i + self.streams_per_prompt]) for i in range(0, len(lens), self.streams_per_prompt)]
 
 

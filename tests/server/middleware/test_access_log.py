@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -128,7 +129,7 @@ def test_access_line_sums_choices_and_counts_the_prompt_once():
 def test_metrics_count_the_longest_answer_of_each_prompt():
     note = RequestContext(HttpTimings(0.0), "POST", "/v1/completions", streams_per_prompt=2)
     assert note.longest_answers == []
-    note.outputs = [answer(7), answer(2), None, answer(3)]
+    note.streams = [SimpleNamespace(latest=each) for each in (answer(7), answer(2), None, answer(3))]
     assert note.longest_answers == [7, 3]
     site = Site(FakeEngine())
     site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 3, "temperature": 1})

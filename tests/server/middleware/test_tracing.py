@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.client import BadStatusLine, HTTPException
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -73,7 +74,13 @@ def noted(**times: float) -> RequestContext:
         setattr(http_timings, name, value)
     output = RequestOutput("r", "", (), (), 7, 3, 5, FinishReason.STOP, queued_s=1.5)
     return RequestContext(
-        http_timings, "POST", "/v1/completions", request_id="r", tenant="t", num_prompt_tokens=7, outputs=[output]
+        http_timings,
+        "POST",
+        "/v1/completions",
+        request_id="r",
+        tenant="t",
+        num_prompt_tokens=7,
+        streams=[SimpleNamespace(latest=output)],
     )
 
 

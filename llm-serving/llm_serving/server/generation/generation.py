@@ -57,9 +57,6 @@ class Generation:
     """Called with every output, including those of sequences that are not selected."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.latest: list[RequestOutput | None] = [None] * len(self.streams)
-
     @property
     def request_id(self) -> str:
         return self.streams[0].request_id
@@ -83,20 +80,13 @@ class Generation:
         selected = merged if self.select is None else self.select(merged)
         return selected if self.on_output is None else _observed(selected, self.on_output)
 
-    def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
-        """Call `deliver` with the choice and each new output. If it returns True, it has sent the output to the client.
-        Otherwise, `outputs` yields the output. `deliver` is not called for the final output, nor in a generation that
-        has several sequences, `select` or `on_output`. If `deliver` is None, turn the fast path off.
+    def set_fast_path(self, deliver: Callable[[RequestOutput], bool] | None) -> None:
+        """Call `deliver` with each new output. If it returns True, it has sent the output to the client. Otherwise,
+        `outputs` yields the output. `deliver` is not called for the final output, nor in a generation that has several
+        sequences, `select` or `on_output`. If `deliver` is None, turn the fast path off.
         """
-        if len(self.streams) != 1 or self.select is not None or self.on_output is not None:
-            return
-        latest, stream = self.latest, self.streams[0]
-
-        def deliver_first(output: RequestOutput) -> bool:
-            latest[0] = output
-            return deliver is not None and deliver(0, output)
-
-        stream.take = None if deliver is None else deliver_first
+        if len(self.streams) == 1 and self.select is None and self.on_output is None:
+            self.streams[0].take = deliver
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
         """Call `listener` with each change in the number of unread bytes, such as -20. If it is None, stop calling."""
@@ -106,7 +96,6 @@ class Generation:
     async def _merged(self) -> AsyncIterator[ChoiceOutput]:
         if len(self.streams) == 1:
             async for output in self.streams[0]:
-                self.latest[0] = output
                 if self.on_read is not None:
                     self.on_read(output)
                 yield ChoiceOutput(0, output)
@@ -119,7 +108,6 @@ class Generation:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                self.latest[item.choice] = item.output
                 if self.on_read is not None:
                     self.on_read(item.output)
                 yield item
@@ -130,7 +118,7 @@ class Generation:
     async def aclose(self) -> None:
         if self.on_close is not None:
             on_close, self.on_close = self.on_close, None
-            on_close(sum(output.num_output_tokens for output in self.latest if output is not None))
+            on_close(sum(each.latest.num_output_tokens for each in self.streams if each.latest is not None))
         for task in self._tasks:
             task.cancel()
         for stream in self.streams:  # before the first await, at which this task may be cancelled itself
@@ -236,7 +224,7 @@ async def submit(
         context.request_id = context.request_id or streams[0].request_id
         context.num_prompt_tokens = num_prompt_tokens
         context.streams_per_prompt = len(streams) // len(prompts)
-        context.outputs = generation.latest
+        context.streams = generation.streams
     return generation
 
 

@@ -121,7 +121,7 @@ class StreamResponse(Response):
         self._generation.report_unread_bytes(scope.get(UNSENT_KEY))
         write = scope.get(WRITE_KEY)
         if write is not None:
-            self._generation.set_fast_path(partial(write, self._chunks.chunk))
+            self._generation.set_fast_path(partial(write, partial(self._chunks.chunk, 0)))
         try:
             with contextlib.suppress(ClientGoneError):
                 await run_until_client_leaves(receive, self._send_all(send))

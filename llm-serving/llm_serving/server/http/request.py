@@ -306,15 +306,15 @@ class HttpRequest:
         self.is_complete = True
         self._connection.on_response_complete()
 
-    def write_chunk(self, to_bytes: Callable[[int, T], bytes], index: int, piece: T) -> bool:
-        """Write `to_bytes(index, piece)` to the client as one chunk, without waking the application's task. Return
-        False if nothing can be written now, because the response is not chunked or the client reads too slowly.
+    def write_chunk(self, to_bytes: Callable[[T], bytes], piece: T) -> bool:
+        """Write `to_bytes(piece)` to the client as one chunk, without waking the application's task. Return False if
+        nothing can be written now, because the response is not chunked or the client reads too slowly.
         """
-        if not (self._is_chunked and self._connection.can_write):
+        connection = self._connection
+        if not (self._is_chunked and connection.can_write):
             return False
-        body = to_bytes(index, piece)
-        if body:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if body := to_bytes(piece):
+            connection.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
     def _set_max_weight(self, num_bytes: int) -> None:

@@ -118,7 +118,7 @@ class AccessLog:
             error=context.error or None,
             suppressed=suppressed or None,
         )
-        if context.outputs is not None:
+        if context.streams:
             _add_usage(line, context, context.outputs)
             first = context.http_timings.first_token_time
             line.ttft_ms = None if first is None else _ms(first - began)

@@ -89,7 +89,7 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         root["status"] = {"code": _ERROR, "message": request.error}
     yield root
-    known = [output for output in request.outputs or () if output is not None]
+    known = [output for output in request.outputs if output is not None]
     arrived, first = http_timings.arrival_time, http_timings.first_token_time
     if not known or arrived is None:
         return
@@ -177,7 +177,7 @@ def send_to(endpoint: str) -> Send:
 
 
 def _attributes(request: RequestContext, status: int) -> list[dict[str, Any]]:
-    outputs = [output for output in request.outputs or () if output is not None]
+    outputs = [output for output in request.outputs if output is not None]
     values: dict[str, str | int] = {
         "http.request.method": request.method,
         "http.route": request.route,
@@ -192,7 +192,7 @@ def _attributes(request: RequestContext, status: int) -> list[dict[str, Any]]:
         values["gen_ai.usage.input_tokens"] = request.num_prompt_tokens
         values["gen_ai.usage.output_tokens"] = sum(output.num_output_tokens for output in outputs)
         values["gen_ai.usage.cache_read.input_tokens"] = sum(
-            output.num_cached_tokens for output in (request.outputs or ())[:: request.streams_per_prompt] if output
+            output.num_cached_tokens for output in request.outputs[:: request.streams_per_prompt] if output
         )
         reasons = sorted({str(output.finish_reason or "abort") for output in outputs})
         values["gen_ai.response.finish_reasons"] = ",".join(reasons)
