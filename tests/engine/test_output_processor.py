@@ -158,6 +158,7 @@ def test_output_processor_records_the_phases_of_a_request():
     request.first_scheduled_time = -4.0
     for token_id in (5, 6):  # at 0 and 1
         take(processor, request, token_id)
+        processor.flush_token_gaps()
     take(processor, request, 7, FinishReason.LENGTH)  # at 2
     processor.pop_output(request)
     samples = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}

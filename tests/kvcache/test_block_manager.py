@@ -43,8 +43,8 @@ def test_block_table_grows_block_by_block() -> None:
 def test_block_table_may_grow_by_the_last_free_block() -> None:
     blocks = BlockManager(num_blocks=2, block_size=4)
     admit(blocks, create_request(4, request_id="a"))
-    assert blocks.can_grow("a", 8)
-    assert not blocks.can_grow("a", 9)
+    assert blocks.grow("a", 9) is None
+    assert blocks.grow("a", 8) == 1
 
 
 def test_can_ever_fit_counts_whole_blocks() -> None:
@@ -259,9 +259,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(1, 6))
     def grow(self, data: st.DataObject, more: int) -> None:
         request = self.pick(data, self.held)
-        if self.blocks.can_grow(request.request_id, request.num_tokens + more):
+        if self.blocks.grow(request.request_id, request.num_tokens + more) is not None:
             request.output_token_ids += [900 + self.count] * more
-            self.blocks.grow(request.request_id, request.num_tokens)
             self.compute(request)
 
     @precondition(lambda self: self.held)

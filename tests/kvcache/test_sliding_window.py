@@ -211,10 +211,9 @@ class SlidingMachine(RuleBasedStateMachine):
         blocks.free_outside_window(name, request.num_computed_tokens)
         guaranteed = name in blocks._unshared
         num_tokens = request.max_num_tokens if guaranteed else request.num_tokens
-        if not blocks.can_grow(name, num_tokens):
+        if blocks.grow(name, num_tokens) is None:
             assert not guaranteed, "it takes no more than it gives back"
             return
-        blocks.grow(name, num_tokens)
         start = request.num_computed_tokens
         end = min(request.num_tokens, start + most, blocks.num_tokens_with_blocks(name))
         assert end > start, "no step is too small"

@@ -44,6 +44,8 @@ class OutputProcessor:
         self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
+        self._now: float | None = None
+        """Time of the tokens that were added since the last call of `flush_token_gaps`."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
@@ -90,7 +92,8 @@ class OutputProcessor:
             top_ids, top_logprobs = output.top.of(sample)
             logprob = float(output.logprobs[sample])
             state.logprobs += (TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs)),)
-        self.record_token_time(request)
+        if self._metrics is not None:
+            self._record_token_time(state, self._metrics)
         # A stop token is not part of the text.
         if not (token_id in request.stop_token_ids and request.status is FINISHED):
             state.text += state.detokenizer.add_token(token_id)
@@ -135,31 +138,37 @@ class OutputProcessor:
             stop_reason,
             error,
             0.0 if first is None else first - request.arrival_time,
+            vector=state.vector,
         )
         if state.prompt_logprobs:
             output.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
             state.prompt_logprobs = []
-        output.vector = state.vector
         state.text, state.token_ids, state.logprobs = "", (), ()
         return output
 
     def record_token_time(self, request: Request) -> None:
-        if self._metrics is None:
-            return
-        state, now = self._states[request.request_id], self._clock()
+        if self._metrics is not None:
+            self._record_token_time(self._states[request.request_id], self._metrics)
+
+    def _record_token_time(self, state: ProducedOutput, metrics: Metrics) -> None:
+        now = self._now
+        if now is None:
+            now = self._now = self._clock()
         if state.first_token_time is not None:
             self._gaps.append(now - state.last_token_time)
             state.last_token_time = now
             return
         state.first_token_time = state.last_token_time = now
+        request = state.request
         http_timings = request.http_timings
         if http_timings is not None and http_timings.first_token_time is None:
             http_timings.first_token_time = now
         self._event_log.first_token(request, now)
-        self._metrics.record_first_token(now - request.arrival_time, request.priority)
+        metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
         """Add the collected times between tokens to the metrics. Called once a step, because each call takes a lock."""
+        self._now = None
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

@@ -34,16 +34,17 @@ class SequenceSink:
         self._context.scheduler.add(self.request)
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        context = self._context
+        context, num_pending = self._context, len(samples)
+        processor = context.processor
         for sample in samples:
-            stop_string = context.processor.add_token(request, sample, output)
-            num_pending = samples.stop - sample - 1
+            stop_string = processor.add_token(request, sample, output)
+            num_pending -= 1
             if stop_string is not None:
                 self._finish(FinishReason.STOP, stop_string)
                 del request.output_token_ids[len(request.output_token_ids) - num_pending :]
                 request.num_new_tokens -= num_pending
                 num_pending = 0
-            context.emit(context.processor.pop_output(request, num_pending=num_pending))
+            context.emit(processor.pop_output(request, num_pending=num_pending))
             if not num_pending:
                 break
 
@@ -99,7 +100,7 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
     all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case: no set of many requests is built
     live = set() if all_are_live else set(updated) - failed
-    stop = 0
+    stop, row_errors = 0, output.row_errors
     for request, _, _, num_samples, _ in schedule.rows:
         start, stop = stop, stop + num_samples
         if not num_samples or not (all_are_live or request in live):
@@ -107,8 +108,8 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
         sink = request.sink
         if sink is None:
             continue
-        if start in output.row_errors:
-            sink.finish(FinishReason.ERROR, output.row_errors[start])
+        if start in row_errors:
+            sink.finish(FinishReason.ERROR, row_errors[start])
         else:
             sink.add_tokens(request, range(start, start + request.num_new_tokens), output)
 

@@ -64,16 +64,18 @@ class StepBuilder:
     def build(self, schedule: Schedule, number: int) -> StepInput:
         """Build the input of step `number`. Call this once for every schedule, in order."""
         requests, starts, query_lens, *_ = zip(*schedule.rows, strict=True)
+        num_computed = np.array(starts, np.int32)
         token_ids: list[int] = []
         if not schedule.has_draft_tokens and schedule.num_tokens == schedule.num_samples == len(requests):
+            previous = self._previous_samples
             for request, start in zip(requests, starts, strict=True):  # each computes its latest token
                 output = request.output_token_ids
                 if start >= len(request.prompt_token_ids) + len(output):  # still on the device: the reference, inlined
-                    token_ids.append(-1 - self._previous_samples[request])
+                    token_ids.append(-1 - previous[request])
                 else:
                     token_ids.append(output[-1] if output else request.prompt_token_ids[start])
             sampled: list[_Sample] = list(zip(requests, repeat(0), strict=False))
-            positions = np.array(starts, np.int32) + np.int32(1)
+            positions = num_computed + np.int32(1)
             result_tokens = np.zeros((len(requests), len(ResultToken._fields)), np.int32)  # of kind TOKEN
             result_tokens[:, 0] = np.arange(len(requests))
         else:
@@ -111,7 +113,7 @@ class StepBuilder:
             step=number,
             token_ids=np.array(token_ids, np.int32),
             query_lens=np.array(query_lens, np.int32),
-            num_computed=np.array(starts, np.int32),
+            num_computed=num_computed,
             block_tables=block_tables,
             block_epochs=block_epochs,
             result_tokens=result_tokens,
@@ -123,9 +125,10 @@ class StepBuilder:
             adapters=adapters,
             allowed_follow=self._params.has_matchers,
         )
-        self._previous_samples = {}
-        for index, (request, _) in enumerate(sampled):
-            self._previous_samples[request] = index
+        if self._params.samples is sampled:  # they differ from those of the previous step
+            self._previous_samples = {}
+            for index, (request, _) in enumerate(sampled):
+                self._previous_samples[request] = index
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:

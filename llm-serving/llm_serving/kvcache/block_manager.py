@@ -153,12 +153,16 @@ class BlockManager(RequestBlocks):
                 self.pool.free((block_id,), early=not is_kept)
         return count
 
-    def can_grow(self, request_id: str, num_tokens: int) -> bool:
-        return self._num_missing_blocks(self.tables[request_id], num_tokens) <= self.pool.num_free_blocks
+    def grow(self, request_id: str, num_tokens: int) -> int | None:
+        """Allocate the blocks that the request lacks for its first `num_tokens` tokens.
 
-    def grow(self, request_id: str, num_tokens: int) -> int:
-        tables = self.tables[request_id]
-        missing = self._num_missing_blocks(tables, num_tokens)
+        Return their number, or None if too few blocks are free.
+        """
+        tables, num_entries, missing = self.tables[request_id], self.num_blocks_for(num_tokens), 0
+        for table, most in zip(tables, self.max_blocks, strict=True):
+            missing += max(0, min(num_entries, table.start + most) - len(table.ids))
+        if missing > self.pool.num_free_blocks:
+            return None
         if missing:
             self._allocate(tables, num_tokens)
         return missing
@@ -368,14 +372,6 @@ class BlockManager(RequestBlocks):
             max(table.start, window.first_block(num_tokens, self.block_size))
             for window, table in zip(self.groups.windows, self.tables[request_id], strict=True)
         ]
-
-    def _num_missing_blocks(self, tables: Tables, num_tokens: int) -> int:
-        num_entries, most, table = -(-num_tokens // self.block_size), self.max_blocks, tables[0]
-        missing = max(0, min(num_entries, table.start + most[0]) - len(table.ids))
-        for group in range(1, self.num_groups):
-            table = tables[group]
-            missing += max(0, min(num_entries, table.start + most[group]) - len(table.ids))
-        return missing
 
     def _allocate(self, tables: Tables, num_tokens: int) -> None:
         num_entries = self.num_blocks_for(num_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
@@ -145,8 +146,8 @@ class Metrics(Collector):
         observe = self._inter_token.observe
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += len(seconds)
-            for each in seconds:
-                observe(each)
+            for each, count in Counter(seconds).items():  # most tokens of a step have the same time
+                observe(each, count)
 
     def record_finished(
         self,

@@ -57,12 +57,11 @@ class Preemptor:
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
-        while not self._slots.can_grow(request):
+        while not self._slots.grow(request):
             victim = next(other for other in preemption_order(self._slots.running) if not self._keeps_slot(other))
             self.preempt(victim, plan, request)
             if victim is request:
                 return False
-        self._slots.grow(request)
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:

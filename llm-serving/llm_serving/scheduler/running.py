@@ -86,16 +86,17 @@ class RunningSlots:
         self.slots_by_class = dict.fromkeys(self.slots_by_class, 0)
         self.blocks_by_class = dict.fromkeys(self.blocks_by_class, 0)
 
-    def grow(self, request: Request) -> None:
+    def grow(self, request: Request) -> bool:
+        """Allocate the blocks that a running request lacks. Return False if too few are free."""
         num_new = self._blocks.grow(request.request_id, self.num_tokens_to_allocate(request))
+        if num_new is None:
+            return False
         self.blocks_by_class[request.request_class.name] += num_new
+        return True
 
     def free_outside_window(self, request: Request) -> None:
         num_freed = self._blocks.free_outside_window(request.request_id, request.num_computed_tokens)
         self.blocks_by_class[request.request_class.name] -= num_freed
-
-    def can_grow(self, request: Request) -> bool:
-        return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
 
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
         num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
