@@ -175,7 +175,7 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
         ("granite", {"granite.attention.key_length": 0}, "`granite.attention.key_length` must be an integer >= 1"),
         ("qwen3moe", {"qwen3moe.block_count": number("<f", np.inf)}, "`num_hidden_layers` must be an integer"),
         ("qwen3moe", {"qwen3moe.expert_used_count": number("<f", np.inf)}, "`num_experts_per_tok` must be an integer"),
-        ("glm4", {"glm4.rope.dimension_count": 40}, "`glm4.rope.dimension_count` must be the 32 elements of a head"),
+        ("glm4", {"glm4.rope.dimension_count": 40}, "`glm4.rope.dimension_count` must be 32, the size of a head"),
         ("qwen3", {"qwen3.rope.scaling.yarn_attn_factor": 2.0, "qwen3.rope.scaling.type": "yarn"}, "must be 1"),
     ],
 )

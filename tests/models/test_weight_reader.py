@@ -233,7 +233,7 @@ def test_safetensors_refuses_duplicate_names(tmp_path):
     for name in ("model-1", "model-2"):
         write_safetensors(tmp_path / f"{name}.safetensors", {"b": A})
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"model-2.safetensors: tensor b occurs twice: .*model-1"):
+    with pytest.raises(ModelError, match=r"model-2.safetensors: tensor b occurs twice, also in .*model-1"):
         WeightReader(tmp_path)
 
 
