@@ -30,7 +30,7 @@ def test_registry_finds_changed_and_removed_files(tmp_path: Path) -> None:
 
 def test_a_model_without_slots_gets_no_adapter(tmp_path: Path) -> None:
     write_adapter(tmp_path, DEMO_SPEC, targets=("q_proj",))
-    with pytest.raises(ModelError, match="or `lora_config.lora_modules` to enable them"):
+    with pytest.raises(ModelError, match=r"or `lora_config\.lora_modules` to enable them"):
         AdapterRegistry(ServingConfig(), DEMO_SPEC).read("a", tmp_path)
 
 
