@@ -58,7 +58,7 @@ def record(folder: Path, num_requests: int) -> Recording:
         asyncio.run(_load(server, num_requests))
     finally:
         server.stop()
-    found = re.search(r"replica-0: recorded (\d+) events and (\d+) decisions; hash ([0-9a-f]{16})", server.log)
+    found = re.search(r"replica-0: ended the recording events=(\d+) decisions=(\d+) hash=([0-9a-f]{16})", server.log)
     assert found is not None, server.log
     (path,) = folder.glob("*.rec")
     return Recording(path, int(found[1]), int(found[2]), found[3])

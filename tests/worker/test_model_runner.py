@@ -188,7 +188,7 @@ def test_blocks_move_before_the_step_computes(swapping_runner, greedy_tokens):
 def test_an_invalid_move_stops_its_step(swapping_runner, greedy_tokens):
     swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
     wrong = (BlockMoveKind.COPY, 0, 8), (BlockMoveKind.SWAP_OUT, 0, 2)
-    with pytest.raises(WorkerError, match=r"`num_swap_blocks` 2\. Given: 2"):
+    with pytest.raises(WorkerError, match=r"`num_swap_blocks` = 2\. Given: 2"):
         swapping_runner.execute(step_input([(PROMPT[::-1], 0, [8, 1])], step=1, moves=wrong))
     output = swapping_runner.execute(step_input([(greedy_tokens[:1], 21, [8, 1])], step=2))
     assert output.token_ids.tolist() == greedy_tokens[1:2]
@@ -203,7 +203,7 @@ def test_an_invalid_row_stops_the_moves_of_its_step(swapping_runner, greedy_toke
 
 
 def test_a_swap_without_a_host_pool_is_rejected(runner):
-    with pytest.raises(WorkerError, match=r"below `num_swap_blocks` 0\. Given: 0"):
+    with pytest.raises(WorkerError, match=r"below `num_swap_blocks` = 0\. Given: 0"):
         runner.execute(step_input([(PROMPT, 0, [8, 1])], moves=[(BlockMoveKind.SWAP_OUT, 8, 0)]))
 
 

@@ -40,10 +40,8 @@ class ConstraintMatcher(Protocol):
     ) -> list[Int32Array]: ...
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
-        """Return at most `count` draft tokens that the constraint allows.
-
-        These are the given draft tokens before the first forbidden one, and after them tokens that the constraint
-        forces because it allows no other.
+        """Return at most `count` tokens: the given draft tokens before the first forbidden one, then tokens that the
+        constraint forces because it allows no other.
         """
 
 
@@ -67,8 +65,7 @@ class DiskPrefix(NamedTuple):
 class Transfer:
     """The KV blocks of a migrating request in the transfer pool, and the request's history.
 
-    The blocks do not change until the importing replica releases them. If there are no blocks, that replica recomputes
-    all tokens.
+    The blocks do not change until the importing replica releases them. Without blocks, it recomputes all tokens.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -225,10 +222,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def has_prompt_results(self) -> bool:
-        """Whether the prompt itself gives a result: log-probabilities or a vector.
-
-        This is also true for a request that generates no token, because the end of its prompt finishes it.
-        """
+        """Whether the prompt itself gives a result (log-probabilities or a vector), or its end finishes the request."""
         return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
@@ -301,10 +295,7 @@ class Request(ScheduledRequest):
 
     @classmethod
     def derived(cls, request: ClientRequest, **changes: Any) -> Request:
-        """Return a new request with the same `ClientRequest` fields as `request`, but without its parent (`fork_of`).
-
-        `changes`: fields that get other values.
-        """
+        """Return a new request with the `ClientRequest` fields of `request`, no parent, and the values in `changes`."""
         values = {each.name: getattr(request, each.name) for each in fields(ClientRequest)}
         return cls(**{**values, "fork_of": None, **changes})
 

@@ -43,8 +43,7 @@ class Engine(EngineRequests):
     """Runs the steps of a replica: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
 
     If the executor allows it, the next step is formed while the WorkAgent computes the current one. Observers
-    (`StepObserver`) see every step. Listeners (`EngineListener`) get the events on which other parts of the server act,
-    such as migrations.
+    (`StepObserver`) see every step. Listeners (`EngineListener`) get the events on which other parts of the server act.
 
     Args (`EngineRequests` explains the others):
         restart_wait_s: Maximum seconds that requests wait while the WorkAgent restarts.
@@ -242,10 +241,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether to form the next step only after the replies to all steps in flight.
-
-        A step that is formed earlier has no draft tokens, and omits requests that need their latest token.
-        """
+        """Return whether the next step waits for replies. Formed earlier, it has no drafts and omits some requests."""
         if self._max_steps_in_flight == 1:
             return True
         if self._drafter is not None and self._drafter.pays:

@@ -121,10 +121,7 @@ class BlockPool:
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError if the reference counts are wrong, or if a block is lost or a hash is inconsistent.
-
-        `references`: the block id of each reference, so a block with two references occurs twice.
-        """
+        """Raise AssertionError if counts differ from `references` (a block id for each), or a block or hash is lost."""
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1

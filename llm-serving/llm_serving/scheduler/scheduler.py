@@ -113,10 +113,7 @@ class Scheduler:
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step, or return None if no request can be computed.
-
-        `now`: seconds, by the clock of `Request.arrival_time`.
-        """
+        """Form the next step, or return None if no request can be computed. `now`: seconds, like `arrival_time`."""
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -161,9 +158,7 @@ class Scheduler:
         )
 
     def _end_step(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Count a formed step for all waiting requests. Return how many requests have waited, or been left out of
-        steps, for longer than their bound (`Schedule.num_bound_violations`).
-        """
+        """Count a formed step for all waiting requests. Return how many requests exceed their bound because of it."""
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
         num_violations = self.decode.count_gap_violations(plan, running, has_prompts)

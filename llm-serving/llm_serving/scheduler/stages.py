@@ -135,10 +135,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return in how many seconds the waiting requests are admitted although they do not fill a batch.
-
-        Return 0 if they are admitted now, because they fill a batch or have waited `batch_waiting_time`.
-        """
+        """Return in how many seconds the waiting requests are admitted even if they do not fill a batch; 0 is now."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -195,10 +192,7 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit requests in order until one does not fit, or is of the class `before` or of a later class.
-
-        `capped`: see `_schedule_prefill`.
-        """
+        """Admit requests in order until one does not fit, or is of the class `before` or of a later class."""
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:
@@ -255,10 +249,7 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add at most `max_long_prefill_tokens` tokens of a request's prompt to the step.
-
-        If the step had room for more of them, append the request to `capped`.
-        """
+        """Add at most `max_long_prefill_tokens` tokens of a prompt. If more fit, append the request to `capped`."""
         if self._limits.whole_prompts:
             if request.num_tokens <= plan.budget:
                 plan.add_prefill(request, request.num_tokens)
