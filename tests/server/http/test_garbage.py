@@ -46,6 +46,7 @@ def left_behind(act, settle):
         act()  # the first fill caches
     settle()
     gc.collect()
+    gc.freeze()  # what earlier tests still hold, which their threads may release during the runs
     gc.disable()
     try:
         for _ in range(20):
