@@ -119,8 +119,7 @@ class FakeStream:
         if last and script.raises is not None:
             raise script.raises
         self.finished = last
-        self.latest = self._output(index, last)
-        return self.latest
+        return self._output(index, last)
 
     async def aclose(self) -> None:
         if not self.finished:

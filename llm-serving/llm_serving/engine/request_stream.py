@@ -28,7 +28,7 @@ class RequestStream:
         self.take: Callable[[RequestOutput], bool] | None = None
         """Called with each output but the last while the reader waits. If it returns False, the reader gets it."""
         self.latest: RequestOutput | None = None
-        """The latest output that the reader or `take` got."""
+        """The latest output that the response got: from `take`, or from its generator, which sets this attribute."""
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
@@ -51,7 +51,6 @@ class RequestStream:
         if self._on_waiting is not None:
             self._on_waiting(-piece.num_bytes)
         self._finished = piece.finish_reason is not None
-        self.latest = piece
         return piece
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.request_stream import RequestStream
 from llm_serving.server.generation.generation import ClientGoneError, Generation, run_until_client_leaves
 from support.fakes import FakeEngine, FakeStream, Script, Submitted
 
@@ -71,3 +74,20 @@ def test_cancelled_close_still_aborts_the_requests():
         return engine.aborted
 
     assert asyncio.run(run()) == ["request-0", "request-1"]
+
+
+def test_outputs_that_a_response_did_not_get_are_not_counted():
+    async def read_one() -> None:
+        streams = [RequestStream(name, lambda request_id: None) for name in "ab"]
+        charged: list[int] = []
+        generation = Generation(streams, on_close=charged.append)
+        outputs = generation.outputs()
+        for stream in streams:
+            for count in (1, 2, 3):
+                stream.put(RequestOutput("r", "x", (1,), (), 3, 0, count, FinishReason.LENGTH if count == 3 else None))
+        await anext(outputs)  # the tasks that merge the streams read further ahead
+        await generation.aclose()
+        assert charged == [1]
+        assert sorted(each.latest is None for each in streams) == [False, True]
+
+    asyncio.run(read_one())

@@ -96,6 +96,7 @@ class Generation:
     async def _merged(self) -> AsyncIterator[ChoiceOutput]:
         if len(self.streams) == 1:
             async for output in self.streams[0]:
+                self.streams[0].latest = output
                 if self.on_read is not None:
                     self.on_read(output)
                 yield ChoiceOutput(0, output)
@@ -108,6 +109,7 @@ class Generation:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
+                self.streams[item.choice].latest = item.output
                 if self.on_read is not None:
                     self.on_read(item.output)
                 yield item
