@@ -81,6 +81,12 @@ def test_unsupported_by_mindformers_refuses_groups_of_experts():
     assert reason == "MindFormers' class chooses experts in groups by operations that MindSpore lacks on a CPU"
 
 
+def test_unsupported_by_mindformers_refuses_a_normalised_single_expert():
+    spec = spec_of("qwen3-moe", num_experts_per_tok=1, norm_topk_prob=True)
+    reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)
+    assert reason == "MindFormers' class does not normalise the weight of a single expert"
+
+
 def test_mindformers_llama_supports_attention_biases():
     spec = spec_of("llama2", attention_bias=True)
     assert len(without_key_offsets(spec.network).weights) < len(spec.network.weights)

@@ -232,19 +232,26 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
         "use_flash_attention": True,
         "softmax_compute_dtype": "float32",
         **dict.fromkeys(types, dtype),
-        **_expert_arguments(spec.network, dtype),
+        **_expert_arguments(spec.network, dtype, classes.num_experts),
         **classes.config_arguments,
-        **{key: c.config[key] for key in classes.copied if c.has(key)},
+        **{key: _typed(c, key) for key in classes.copied if c.has(key)},
     }
 
 
-def _expert_arguments(network: Network, dtype: str) -> Mapping[str, Any]:
+def _typed(c: ConfigReader, key: str) -> Any:
+    """Return a value of config.json, with a number that is written as text converted to a number."""
+    return c.number(key) if isinstance(c.config[key], str) else c.config[key]
+
+
+def _expert_arguments(network: Network, dtype: str, num_experts: str) -> Mapping[str, Any]:
+    """`num_experts` is the name of the argument for the number of experts."""
     found: dict[str, Any] = {}
     for each in network.operations:
         if each.kind == "route":
             found |= {"num_experts_per_tok": each.attributes["top_k"], "norm_topk_prob": each.attributes["normalise"]}
         elif each.kind == "experts":
             found |= {"moe_intermediate_size": each.weights["down"].shape[1], "moe_router_dtype": dtype}
+            found[num_experts] = each.attributes["experts"]
         elif each.kind == "linear" and ".shared_experts.down_proj." in each.weights["weight"].names[0]:
             found["moe_shared_expert_intermediate_size"] = each.weights["weight"].shape[1]
     return found

@@ -130,6 +130,8 @@ class MindFormersClass(NamedTuple):
     config_arguments: Mapping[str, Any] = {}
     copied: tuple[str, ...] = ()
     """Keys of config.json that MindFormers' class reads as they are."""
+    num_experts: str = "num_experts"
+    """Argument for the number of experts."""
 
 
 _QWEN2: Final = MindFormersClass(
@@ -149,7 +151,6 @@ _QWEN3_MOE: Final = MindFormersClass(
     "Qwen3MoeConfig",
     "mindformers.models.qwen3_moe.modeling_qwen3_moe_infer",
     "InferenceQwen3MoeForCausalLM",
-    copied=("num_experts",),
 )
 _WHOLE_HEADS_ROTATE: Final = {"partial_rotary_factor": 1.0, "rotary_cos_format": "rotate_half"}
 """Queries and keys arrive in the layout in which whole heads rotate; elements that do not rotate have cosine 1."""
@@ -166,7 +167,8 @@ _GLM4_MOE: Final = MindFormersClass(
     "mindformers.models.glm4_moe.modeling_glm4_moe_infer",
     "InferenceGlm4MoeForCausalLM",
     {**_WHOLE_HEADS_ROTATE, "n_group": None, "topk_group": None},
-    ("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"),
+    ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"),
+    "n_routed_experts",
 )
 MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
@@ -264,8 +266,11 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
     has_other_layers = kinds.count("experts") not in (0, kinds.count("attention"))
     if has_other_layers and "first_k_dense_replace" not in MINDFORMERS_CLASSES[architecture].copied:
         return "MindFormers' class has no layers without experts"
-    if any(each.attributes["groups"] > 1 for each in network.operations if each.kind == "route"):
+    routes = [each.attributes for each in network.operations if each.kind == "route"]
+    if any(each["groups"] > 1 for each in routes):
         return "MindFormers' class chooses experts in groups by operations that MindSpore lacks on a CPU"
+    if any(each["top_k"] == 1 and each["normalise"] for each in routes):
+        return "MindFormers' class does not normalise the weight of a single expert"
     for weight in without_key_offsets(network).weights:
         if weight.generate is None and mindformers_parameter(weight) is None:
             return f"MindFormers' class has no parameter for {weight.names[0]}"
