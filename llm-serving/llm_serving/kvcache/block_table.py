@@ -141,7 +141,7 @@ class PrefixSearch:
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
         """Return the tables of the longest prefix that can be shared.
 
-        `is_checkpoint(hash)` tells whether a recurrent state is stored after the block with this hash, so that a prefix
+        `is_checkpoint(hash)` is true if a recurrent state is stored after the block with this hash, so that a prefix
         may end with the block. It is None if the model has no such states. A prefix may then end with any block.
         """
         found: list[list[int]] = []

@@ -68,7 +68,7 @@ class StateSlots:
 
         The request stores a checkpoint after the last full block of its prompt. It stores another one after the cached
         prefix, because later requests probably share this prefix. `hashes`: hashes of all blocks that the request may
-        share, or None if it uses no checkpoints. `is_cached(hash)` tells whether the KV block with this hash is cached.
+        share, or None if it uses no checkpoints. `is_cached(hash)` returns whether the block with this hash is cached.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:

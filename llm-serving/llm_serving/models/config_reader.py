@@ -35,7 +35,7 @@ _LEAST_NUMBER: Final = 1e-30
 
 class ConfigReader:
     """Reads typed values from an untrusted mapping. A key with the value null counts as absent. An invalid value raises
-    ModelError. `of_mtp` tells a model family to describe its MTP layer (`models.layers`) instead of the main network.
+    ModelError. With `of_mtp`, a model family describes its MTP layer (`models.layers`) instead of the main network.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, *, of_mtp: bool = False) -> None:

@@ -18,7 +18,7 @@ MAX_POSITIONS: Final = 2**31 - 1
 @dataclass(frozen=True)
 class ContextLengths:
     """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. If RoPE scaling makes the
-    maximum longer than `max_position_embeddings`, `reason` tells the user how it was computed.
+    maximum longer than `max_position_embeddings`, `reason` states how it was computed.
     """
 
     default: int

@@ -113,7 +113,7 @@ def _deepseek32(reader: MetadataReader, config: Config) -> None:
 
 
 def _glm_dsa(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have an indexer. If the file has no such list, the context length tells the model. From 2^20
+    """Read which layers have an indexer. If the file has no such list, the context length shows the model. From 2^20
     tokens on it is GLM-5.2, where only some layers have an indexer. In GLM-5 and 5.1 every layer has one.
     """
     _deepseek32(reader, config)

@@ -71,7 +71,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention:
-    """Adds the latent attention of a layer to a network. `interleaved` tells whether adjacent elements rotate together
+    """Adds the latent attention of a layer to a network. `interleaved`: whether adjacent elements rotate together
     in the checkpoint.
     """
 

@@ -289,7 +289,7 @@ class NgramProposer:
         """Compare new output tokens with the drafts, and look up new drafts.
 
         Return whether any lookup was expected to gain more than it cost. `num_steps`: number of steps since the last
-        update. `could_pay()` tells whether drafts with the highest acceptance rate would raise the throughput.
+        update. `could_pay()` returns whether drafts with the highest acceptance rate would raise the throughput.
         """
         for request, drafts in list(self.matched.items()):
             if not drafts.compare(request.output_token_ids):
