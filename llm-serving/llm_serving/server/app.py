@@ -72,7 +72,6 @@ OPENAPI_PATH: Final = "/openapi.json"
 class Site:
     public: Accounting
     internal: InternalClient
-    """Sends stored requests, such as lines of batches, to the routes of `application`."""
     models: ServedModels
 
     @property

@@ -65,7 +65,6 @@ def api_key_of(connection: HTTPConnection) -> ApiKey | None:
 
 
 def quota_of(connection: HTTPConnection) -> Quota | None:
-    """Return the rate limits of the client's API key. Return None if there are no limits or no keys."""
     quota: Quota | None = connection.scope.get(QUOTA_KEY)
     return quota
 

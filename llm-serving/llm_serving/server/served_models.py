@@ -352,7 +352,6 @@ def health_of_all(models: ServedModels) -> EngineHealth:
 
 
 async def _carry_adapters(before: AsyncEngine, after: AsyncEngine) -> None:
-    """Load the adapters that were loaded into `before` at run time also into `after`, the engine that replaces it."""
     carried: set[str] = set()
     while missing := [
         each for each in before.adapters.by_name.values() if each.name not in {*after.adapters.by_name, *carried}
