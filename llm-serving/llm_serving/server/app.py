@@ -58,9 +58,8 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (20_000, 1, 20)
-"""Thresholds of Python's garbage collector. A burst of 128 requests allocates about 20,000 objects that are still in
-use, so a lower first threshold would search them in vain. Full collections, which take 0.1 s with many connections, are
-rare.
+"""Thresholds of Python's garbage collector. A burst of 128 requests allocates about 20,000 objects that stay in use, so
+a lower first threshold would search them in vain. Full collections (0.1 s with many connections) are rare.
 """
 SWITCH_INTERVAL_S: Final = 0.0005
 """Seconds after which a thread must give the GIL to a waiting event loop. Python's default is 5 ms."""
@@ -91,11 +90,7 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the server's applications for an engine and for the engines of further models, `others`.
-
-    If `accepted` is None, create the table of accepted requests. `open_model` opens a model at run time. It is None if
-    the server has one model.
-    """
+    """Return the applications for `engine` and the models `others`. `open_model` is None if there is one model."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -162,9 +157,7 @@ def _encoded_document(*, with_keys: bool) -> bytes:
 
 @dataclass(eq=False)
 class Application:
-    """Passes each request to its route, or responds with 404 or 405. Unlike Starlette's application it does not wrap
-    `send`, which would cost time for each chunk of a stream.
-    """
+    """Passes a request to its route. Unlike Starlette, it does not wrap `send`, which would slow each chunk."""
 
     routes: InitVar[Sequence[Route]]
     responses: ResponseStore
@@ -193,12 +186,9 @@ class Application:
 
 
 def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
-    """Serve HTTP on the configured address, with an engine that this call starts and stops. Return 0 after an orderly
-    end.
-
-    The port is bound first; `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
-    running requests finish within `shutdown_timeout_s`, the second one aborts them. Raise ConfigError if the
-    configuration or the environment does not allow serving, or the error of an engine that has failed.
+    """Start the engine, serve HTTP on the configured address, and stop the engine. Return 0 after an orderly end. The
+    port is bound first; `/health` responds with 503 while the engine loads. Signals act as in `HttpServer.run_within`.
+    Raise ConfigError if configuration or environment do not allow serving, or the error of an engine that has failed.
     """
     serving = engine.config.serving
     check_variables(serving)
@@ -333,9 +323,8 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Open the configured batch database. If `path` is given, open the database `path` instead and do not limit the
-    bytes of answers. Return None if there is no database to open. `ask` sends the request of a line to the server's
-    routes. Raise ConfigError if the database cannot be used.
+    """Open the configured batch database, or `path` without a limit on the bytes of answers. Return None if neither is
+    given. `ask` sends a line's request to the server's routes. Raise ConfigError if the database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path

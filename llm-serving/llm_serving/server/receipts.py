@@ -39,9 +39,8 @@ class ReceiptIssuerProtocol(Protocol):
 
 
 class ReceiptHook:
-    """Loads the issuer of receipts for the first request that needs a receipt, or at the start of the server.
-
-    Create the hook before the model is loaded, because it records the state of the model's files. Raise ConfigError if
+    """Loads the issuer of receipts for the first request that needs a receipt, or at the start of the server. Create
+    the hook before the model is loaded, because it records the state of the model's files. Raise ConfigError if
     `serving_config.receipts` is `at_start` and the package is not installed.
     """
 

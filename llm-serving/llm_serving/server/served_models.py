@@ -59,9 +59,7 @@ class OpenedModel(NamedTuple):
 
 
 OpenModel = Callable[[ServingConfig, int], OpenedModel]
-"""(configuration, bytes of free memory that other models will use) -> the opened model.
-Raises LLMServingError if it cannot be used or does not fit into memory.
-"""
+"""(configuration, bytes of memory for other models) -> the opened model. Raises LLMServingError if it is unusable."""
 
 
 class ServedModel:
@@ -236,9 +234,7 @@ class ServedModels:
         logger.info("model %s is loaded", name)
 
     async def replace(self, config: ServingConfig) -> None:
-        """Load a model again, with the adapters that were loaded at run time. When the new model's replicas are ready,
-        it gets all new requests, and the old model drains.
-        """
+        """Load a model again with its adapters. When it is ready, it gets all new requests and the old one drains."""
         before = self.check_served(config.model.model_name)
         with self._changing_to(config), before.engine.lifecycle.exclusive():
             _check_serves(before)

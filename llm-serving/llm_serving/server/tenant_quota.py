@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TenantQuota:
-    """Limits the bytes of each tenant to the number of bytes that are still free, so that no tenant can fill the store.
-    These are dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
-    switches", 1998).
+    """Limits the bytes of each tenant to the bytes that are still free, so that no tenant can fill the store: dynamic
+    thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998).
     """
 
     num_bytes: int

@@ -58,9 +58,7 @@ def page_routes() -> list[Route]:
 
 
 async def _lead_to_page(request: Request) -> Response:
-    """Redirect a browser to the page. The address is relative, because a proxy may add a prefix to the path. Respond
-    with 405 to a client that does not accept HTML.
-    """
+    """Redirect a browser to the page, by a relative address, as proxies may add a prefix. Other clients get 405."""
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
     request_context_of(request).route = PATH
