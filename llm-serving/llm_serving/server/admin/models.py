@@ -37,7 +37,6 @@ async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Read the YAML and load a served model again. Until the new replicas are ready, requests go to the old ones."""
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)
     await models.replace(await _config(engine, name))
@@ -45,7 +44,6 @@ async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def unload_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Refuse new requests of a model. It stops after its last request."""
     models, name = _models(http_request), http_request.path_params["model"]
     models.unload(name)
     return json_response(ModelChanged(name, "draining"))
