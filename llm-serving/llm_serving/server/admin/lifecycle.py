@@ -32,9 +32,7 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameter -> JSON schema. `running` says what happens to accepted requests, `new_requests` to new ones. The
-first value of each is the default.
-"""
+"""Query parameter -> JSON schema: what happens to accepted (`running`) and new requests. The default is first."""
 
 
 class Sleeping(Struct):

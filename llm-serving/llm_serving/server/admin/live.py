@@ -143,9 +143,7 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return `Request.sequence` of each waiting, running or just ended request of a tenant. Return None if `tenant` is
-    None, because then all requests are visible.
-    """
+    """Return `Request.sequence` of a tenant's unfinished and just ended requests. None means all requests."""
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]

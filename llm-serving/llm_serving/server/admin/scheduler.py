@@ -103,9 +103,7 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """Replace the block id in each `group` by a number from 0. Requests that share their first block have the same
-    `group`. Clients must not see the block id, because it shows the activity of other tenants.
-    """
+    """Replace the block id in each `group` by a number, because block ids show the activity of other tenants."""
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))
