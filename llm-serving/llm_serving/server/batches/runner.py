@@ -143,7 +143,6 @@ class Batches:
         return ended
 
     async def _start_next(self, tenant: str) -> None:
-        """Start the tenant's oldest batches, up to `MAX_AT_ONCE`. Retry while the store cannot be read."""
         while True:
             try:
                 oldest = await self.stored(BatchStore.unfinished, tenant, MAX_AT_ONCE + len(self._failed))
