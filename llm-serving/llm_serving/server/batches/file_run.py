@@ -27,11 +27,10 @@ async def answer_file(
     on_progress: Callable[[RequestCounts], None],
     failure: Callable[[], LLMServingError | None],
 ) -> RequestCounts:
-    """Answer the lines of `source`, or continue an interrupted run. Write the answers to `target` and failed lines to
-    `TARGET.errors`, in the order of the lines. `batches` must use the database `TARGET.unfinished`.
-
-    Raise ConfigError if the input is invalid or differs from that of the interrupted run. During the run, poll
-    `failure()` and raise the error that it returns.
+    """Answer the lines of `source`, or continue an interrupted run. Write answers to `target` and failed lines to
+    `TARGET.errors`, in the order of the lines. `batches` must use the database `TARGET.unfinished`. Raise ConfigError
+    if the input is invalid or has changed since the interrupted run. Raise the error that `failure()`, polled during
+    the run, returns.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)

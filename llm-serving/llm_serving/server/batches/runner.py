@@ -209,9 +209,7 @@ class Batches:
         await self.stored(BatchStore.finish, batch, tenant, unanswered, now)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
-        """Answer the remaining lines until the batch is complete, cancelled or expired. Return its final status, and
-        the error for lines that have no answer. The error is None if all have one.
-        """
+        """Answer lines until the batch ends. Return its final status and the error of lines without an answer."""
         work = asyncio.create_task(self._answer_lines(batch.id, tenant))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
@@ -375,9 +373,7 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
 
 
 def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, text) of each line that is not blank. Of a line that exceeds `MAX_LINE_BYTES`, the text may
-    be only the beginning, which also exceeds the limit.
-    """
+    """Yield (number from 1, text) of nonblank lines. A text above `MAX_LINE_BYTES` may be cut, but still exceeds it."""
     rest, number = b"", 0
     for piece in chain(pieces, [b"\n"]):
         *whole, rest = (rest + piece).split(b"\n")

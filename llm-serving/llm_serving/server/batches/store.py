@@ -119,9 +119,7 @@ class BatchStore:
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """Return up to `limit` files that are older than the file `after`, newest first. If `tenant` or `purpose` is
-        not None, return only files with this tenant or purpose.
-        """
+        """Return up to `limit` files older than `after`, newest first. A `tenant` or `purpose` of None matches all."""
         if after is not None:
             self.file(after, tenant)
         query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -181,9 +179,7 @@ class BatchStore:
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """Return up to `limit` batches that are older than the batch `after`, newest first. If `tenant` is not None,
-        return only batches of this tenant.
-        """
+        """Return up to `limit` batches older than batch `after`, newest first. A `tenant` of None matches all."""
         if after is not None:
             self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -232,9 +228,7 @@ class BatchStore:
                 self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float) -> None:
-        """Write a batch's output and error files, in the order of its lines. Lines without an answer get the error
-        `unanswered`. If it is None, omit these lines.
-        """
+        """Write output and error files in line order. Omit unanswered lines, or give them the error `unanswered`."""
         batch.request_counts = self._counts(batch.id)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
