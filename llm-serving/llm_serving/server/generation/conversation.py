@@ -208,9 +208,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def nested_schema(flat: JsonObject) -> JsonObject:
-    """Return the `response_format` of chat completions for the flat form of other protocols:
-    `{"type": "json_schema", "name": ..., "schema": ...}`.
-    """
+    """Return chat completions' `response_format` for a flat `{"type": "json_schema", "name": ..., "schema": ...}`."""
     return {"type": "json_schema", "json_schema": {name: each for name, each in flat.items() if name != "type"}}
 
 

@@ -42,9 +42,7 @@ Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 @dataclass(eq=False)
 class Generation:
-    """The sequences of one HTTP request. Their outputs are merged into one stream, in order of arrival. `aclose` aborts
-    unfinished sequences, so the owner must call it also after an error.
-    """
+    """The sequences of one HTTP request, merged into one stream. `aclose` aborts them; call it also after an error."""
 
     streams: Sequence[RequestStream]
     select: Select | None = None
@@ -163,10 +161,9 @@ async def submit(
     idempotent: IdempotentRequest | None = None,
     receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
-    """Submit `choices.best_of` sequences for each prompt to the engine, or one sequence for a beam search. The
-    sequences of a prompt are forks of its first sequence, so the KV blocks of the prompt are computed once. If the
-    engine refuses a sequence, abort all of them and raise the engine's error. `field_names` maps the field names in
-    errors of the engine to the protocol's names.
+    """Submit `choices.best_of` sequences for each prompt to the engine, or one for a beam search. The sequences of a
+    prompt are forks of the first, so the prompt's KV blocks are computed once. If the engine refuses a sequence, abort
+    all and raise its error. `field_names` maps field names in the engine's errors to the protocol's names.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
@@ -231,9 +228,7 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Return the unused tokens of a beam search to the caller's quota. `num_generated` counts only the best beam, so
-    every beam is charged as if it had this length.
-    """
+    """Refund the unused tokens of a beam search. Every beam is charged `num_generated`, the best beam's length."""
     if num_generated:
         refund(num_generated * width)
 

@@ -55,9 +55,7 @@ def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingP
 
 
 def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs | None, count: int) -> PromptTokenLogprobs:
-    """Return the logprobs of a prompt in the format of vLLM's `prompt_logprobs`. Each position has its own token and
-    the `count` most likely tokens. The first position has None, because no logprob exists for the first token.
-    """
+    """Return prompt logprobs in vLLM's format: each position has its token and the `count` most likely tokens."""
     reported: PromptTokenLogprobs = [None]
     if logprobs is None:
         return reported

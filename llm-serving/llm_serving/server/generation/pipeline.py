@@ -63,9 +63,7 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol. A subclass implements the steps of the pipeline that differ between protocols. The
-    first of `bodies` is the request body. The others are nested objects that may also have fields of `CallerFields`.
-    """
+    """A request of one protocol. `bodies` are the request body and nested objects that may also have `CallerFields`."""
 
     id_prefix = ""
     route: ClassVar[str] = ""
@@ -108,9 +106,8 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline. If requests must wait because the model is paused or asleep, wait first. Raise
-    ClientGoneError if the client disconnects during this wait. Raise LLMServingError if the request is invalid or the
-    engine refuses it.
+    """Run all steps of the pipeline, after a wait while the model is paused or asleep. Raise ClientGoneError if the
+    client disconnects during this wait, LLMServingError if the request is invalid or the engine refuses it.
     """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
@@ -237,9 +234,7 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
-    """Raise ContextLengthError if a text has more characters than `max_input_len` tokens of maximum length. Texts of at
-    most `least_chars` characters always pass.
-    """
+    """Raise ContextLengthError if a text over `least_chars` characters cannot fit into `max_input_len` tokens."""
     max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"

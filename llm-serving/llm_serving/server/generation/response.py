@@ -130,9 +130,7 @@ class ResponseBuffers:
             raise response.failure
 
     def grow(self, response: BufferedResponse, num_bytes: int) -> None:
-        """Add to the counted memory of a response. While the memory of all responses exceeds `max_bytes`, select the
-        client whose responses take the most memory, and evict its largest response.
-        """
+        """Add to a response's memory. Above `max_bytes`, evict the largest response of the client that uses most."""
         if response not in self._responses:
             return
         response.num_bytes += num_bytes
@@ -166,9 +164,8 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which builds a response from a generation. Meanwhile, count the response's memory.
-    Raise RequestError if this response alone exceeds the memory limit. Raise UnavailableError if all responses together
-    exceed the limit and this response was evicted.
+    """Run `work`, which builds a response, and count the response's memory. Raise RequestError if this response alone
+    exceeds the limit. Raise UnavailableError if it was evicted because all responses together exceed the limit.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()

@@ -78,15 +78,10 @@ def sampling_params(
     least_tokens: int = 1,
     **decided: Any,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request's first choice. Raise RequestError if a field is outside its range.
-
-    A parameter without a value has its default, but a missing seed is drawn at random.
-
-    Args:
-        names: Parameter -> field of the request, for fields that do not have the parameter's name.
-        defaults: Values that replace the defaults of `SamplingParams`.
-        least_tokens: Minimum of `max_tokens`.
-        decided: Parameters that the route sets itself. The request's fields for them are not read.
+    """Return the sampling parameters of a request's first choice. A missing seed is drawn at random. `names` maps
+    parameters to request fields with other names. `defaults` replace the defaults of `SamplingParams`. `least_tokens`
+    is the minimum of `max_tokens`. The route sets the parameters `decided`; the request's fields for them are not read.
+    Raise RequestError if a field is outside its range.
     """
     field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
@@ -249,9 +244,7 @@ async def select_best(
 
 
 async def select_beams(outputs: AsyncIterator[ChoiceOutput], choices: Choices) -> AsyncIterator[ChoiceOutput]:
-    """Yield the `n` best sequences of each prompt's beam search, best first. The final output of a beam search, of
-    which `outputs` has one for each prompt, contains these sequences.
-    """
+    """Yield the `n` best sequences of each prompt, best first, from the final output of its beam search."""
     async for prompt, output in outputs:
         if output.finished:
             for rank, beam in enumerate(output.beams or (output,)):  # a failed search has no beams

@@ -37,9 +37,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes the event with the JSON of `content_of(text)` for many texts. The JSON before and after the text is
-    always the same, so it is encoded only once.
-    """
+    """Encodes events with the JSON of `content_of(text)`. The JSON before and after the text is encoded only once."""
 
     def __init__(self, content_of: Callable[[str], object]) -> None:
         empty, other = event(content_of("")), event(content_of("x"))  # equal up to the opening quotation mark

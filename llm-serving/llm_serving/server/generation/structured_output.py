@@ -40,9 +40,7 @@ class StructuredOutput:
     make: Callable[[str], Grammar]
     """Returns the grammar, given the default whitespace in JSON. Slow. Raises GrammarError or RequestError."""
     parts: Sequence[StructuredOutput] = ()
-    """The structured outputs that this one combines. If it cannot be compiled, each part is compiled alone, and the
-    error names the first part that fails.
-    """
+    """The outputs that this one combines. If it cannot be compiled, each is compiled to find the one that fails."""
     size: Callable[[], int] = lambda: 0
     """Returns a lower bound of the size of the grammar's source. Slow, but faster than `make`."""
     is_json: bool = False
@@ -207,9 +205,7 @@ def _response_format(field: str, value: Any, whitespace: str | None) -> Structur
 
 
 def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutput | None:
-    """Read vLLM's `structured_outputs`. Its key `regex` has the meaning of the field `guided_regex`; the other keys
-    correspond in the same way.
-    """
+    """Read vLLM's `structured_outputs`. Its key `regex` means the same as the field `guided_regex`, and so on."""
     if not isinstance(value, dict):
         raise RequestError(field, "must be an object", value)
     readers: dict[str, _Read] = {

@@ -36,13 +36,9 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 
 
 class ReasoningTokenCounter:
-    """Counts the reasoning tokens of one choice, without the delimiters around the reasoning.
-
-    Args:
-        opening: Token ids of the opening delimiter. Empty if the model's vocabulary lacks it.
-        closing: Token id that ends the reasoning.
-        is_open: Whether the prompt ends with the opening delimiter.
-        reopens: Whether reasoning may start again after its end.
+    """Counts the reasoning tokens of one choice, without the delimiters around the reasoning. `opening` has the token
+    ids of the opening delimiter, or none if the vocabulary lacks it. The token `closing` ends the reasoning. `is_open`
+    says that the prompt ends with the opening delimiter, `reopens` that reasoning may start again after its end.
     """
 
     def __init__(self, opening: Sequence[int], closing: int, *, is_open: bool, reopens: bool = False) -> None:
@@ -125,9 +121,7 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that the model may call. Return None if the request offers no tools or `tool_choice` is none.
-    Raise RequestError if the tools or `tool_choice` are malformed or not supported.
-    """
+    """Return the tools that the model may call, or None. Raise RequestError if `tools` or `tool_choice` is invalid."""
     choice, chosen = _tool_choice(request)
     if not request.tools:
         return None
@@ -162,8 +156,7 @@ def chat_output(
     budget: ReasoningBudget | None = None,
 ) -> StructuredOutput | None:
     """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`. Return None
-    if nothing constrains the output. Raise RequestError if a budget is given, but the chat template does not mark
-    reasoning.
+    if nothing constrains the output. Raise RequestError for a budget if the chat template does not mark reasoning.
     """
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
@@ -262,10 +255,8 @@ def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> b
 
 
 def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of the delimiters around reasoning. Return None if no delimiters are parsed.
-
-    A format with channels (gpt-oss) has delimiters around the content too. So return it even if reasoning stays in the
-    content.
+    """Return the format of the delimiters around reasoning, or None if no delimiters are parsed. A format with channels
+    (gpt-oss) also delimits the content, so it is returned even if reasoning stays in the content.
     """
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
