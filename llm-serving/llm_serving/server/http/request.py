@@ -192,8 +192,6 @@ class _Chunks:
 
 
 class NoRequest:
-    """Stands for the request of a connection while there is none."""
-
     in_body = is_started = False
     is_complete = True
     num_held = num_unsent = 0

@@ -134,7 +134,6 @@ class HttpServer(uvicorn.Server):
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections. This replaces uvicorn's own method."""
         await self.lifespan.startup()
 
         context = None
