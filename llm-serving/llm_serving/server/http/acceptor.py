@@ -34,12 +34,10 @@ MAX_RETRY_AFTER_S: Final = 8
 
 
 class ConnectionLimits:
-    """Limits of the number of connections, in total and for each address, and of the bytes that all connections buffer.
-    An IPv6 address counts as its /64 network.
-
-    At the limit of its address, a new connection replaces an idle connection of the same address. At the total limit,
-    it replaces an idle connection of the address with the most connections. `on_refused(address, status)` is called for
-    each connection and request head that is refused.
+    """Limits the number of connections, in total and for each address, and the bytes that all connections buffer. An
+    IPv6 address counts as its /64 network. A new connection above a limit replaces an idle one: of the same address,
+    or, at the total limit, of the address with the most connections. `on_refused(address, status)` is called for each
+    refused connection or request head.
     """
 
     def __init__(
@@ -120,20 +118,18 @@ class ConnectionLimits:
 
 @dataclass(eq=False)
 class Acceptor:
-    """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
-
-    At most `HANDSHAKES_AT_ONCE` TLS handshakes begin in one iteration of the event loop, one of each address in turn.
-    Therefore a client that begins many handshakes does not delay other clients. If no file descriptor is free,
-    connections wait in the kernel.
+    """Accepts connections, with TLS if there is a certificate, and has the interface of asyncio's servers. At most
+    `HANDSHAKES_AT_ONCE` TLS handshakes begin in one iteration of the event loop, one of each address in turn, so that a
+    client with many handshakes does not delay others. If no file descriptor is free, connections wait in the kernel.
     """
 
     listener: socket.socket
-    """The caller closes it."""
+    """The caller closes this socket."""
     registry: ConnectionLimits
     new_connection: Callable[[ServerConfig, ConnectionLimits, str, socket.socket], Connection]
     context: ssl.SSLContext | None
     limits: ServerConfig
-    """May be replaced later, for new connections."""
+    """Limits of new connections. They may be replaced later."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _handshakes: set[asyncio.Task[Any]] = field(default_factory=set)
     _waiting: dict[str, deque[tuple[Connection, socket.socket]]] = field(default_factory=dict)

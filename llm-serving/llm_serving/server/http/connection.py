@@ -1,7 +1,4 @@
-"""One client connection. It enforces limits before uvicorn's HTTP protocol gets any data.
-
-It uses only public interfaces of asyncio.
-"""
+"""One client connection, which enforces limits before uvicorn gets data and uses only public interfaces of asyncio."""
 
 from __future__ import annotations
 
@@ -48,11 +45,9 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """The transport of uvicorn's protocol. It passes on one checked request at a time.
-
-    uvicorn gets a request head once it is complete and rewritten, and the next request once the previous response is
-    complete. So a connection runs at most one request. The application of this request is notified when the client
-    disconnects. The application in `config` must be wrapped by `within_connection`.
+    """The transport of uvicorn's protocol. uvicorn gets a request head once it is complete and rewritten, and the next
+    request once the previous response is complete. So a connection runs at most one request, whose application is
+    notified when the client disconnects. The application in `config` must be wrapped by `within_connection`.
     """
 
     def __init__(
@@ -231,9 +226,7 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Pause reading from the socket while the application has paused the request body, or while the socket has sent
-        too many bytes of the next requests. Otherwise resume it.
-        """
+        """Pause reading while the application pauses the body or too much pipelined data is held. Else resume."""
         request = self.request
         is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
         waits = not request.is_complete or self._write_paused
@@ -336,9 +329,7 @@ class Connection(asyncio.Protocol):
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection once everything written is sent. If the client still sends, wait up to `LINGER_S`, so
-        that it can read the response.
-        """
+        """Close once all is sent. If the client still sends, wait up to `LINGER_S`, so that it reads the response."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True

@@ -52,9 +52,7 @@ class OpenFiles:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 
     def raise_limit(self, limits: ServerConfig) -> None:
-        """Raise the soft limit of open files up to `MAX_OPEN_FILES`. Raise ConfigError if the limit leaves no file
-        descriptor for a connection.
-        """
+        """Increase the soft limit of open files. Raise ConfigError if no file descriptor is left for connections."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < target:

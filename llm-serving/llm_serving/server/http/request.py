@@ -26,7 +26,7 @@ LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
 """A valid request line. The parser also accepts lines that a proxy may read differently."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-"""A header to ignore (RFC 9110, 7.8), which Java's client always sends. It stops the parser before the body."""
+"""The header `Upgrade`, which is removed (RFC 9110, 7.8). Java's client always sends it, and it stops the parser."""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
@@ -93,9 +93,7 @@ class RequestHead(NamedTuple):
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if a request head exceeds a limit or is not HTTP. The first `size` bytes of `data` are the
-    head, or the part of it that has arrived.
-    """
+    """Raise RefusedError if a request head, of which `size` bytes have arrived, exceeds a limit or is not HTTP."""
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL
@@ -237,9 +235,7 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Parse chunks without reading beyond the body. A chunked body ends with a blank line, so the parser gets the
-        data in pieces that end at a blank line.
-        """
+        """Parse chunks in pieces that end at a blank line, as the body does, to read nothing beyond the body."""
         num_read, chunks = 0, self._chunks
         try:
             while not chunks.is_complete:

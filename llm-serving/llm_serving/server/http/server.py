@@ -89,10 +89,9 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn behind `Connection`, with an orderly shutdown. Raise ConfigError if the certificate is invalid.
-
-    `on_refused(address, status)` is called if a connection or a request head is refused. `on_reload` reloads other
-    files on SIGHUP. `on_shutdown` is called on the event loop before the server waits for running requests.
+    """uvicorn behind `Connection`. `on_refused(address, status)` is called for each refused connection or request head,
+    `on_reload` on SIGHUP, and `on_shutdown` on the event loop before the server waits for running requests. Raise
+    ConfigError if the certificate is invalid.
     """
 
     def __init__(
@@ -154,10 +153,9 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(0)  # the transports end in the next iteration of the event loop
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
-        """Enter the context `surroundings` and serve until SIGINT or SIGTERM. Call this in the main thread.
-
-        The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
-        files. If standard input is a terminal, SIGHUP ends the process as usual, because a closing terminal sends it.
+        """Enter the context `surroundings` and serve until SIGINT or SIGTERM. Call this in the main thread. The first
+        signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads files, but
+        ends the process if standard input is a terminal, because a closing terminal sends it.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
@@ -195,9 +193,7 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Apply new limits. Limits over several connections take effect immediately. Limits of a single connection
-        apply only to new connections.
-        """
+        """Apply new limits: those of a single connection to new connections only, all others immediately."""
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)
