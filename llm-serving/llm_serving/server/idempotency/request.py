@@ -102,7 +102,6 @@ class IdempotentRequest:
     """Whether the server accepted a request with this key earlier."""
     position: Position = BEGINNING
     add: Callable[[AcceptedRequest], Awaitable[None]] | None = None
-    """Stores the record."""
     _prompts: bytes = b""
 
     @property
