@@ -1,9 +1,8 @@
 """Generation requests that a client may retry with the same Idempotency-Key, and streams that it may resume.
 
-An event id says how far the client has read a stream. It is the id of the stream, a colon, and the number of events
-sent for each choice, joined by dots. If events that follow all choices were sent, their number comes after a plus sign,
-or `end` after the last event. The order of choices depends on the load, but the events of each choice do not. So the id
-determines the remaining events.
+An event id consists of the id of the stream, a colon, and the number of events sent for each choice, joined by dots.
+Events that follow all choices add a plus sign and their number, and the last event adds `+end`. The order of choices
+depends on the load, but the events of each choice do not, so the id determines the remaining events.
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ class IdempotentRequest:
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def id_generator(self, choice: int) -> Random:
-        """Return a generator of ids for tool calls. A repetition of a recorded request gets the same ids again. Without
-        a record, the ids are random.
-        """
+        """Return a generator of tool call ids: always the same for a recorded request, and random for others."""
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -139,9 +136,7 @@ class IdempotentRequest:
         return Sharing(key, keeps, self.rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record of a new request, with the digest of the prompts that were given to `sharing`. For a request
-        that was accepted before, raise GoneError if its prompts now have different tokens.
-        """
+        """Store a new record. Raise GoneError if the prompts of an earlier record now have different tokens."""
         if self.record is None:
             return
         if self.known:
@@ -189,14 +184,10 @@ async def claim_request(
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
     """Hold the idempotency key of a request until the context exits. Yield the request, and the id and creation time of
-    its response.
-
-    If a request with a key has no seed, derive one from key, tenant and body. So a retry gets the same tokens even if
-    the record of the request was evicted. The response id begins with `prefix`. `num_streams` is the number of choices
-    of all prompts.
-
-    Raise RequestError if the key or the event id is malformed or belongs to another request, GoneError if another model
-    or adapter accepted the request, TimedOutError if another request holds the key until the deadline.
+    its response; the id begins with `prefix`. A request with a key but no seed gets a seed from key, tenant and body,
+    so that a retry gets the same tokens even if the record was evicted. `num_streams` is the number of choices of all
+    prompts. Raise RequestError if the key or the event id is malformed or belongs to another request, GoneError if
+    another model or adapter accepted the request, TimedOutError if another request holds the key until the deadline.
     """
     accepted: AcceptedRequests = http_request.app.accepted
     serving = engine.config.serving
@@ -287,9 +278,8 @@ def _key(http_request: Request) -> str:
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """Return the accepted request that an event id names, and the client's position in its stream. If the URL has given
-    `stream_id`, the event id may be only the part after the colon. If the event id is invalid or its stream is unknown,
-    raise RequestError for `field`.
+    """Return the request and position that an event id names. With `stream_id` from the URL, the event id may be only
+    the part after the colon. Raise RequestError for `field` if the event id is invalid or its stream is unknown.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

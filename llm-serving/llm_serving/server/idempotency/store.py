@@ -1,9 +1,8 @@
 """The accepted requests that clients may repeat, found by stream or key, and their log on disk.
 
-The oldest requests are dropped when memory is full, or when they are too old. The log consists of files
-`requests-N.log`, each a sequence of records. A record has the length and CRC-32 of its content as little-endian 32-bit
-integers, then the content as MessagePack. So a file stays readable even if the process is killed while writing. Reading
-stops at a damaged record, which is removed before the next record is appended.
+The oldest requests are dropped when memory is full, or when they are too old. Files `requests-N.log` hold records:
+length and CRC-32 of the content as little-endian 32-bit integers, then the content as MessagePack. Reading stops at a
+damaged record, which a killed process may leave, and which is removed before the next record is appended.
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ class Claim:
 
 
 class AcceptedRequests:
-    """The accepted requests that clients may repeat. Only the event loop may use it. With a `quota` of 0 bytes, no
-    record is kept. A record expires `max_age_s` after the request was accepted. `wall_clock` gives the age of a record
-    when it is stored, and `clock` measures the time from then on.
+    """The accepted requests that clients may repeat, each for `max_age_s`; none with a `quota` of 0 bytes. Only the
+    event loop may use it. `wall_clock` gives a record's age when it is stored, `clock` the time from then on.
     """
 
     def __init__(
@@ -207,17 +205,13 @@ class ModelState:
     def digest(
         self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
     ) -> bytes:
-        """Return a digest that is equal only if model, settings and adapter give the same responses. An `adapter` of 0
-        is the base model.
-        """
+        """Return a digest that is equal only if model, settings and adapter (0: base model) give the same responses."""
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))
         return hashlib.blake2b(state, digest_size=16).digest()
 
 
 class LogFile:
-    """The log of accepted requests on disk. After the first write error, nothing more is logged. Raise ConfigError if
-    the folder cannot be used.
-    """
+    """The disk log of accepted requests. A write error ends logging. Raise ConfigError if the folder is unusable."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
