@@ -19,7 +19,6 @@ class TokenBucket:
         self._at = now
 
     def resized(self, capacity: float, now: float) -> TokenBucket:
-        """Return a bucket with a new capacity and the level of this one."""
         other = TokenBucket(capacity, now)
         other._level = min(capacity, self.level(now))
         return other
