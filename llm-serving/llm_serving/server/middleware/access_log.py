@@ -42,9 +42,7 @@ REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
 
 
 class LineBudget:
-    """Token bucket for log lines. It passes `burst` lines at once, then `per_second` lines a second, and counts the
-    suppressed lines.
-    """
+    """Token bucket of log lines: `burst` at once, then `per_second` a second. It counts the suppressed lines."""
 
     def __init__(self, burst: int, per_second: float) -> None:
         self._burst = float(burst)
@@ -126,9 +124,7 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Return the access log and a function that closes it. The log is None if it is not configured. Raise ConfigError
-    if the log cannot be opened.
-    """
+    """Return the access log, if any, and a function that closes it. Raise ConfigError if it cannot be opened."""
     path = serving.access_log
     if path is None:
         return None, lambda: None

@@ -58,9 +58,7 @@ class BrowserGuard:
         )
         self._needs_keys = needs_keys
         self._hosts: frozenset[str] | None = None
-        """Accepted host names. None if all are accepted, because the server is not on the loopback address or requires
-        API keys.
-        """
+        """Accepted hosts. None accepts all, because keys are required or the server is not on loopback."""
         if not needs_keys and is_loopback(server.server_ip):
             self._hosts = frozenset(("localhost", "127.0.0.1", *map(str.lower, server.allowed_hosts)))
         self._refused = refused

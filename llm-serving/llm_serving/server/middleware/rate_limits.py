@@ -35,9 +35,8 @@ class TokenBucket:
 
 
 class Quota:
-    """The rate limits of one API key, any of which may be absent. Only the event loop may use it. A request withdraws
-    its prompt tokens and all tokens that it may generate. When it ends, tokens that it did not generate are refunded. A
-    request larger than the limit per minute waits until the bucket is full.
+    """The rate limits of one API key, used by the event loop only. A request withdraws its prompt tokens and all that
+    it may generate; unused ones are refunded. A request above the limit per minute waits for a full bucket.
     """
 
     def __init__(self, key: ApiKey, clock: Clock) -> None:
@@ -59,10 +58,8 @@ class Quota:
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the tokens of a request. Raise RateLimitError if that exceeds the limit per minute.
-
-        Return a function that refunds unused tokens. When the request ends, call it with the number of generated
-        tokens. Return None if there is no limit.
+        """Withdraw the tokens of a request, or raise RateLimitError. Return a function that refunds unused tokens when
+        it gets the number of generated tokens at the request's end. Return None if there is no limit.
         """
         if "tokens" not in self._buckets:
             return None

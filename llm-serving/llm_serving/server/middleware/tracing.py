@@ -1,7 +1,6 @@
-"""OpenTelemetry traces: one span for each request, with child spans for queueing, prefill and decode.
-
-Spans are posted to a collector as JSON over HTTP (OTLP 1). Trace contexts are read from the header `traceparent` (W3C
-Trace Context) and returned in responses. Spans contain numbers and names, but no text of a request or response.
+"""OpenTelemetry traces: a span for each request, with child spans for queueing, prefill and decode, but without text of
+requests and responses. Spans are posted to a collector as JSON over HTTP (OTLP 1). The header `traceparent` (W3C Trace
+Context) gives a request's trace context and is returned in the response.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return the trace context of a request. Without a valid `traceparent`, it begins a new trace. Return None if
-    `traceparent` says that the request is not sampled.
-    """
+    """Return the trace context, a new one without a valid `traceparent`. Return None if the client does not sample."""
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):
