@@ -1,8 +1,6 @@
-"""Reads a request body: limits its size and decoding cost, decodes it strictly, and checks unsupported fields.
-
-Decoding cannot be interrupted, and its cost depends on the number of values. So the values of a long body are counted
-before it is decoded. A field that the struct of the body lacks is refused if it might change the response. Otherwise,
-the response header `x-ignored-parameters` names it. A field whose value is null counts as absent.
+"""Reads a request body: limits its size and decoding cost, decodes it strictly, and checks unsupported fields. Decoding
+cannot be interrupted, so the values of a long body are counted first. A field that the body's struct lacks is refused
+if it might change the response, and otherwise named in the header `x-ignored-parameters`. A null counts as absent.
 """
 
 from __future__ import annotations
@@ -71,9 +69,8 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """Return the request body as a struct of type `kind`. Store the names of ignored fields in the request's state.
-    Decode a long body outside the event loop. Raise ClientDisconnect if the client disconnects. Raise RequestError,
-    which names the field or the limit, if the body is invalid.
+    """Return the request body as a struct, decoded outside the event loop if it is long. Store the names of ignored
+    fields in the request's state. Raise ClientDisconnect, or RequestError, which names the invalid field or the limit.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:
@@ -163,9 +160,7 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None:
-    """Return a name that occurs twice in a JSON object. Return None if there is no such name. Nested objects are not
-    checked. `text` is the JSON of the object, and `content` is its decoded form.
-    """
+    """Return a name that occurs twice in the object `text`, decoded as `content`. Nested objects do not count."""
     # Each name is followed by a colon; all other colons are inside names and values.
     inside = sum(name.count(":") + bytes(value).count(b":") for name, value in content.items())
     if text.count(b":") <= len(content) + inside:
@@ -258,9 +253,7 @@ def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
-    """Record the fields that are ignored, for `x-ignored-parameters`. Raise RequestError for an unsupported field that
-    may change the response, and for a name that an object contains twice.
-    """
+    """Record ignored fields for `x-ignored-parameters`. Raise RequestError for refused fields and repeated names."""
     try:
         ignored = list(dict.fromkeys(_ignored(body, kind, "")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in an unsupported field

@@ -114,9 +114,7 @@ class PriorityCeiling(NamedTuple):
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """Return the highest class that a client with this API key may use, or a client without a key if `key` is None.
-    Return None if the client may use every class.
-    """
+    """Return the highest class for clients with this key, or with none. Return None if any class is allowed."""
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None

@@ -67,9 +67,7 @@ def tgi_error_response(error: errors.LLMServingError) -> Response:
 
 
 def legacy_error_response(error: errors.LLMServingError) -> Response:
-    """Return an error response of the older routes. For an invalid request it has status 422 and the body
-    `{"detail": [...]}`. For any other error it is OpenAI's error response.
-    """
+    """Return OpenAI's error response or, for an invalid request, status 422 and the body `{"detail": [...]}`."""
     if isinstance(error, errors.RequestError) and error.http_status == HTTPStatus.BAD_REQUEST:
         detail = [{"loc": ["body", *error.field.split(".")], "msg": str(error), "type": "value_error"}]
         return json_response({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -77,17 +75,13 @@ def legacy_error_response(error: errors.LLMServingError) -> Response:
 
 
 def kind_of(error: errors.LLMServingError) -> str:
-    """Return what logs may contain about an error: its class and the invalid field. Omit a field that does not look
-    like a field name, because it may be any text of the client.
-    """
+    """Return an error's class and field for logs. Omit a field that may be any text of the client."""
     field = error.field if isinstance(error, errors.RequestError) else ""
     return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 
 
 def error_headers(error: errors.LLMServingError) -> dict[str, str]:
-    """Return the headers of an error response. If the body is too large or late, it was not read completely, so the
-    headers close the connection.
-    """
+    """Return the headers of an error response, which close the connection if the body was not fully read."""
     headers = {}
     if isinstance(error, errors.CapacityError | errors.UnavailableError):
         seconds = getattr(error, "retry_after", None)

@@ -66,9 +66,7 @@ def check_headers(request: Request) -> list[str]:
 
 
 def read_header(request: Request, name: str) -> str | None:
-    """Return the value of a header in `CHECKED_HEADERS`, or None if it is absent. Record that the route supports the
-    header, so that `ignored_headers` does not report it.
-    """
+    """Return a header of `CHECKED_HEADERS`, or None. `ignored_headers` then does not report this header."""
     value = request.headers.get(name)
     if value is not None:
         request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)
@@ -93,9 +91,8 @@ class ResponseIdentity:
 
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
-    """Return the identity of a response. Its request id is `request_id` from the body, if given. Otherwise, it is the
-    header `x-request-id`, or a random id if that is absent or malformed. The id of the response is the request id after
-    `prefix`. Raise RequestError if `request_id` is malformed.
+    """Return the identity of a response. Its request id is `request_id` from the body, else the header `x-request-id`,
+    else random. The id of the response is `prefix` and the request id. Raise RequestError if `request_id` is malformed.
     """
     if request_id is None:
         request_id = request_id_of(http_request)

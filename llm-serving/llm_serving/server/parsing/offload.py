@@ -1,7 +1,6 @@
-"""Runs work outside the event loop: in a thread if it takes long, or in threads that clients share fairly.
-
-A call into a C library, such as msgspec, keeps the GIL until it returns, so the event loop stops even if a thread makes
-the call. Therefore the work in threads consists of short calls, or its amount is limited before it starts.
+"""Runs work outside the event loop: in a thread if it takes long, or in threads that clients share fairly. A call into
+a C library, such as msgspec, keeps the GIL until it returns, which stops the event loop too. Therefore the work in
+threads consists of short calls, or its amount is limited before it starts.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
 
 
 class Long(msgspec.Struct):
-    """Base of structs with lists that may be long, such as one with an item for each token of a response.
-    `encode_in_parts` encodes such lists in short calls.
-    """
+    """Base of structs with lists that may be long, which `encode_in_parts` encodes in short calls."""
 
 
 def encode_in_parts(content: Any) -> bytes:
@@ -93,11 +90,10 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class FairThreads:
-    """A pool of threads that clients share fairly. A free thread next takes work of the client that has used the least
-    thread time. This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996,
-    section 2), except that the cost of work is known only after it has run. A client saves up no thread time while it
-    is idle: afterwards it counts as having used at least as much as the client that was served last. So a new client
-    waits for the running work and at most one piece of work of each other client.
+    """Threads that clients share fairly: a free thread takes work of the client with the least thread time. This is
+    start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), but the cost
+    of work is known only after it has run. After a pause, a client counts as having used at least as much as the client
+    served last, so a new client waits for the running work and at most one piece of work of each other client.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
