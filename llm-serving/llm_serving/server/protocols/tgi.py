@@ -45,9 +45,7 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Respond to a request of one of the three TGI routes. `stream` says whether the route streams. If it is None, the
-    field `stream` of the body decides, and a response that is not streamed is a list.
-    """
+    """Respond to a TGI request. If `stream` is None, the body's `stream` decides, and a whole response is a list."""
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream

@@ -41,9 +41,7 @@ _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "n
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. Raise RequestError for an invalid content block. Raise it also if the
-    type of a block is not allowed in its place: the system prompt, or a turn of the user or the assistant.
-    """
+    """Return the conversation as chat messages. Raise RequestError for an invalid or misplaced content block."""
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
     return system_messages + messages

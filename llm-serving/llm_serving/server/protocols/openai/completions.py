@@ -122,9 +122,7 @@ class _CompletionRequest(ProtocolRequest):
 
 
 class _TextOffset:
-    """The value of `text_offset` for the next token: the number of characters in the text of the tokens before it.
-    Tokens that together form one character have the same offset.
-    """
+    """The next token's `text_offset`: the number of characters before it, equal for tokens of one character."""
 
     def __init__(self, text: IncrementalDetokenizer) -> None:
         self._text = text
@@ -257,9 +255,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Append the logprobs of consecutive tokens to `target`. Advance `offset`, which is at the first of these
-        tokens, past the last of them.
-        """
+        """Append logprobs of consecutive tokens to `target`. Move `offset` from the first token past the last."""
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)

@@ -79,9 +79,8 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the embedding of each text, or the score of each pair. Cut each text to its number of tokens in
-    `truncations`, by default to `body.truncate_prompt_tokens`. The id of the response begins with `prefix`. Raise
-    LLMServingError if the model has no pooling, or if a text is refused.
+    """Embed each text, or score each pair, cut to `truncations` tokens, by default to `body.truncate_prompt_tokens`.
+    The response id begins with `prefix`. Raise LLMServingError if the model has no pooling or a text is refused.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
@@ -183,9 +182,7 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens at the end of `ids`, after the text, whose own token ids are `of_text`. Truncation
-    keeps these special tokens, because many models pool the last token.
-    """
+    """Return the special tokens after `of_text`. Truncation keeps them, as many models pool the last token."""
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
@@ -194,9 +191,7 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
-    """Raise RequestError for a text that is empty or too long, or has an invalid token id. The engine would raise the
-    same errors, but it does not know the field name of each text.
-    """
+    """Raise RequestError with the field name, which the engine lacks, for an empty, too long or invalid text."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -269,12 +264,10 @@ class TextPair(NamedTuple):
 
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:
-    """Return the token ids of a pair, cut to `max_tokens` if this is given.
-
-    An encoder model reads both texts with the special tokens of its tokenizer. A decoder model reads a text that a
-    template renders from them. This is the chat template of the model's folder if it mentions a role `document`, and
-    otherwise `Pooling.pair_template`. Raise RequestError if the chat template rejects the pair, or if `max_tokens` is
-    below the number of tokens that are never cut, such as those of the template.
+    """Return the token ids of a pair, cut to `max_tokens`. An encoder model reads both texts with the special tokens of
+    its tokenizer. A decoder model reads a text that a template renders from them: its chat template if that mentions a
+    role `document`, else `Pooling.pair_template`. Raise RequestError if the chat template rejects the pair, or if
+    `max_tokens` is below the number of tokens that are never cut, such as those of the template.
     """
     pooling, tokenizer = engine.pooling, engine.tokenizer
     assert pooling is not None

@@ -143,7 +143,7 @@ def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
 
 
 MAX_METADATA_PAIRS: Final = 16
-"""Limits of OpenAI."""
+"""This limit and the next two are OpenAI's."""
 MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
 

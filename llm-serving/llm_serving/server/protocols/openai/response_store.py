@@ -42,9 +42,8 @@ def _chars_of(message: ChatMessage) -> int:
 
 
 class ResponseStore:
-    """Stores finished responses, and background responses in progress. Each of these two kinds may use the whole quota.
-    If finished responses exceed it, the oldest one of the tenant that uses the most bytes is evicted. Only the event
-    loop may use the store.
+    """Stores finished responses, and background responses in progress, each kind up to the whole quota. Beyond it, the
+    oldest finished response of the tenant that uses the most bytes is evicted. Only the event loop may use the store.
     """
 
     def __init__(self, quota: TenantQuota) -> None:
@@ -58,9 +57,7 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
-        """Store a response that runs in the background. Raise RequestError if it is larger than the whole quota,
-        StoreFullError if other responses leave no room for it.
-        """
+        """Store a background response. Raise RequestError if it exceeds the quota, StoreFullError for lack of room."""
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
             limit = f"{self._quota.key} {self._max_bytes}"
@@ -84,9 +81,7 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
-        """Return a stored response. Raise RequestNotFoundError if it is not stored, or belongs to another tenant than
-        `tenant`. If `tenant` is None, the response may belong to any tenant.
-        """
+        """Return a stored response of `tenant` (None: any tenant). Raise RequestNotFoundError if there is none."""
         stored = self._stored.get(response_id)
         if stored is None or tenant not in (None, stored.tenant):
             raise RequestNotFoundError("response_id", "must be the id of a stored response")

@@ -1,6 +1,4 @@
-"""The routes that score texts: /v1/score (vLLM), /rerank, /v1/rerank, /v2/rerank. A reranker computes the scores
-itself. For other models, a score is the cosine similarity of two embeddings.
-"""
+"""Routes /v1/score (vLLM), /rerank, /v1/rerank, /v2/rerank: reranker scores, or cosine similarities of embeddings."""
 
 from __future__ import annotations
 
