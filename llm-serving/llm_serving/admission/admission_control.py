@@ -212,7 +212,6 @@ class AdmissionControl:
         predicted_s: float | None,
         min_delay_s: float = 0.0,
     ) -> CapacityError:
-        """Return the error of a refusal. Its Retry-After is the longest delay that an exceeded limit requires."""
         now = self._clock()
         delay_s = max(
             self._retries.delay_s(

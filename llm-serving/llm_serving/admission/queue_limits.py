@@ -180,7 +180,6 @@ class AdmissionQueue:
                 rate.record_finished(now)
 
     def change_replica(self, request_id: str, replica: int) -> None:
-        """Count a running request on the replica to which it migrated. Do nothing if it has finished."""
         if (before := self._running.get(request_id)) is not None:
             after = self._running[request_id] = before._replace(replica=replica)
             self._count(before, running=-1)

@@ -103,7 +103,6 @@ class TtftPredictor:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.speed: ReplicaSpeed | None = None
-        """Measured speed of the replica, or None while too few steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
         """Number of running requests when the KV cache became full, or None while it is not full."""

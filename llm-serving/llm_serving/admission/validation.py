@@ -96,7 +96,6 @@ def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], voca
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError if an id is not in the vocabulary."""
     if not token_ids:
         return
     smallest, largest = min(token_ids), max(token_ids)  # a prompt may have 100,000 ids, so two C-speed passes
