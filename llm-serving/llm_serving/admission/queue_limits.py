@@ -63,9 +63,7 @@ class DrainRate:
 
 
 class QueueLimit(NamedTuple):
-    """A limit on the waiting queue, for requests that are submitted together. `unit` names what the limit counts, for
-    example "requests of class batch".
-    """
+    """A limit on the waiting queue, for requests submitted together. `unit`: what it counts, for example "requests"."""
 
     name: str
     """One of `LIMITS`, which is also the reason in the metric of refusals."""
@@ -96,10 +94,7 @@ class QueueLimit(NamedTuple):
         return RequestError("n", rule, self.amount)
 
     def freed_per_second(self, now: float) -> float | None:
-        """Return how much of the limit, in `unit`, becomes free per second while requests wait.
-
-        Return None if too few requests have finished to measure it.
-        """
+        """Return how much, in `unit`, becomes free per second while requests wait, or None if that is unmeasured."""
         rate = self.drain_rate.per_second(now)
         return None if rate is None else rate * self.amount_per_request
 
@@ -216,9 +211,7 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of a replica, or of all replicas if `replica` is None. If `max_rank` is not None, only
-        classes up to this rank count.
-        """
+        """Return the load of a replica, or of all if it is None. `max_rank`: count only classes up to this rank."""
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))
@@ -233,9 +226,7 @@ class AdmissionQueue:
         return replace(self._loads.get((None, name), _NO_LOAD))
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
-        """Return how many waiting requests of a replica go before a new one, and their uncached prompt tokens.
-        `max_rank` is the rank of the lowest class that goes before the new request, or None if all classes do.
-        """
+        """Return (number, uncached tokens) of waiting requests in classes up to rank `max_rank`, or in all if None."""
         if self._max_running is None and not self._max_running_of:
             load = self.load(replica, max_rank)
             return load.num_waiting, load.num_uncached_tokens
@@ -258,9 +249,7 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits on requests that are submitted together. `num_tokens`: number of their prompt tokens. The
-        limit on the requests of the whole queue is first.
-        """
+        """Return all limits on requests that are submitted together, the one of the whole queue first."""
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

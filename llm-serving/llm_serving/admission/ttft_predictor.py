@@ -63,11 +63,10 @@ class ReplicaSpeed:
     """Number of running slots: the configured number, or fewer while the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
-        """Return the seconds until the last request of the queue has its first token. Return None if they are unknown.
+        """Return the seconds until the last request of the queue has its first token, or None if they are unknown.
 
-        The prediction uses the larger of two numbers of steps. One is the number of steps that compute the prompts in
-        the token budget that decoding leaves. The other is the number of steps until enough running requests have
-        finished, at the measured rate, to free the slots.
+        The prediction takes the larger number of steps of two: those that compute the prompts in the token budget left
+        by decoding, and those until enough running requests have finished, at the measured rate, to free the slots.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -95,9 +94,9 @@ class ReplicaSpeed:
 
 
 class TtftPredictor:
-    """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes. Steps
-    with prompts and decode-only steps are averaged separately. A line through both averages separates the time of a
-    step from the time of a token.
+    """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
+
+    Steps with prompts and decode-only steps have separate averages; a line through both separates step and token time.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -116,8 +115,7 @@ class TtftPredictor:
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
         """Record the state after scheduling.
 
-        `blocked` names the request that the scheduler could not admit, and the reason. `has_room` is true if no request
-        waits and one more request of mean size fits into the KV cache.
+        `blocked`: the request that could not be admitted. `has_room`: whether no request waits and one more would fit.
         """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None

@@ -68,10 +68,7 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-text token ids that the YAML, the model's config and the tokenizer name.
-
-    Ids outside the model's vocabulary are left out.
-    """
+    """Return the end-of-text ids that YAML, model config and tokenizer name, except ids outside the vocabulary."""
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
     return frozenset(token_id for token_id in named if token_id < spec.vocab_size)
