@@ -418,7 +418,6 @@ def _check_kind(name: str, path: Any, source: str) -> None:
 
 
 def _find_on_hub(values: Values, name: str, source: str) -> Path:
-    """Return the local folder of a model of a hub. Its weights may not be downloaded yet."""
     try:
         model = locate(name, values["model_config.model_hub"], values["model_config.model_revision"])
     except ModelError as error:

@@ -79,8 +79,6 @@ TABLES: Final[Mapping[str, Table]] = {
 
 @dataclass
 class Row:
-    """The typed values given in one row, and their sources. `null` gives no value."""
-
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
