@@ -190,10 +190,7 @@ def read_mindformers(path: Path) -> MindFormersFile:
 
 
 def spec_of(root: Located) -> ModelSpec | None:
-    """Return the model that a MindFormers YAML describes, or None if it describes none.
-
-    Raise ModelError if the model cannot be served.
-    """
+    """Return the model that a MindFormers YAML describes, if any. Raise ModelError if it cannot be served."""
     shape = _shape_of(root)
     if shape is None or shape.get("hidden_size") is None:
         return None

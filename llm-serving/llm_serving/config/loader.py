@@ -223,10 +223,7 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under the current name of its key. A later override replaces an earlier one.
-
-    Raise ConfigError if the key is unknown, or if a file gives different values to two names of one key.
-    """
+    """Store a value; a later override wins. Raise ConfigError for an unknown key or two values of a key in a file."""
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:
@@ -257,10 +254,7 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
 
 
 def _use_rank_ports(reading: _Reading) -> None:
-    """Read several agent ports of an older YAML as the ranks of one replica, if it lists as many graph files.
-
-    Older servers had one port and one graph file for each rank.
-    """
+    """Read the agent ports of an older YAML as the ranks of one replica, if it lists as many graph files."""
     given, count = reading.given.get(AGENT_PORTS), reading.num_rank_graphs
     if given is None or given.is_override or TENSOR_PARALLEL in reading.given:
         return
@@ -327,10 +321,9 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 
 
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
-    """Use the MindFormers dtype if the serving YAML has `model_dtype` in the older servers' form, "DataType.FLOAT32".
+    """Use the MindFormers dtype if `model_dtype` is in the form of older servers, "DataType.FLOAT32", which ignored it.
 
-    The older servers ignored this key, and MindFormers computed in `compute_dtype`. Without a MindFormers YAML, the
-    given dtype is used. Only float32 on Ascend, which lacks it, is replaced by the default of `compute_dtype`.
+    Without a MindFormers YAML, the given dtype is used, except float32 on Ascend, which lacks it.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):

@@ -1,7 +1,6 @@
 """Convert the `config.json` of MindIE-Service into a serving YAML: `llm-serving config import`.
 
-A key with a counterpart is converted and checked. Every other key is listed in a note with its value and the reason,
-unless its value matches this server's behavior.
+A key with a counterpart is converted and checked. Any other is listed in a note, unless its value matches this server.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ class Converted(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A MindIE key without a direct counterpart. A note lists the key with its value and `reason`. An empty `reason`
-    means that no note is needed: the key has no effect here, or a separate function converts it.
-    """
+    """A MindIE key without a counterpart. A note gives its value and `reason`; an empty `reason` means no note."""
 
     reason: str
     usual: tuple[Any, ...] = ()

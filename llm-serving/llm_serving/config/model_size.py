@@ -97,8 +97,7 @@ def _in_groups(groups: CacheGroups) -> str:
 def check_memory(configs: Sequence[ServingConfig], reserved_bytes: int = 0) -> None:
     """Raise ConfigError if the WorkAgents of several models on a CPU do not fit into the memory that is free now.
 
-    `reserved_bytes`: the part of the free memory that loaded models have reserved for their KV caches. Only the
-    config.json of each model is read.
+    `reserved_bytes`: free memory that loaded models have reserved for KV caches. Only each config.json is read.
     """
     needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
     free, total = psutil.virtual_memory().available, sum(needs.values())

@@ -53,11 +53,10 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Return the folder or the GGUF file of a model. The path `demo` means the shipped model.
+    """Return the folder or the GGUF file of a model; None for a missing path that can be a model's name on a hub.
 
-    If the path does not exist, but can be the name of a model on a hub, return None. A path such as `./a/b` cannot be a
-    name. If the path is neither a model nor a possible name, raise ConfigError with `key` and `where`. `written`: the
-    path as the YAML has it.
+    The path `demo` means the shipped model. A path such as `./a/b` cannot be a name. Raise ConfigError, with `key` and
+    `where`, if the path is neither a model nor a name. `written`: the path as the YAML has it.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -99,11 +98,7 @@ class Kind(Enum):
     MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
 
     def broken_by(self, path: Path) -> str | None:
-        """Return why a path is not of this kind, or None if it is.
-
-        Return None also for a missing input file or folder, which `resolve` reports. No file is opened, because opening
-        a pipe would block.
-        """
+        """Return why a path is not of this kind; None also for a missing input. Open no file, as a pipe would block."""
         if self is Kind.LOG and path == Path("-"):
             return None
         try:

@@ -38,10 +38,7 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def read_all_again(running: ServingConfig) -> ServingConfig:
-    """Read the files again as `read_again` does, but return the configuration of the whole server.
-
-    With several models, its field `models` has the configuration of each.
-    """
+    """Read the files again as `read_again` does, but return the whole server's configuration, with all `models`."""
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")
@@ -60,9 +57,7 @@ def row_of(config: ServingConfig, name: str) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return the keys that differ from `running`. Raise ConfigError if one requires a restart, for example because it
-    exceeds the limits of `started`, for which the WorkAgents were loaded.
-    """
+    """Return what differs from `running`. Raise ConfigError if a key needs a restart or breaks a limit of `started`."""
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]
     if fixed:

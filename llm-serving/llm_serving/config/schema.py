@@ -78,10 +78,7 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """Number of KV blocks in each of a replica's two buffers of the disk cache, one for reads and one for writes.
-
-        It is the number of blocks of the longest request, or 0 without a disk cache.
-        """
+        """Number of KV blocks in each disk buffer: those of the longest request, or 0 without a disk cache."""
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 
     @property

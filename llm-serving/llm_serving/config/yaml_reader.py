@@ -36,9 +36,7 @@ class Located:
 
 
 def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
-    """Read a YAML file whose top level is a mapping. Raise ConfigError if the file is missing, unreadable, empty, too
-    large, not YAML or not a mapping, or has a key twice. `keys_in`: the document that lists its keys, for errors.
-    """
+    """Read a YAML mapping. Raise ConfigError if the file is unreadable, too large, no mapping or has a key twice."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
