@@ -102,7 +102,6 @@ def _bits_by_name(given: Mapping[str, Any]) -> int | None:
 
 
 def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the values of `config_groups` in a quantization config of compressed-tensors."""
     groups = given.get("config_groups")
     rows = list(groups.values()) if isinstance(groups, Mapping) else []
     return [row for row in rows if isinstance(row, Mapping)]

@@ -26,8 +26,6 @@ class OrderName(enum.StrEnum):
 
 
 class RoutingName(enum.StrEnum):
-    """Routing of requests to replicas; see `engine.fleet.routing_policies`."""
-
     PREDICTED_TTFT = "predicted_ttft"
     PREFIX_AFFINITY = "prefix_affinity"
     BLOCK_COST = "block_cost"
@@ -83,8 +81,6 @@ class PoolingMode(enum.StrEnum):
 
 
 class KVCacheDtypeName(enum.StrEnum):
-    """Type of the values in the KV cache; see `worker.kv_cache`."""
-
     AUTO = "auto"
     INT8 = "int8"
 
@@ -120,8 +116,6 @@ class JsonWhitespaceName(enum.StrEnum):
 
 
 class ToolFormatName(enum.StrEnum):
-    """Syntax of a model's tool calls; see `text.tool_parsers`."""
-
     HARMONY = "harmony"
     KIMI = "kimi"
     DEEPSEEK_FENCED = "deepseek_fenced"
@@ -146,8 +140,6 @@ class ToolFormatName(enum.StrEnum):
 
 
 class ReasoningFormatName(enum.StrEnum):
-    """Syntax of a model's reasoning; see `text.answer_parser`."""
-
     HARMONY = "harmony"
     SEED = "seed"
     COHERE = "cohere"
@@ -161,8 +153,6 @@ class ReasoningFormatName(enum.StrEnum):
 
 
 class SpeculativeMethodName(enum.StrEnum):
-    """Method of speculative decoding; see `speculation`."""
-
     NONE = "none"
     NGRAM = "ngram"
     DRAFT_MODEL = "draft_model"

@@ -27,7 +27,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file, or raise ModelError."""
     with open_regular(path) as file:
         parts, size = [], 0
         try:

@@ -213,7 +213,6 @@ class ScheduledRequest(ClientRequest):
     is_migrating: bool = False
     """Whether the blocks of the request are being exported. No further step of this replica computes the request."""
     transfer: Transfer | None = None
-    """KV blocks and state from the replica that computed the prompt."""
     disk_prefix: DiskPrefix | None = None
 
     # End
@@ -277,7 +276,6 @@ class ScheduledRequest(ClientRequest):
 @dataclass(eq=False, slots=True)
 class Request(ScheduledRequest):
     sink: OutputSink | None = None
-    """Receives the results."""
     matcher: ConstraintMatcher | None = None
     http_timings: HttpTimings | None = None
     num_lost_steps: int = 0

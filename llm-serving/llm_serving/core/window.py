@@ -28,7 +28,6 @@ class Window:
 
     @property
     def is_sliding(self) -> bool:
-        """Whether requests free blocks that the window has passed."""
         return self.num_tokens < NO_WINDOW
 
     def first_block(self, num_computed: int, block_size: int) -> int:
