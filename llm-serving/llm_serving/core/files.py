@@ -41,9 +41,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, which is created if it is missing. Return its descriptor, or None if another process holds the lock.
-    Raise OSError if the file cannot be opened or locked.
-    """
+    """Lock a file, and create it if it is missing. Return its descriptor, or None if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,10 +35,7 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """Return the SHA-256 over path and content of all Python and C++ files of the package.
-
-    All processes of a server must have the same hash, because answers depend on the code.
-    """
+    """Return the SHA-256 of the package's Python and C++ files. All processes must agree, as answers depend on it."""
     digest = hashlib.sha256()
     for path in sorted(each for each in _PACKAGE.rglob("*") if each.suffix in _CODE):
         content = path.read_bytes()

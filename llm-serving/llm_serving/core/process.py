@@ -56,18 +56,12 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends.
-
-    If that thread has ended before this call, the process is not killed.
-    """
+    """Ask the kernel to kill this process when the thread that started it ends, unless that thread ended before."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that MindSpore needs on an NPU, before it is imported.
-
-    Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
-    """
+    """Set the environment variables that MindSpore needs on an NPU. Call this before MindSpore is imported."""
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
     environment[DISABLED_KERNELS] = ",".join([*disabled, *missing])
@@ -78,10 +72,7 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of an optional package. Raise ConfigError if the package is not installed.
-
-    `user`: setting or command that needs the package, for the error message. `remedy`: end of the error message.
-    """
+    """Import an optional package. If it is missing, the ConfigError names `user`, which needs it, and the `remedy`."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -121,10 +112,7 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Release the unmodified pages of all libraries. On the next access, the kernel reads a page from its file again.
-
-    Many pages are used only while the process starts: more than 200 MB of MindSpore's libraries.
-    """
+    """Release unmodified library pages, over 200 MB of MindSpore's. A later access reads a page from its file again."""
     start = size = 0
     with suppress(OSError), Path("/proc/self/smaps").open() as mappings:
         for line in mappings:
@@ -172,10 +160,7 @@ def _of_allocator(name: str) -> Any:
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return the system's description of an error that means a shortage of descriptors, memory or threads.
-
-    Return None for other errors.
-    """
+    """Return the system's text for an error that means a shortage of descriptors, memory or threads, else None."""
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return os.strerror(error.errno)
     if isinstance(error, MemoryError):

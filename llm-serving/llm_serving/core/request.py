@@ -40,9 +40,7 @@ class ConstraintMatcher(Protocol):
     ) -> list[Int32Array]: ...
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
-        """Return at most `count` tokens: the given draft tokens before the first forbidden one, then tokens that the
-        constraint forces because it allows no other.
-        """
+        """Return up to `count` tokens: the draft before its first forbidden token, then those the constraint forces."""
 
 
 class Constraint(Protocol):
@@ -147,9 +145,8 @@ class ClientRequest:
 class ScheduledRequest(ClientRequest):
     """The scheduler's state of a request.
 
-    Steps compute tokens until `num_computed_tokens` reaches `num_tokens`; then a step samples the next token. Because
-    the scheduler forms steps before earlier ones have ended, it may not know the ids of sampled tokens yet: these
-    tokens are in flight.
+    Steps compute tokens until `num_computed_tokens` reaches `num_tokens`; then a step samples the next token. Sampled
+    tokens are in flight while the scheduler, which forms steps before earlier ones have ended, does not know their ids.
 
         |<------- prompt ------->|<-- known output -->|<- in flight ->|
         |<------------- num_tokens_known ------------>|               |
@@ -242,11 +239,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length, in tokens, of the prefix that the request may share.
-
-        Tokens that give a result must be computed for the request itself: the latest token, and those whose
-        log-probabilities are missing.
-        """
+        """Maximum length of a shared prefix. Tokens that must give a result are computed for the request itself."""
         received = self.num_prompt_logprobs_received
         return received if received < self.num_prompt_logprobs_wanted else self.num_tokens_known - 1
 

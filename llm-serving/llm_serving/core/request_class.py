@@ -51,10 +51,7 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """Return the class with the largest rank that is not above `priority`. If all ranks are above it, return the first.
-
-    `classes`: the classes in ascending order of rank.
-    """
+    """Return the last of the `classes` (by ascending rank) whose rank is not above `priority`, or else the first."""
     best = classes[0]
     for each in classes:
         if each.rank <= priority:

@@ -137,8 +137,7 @@ class OutputSink(Protocol):
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record the results for prompt tokens from index `start` on. If `logprobs` and `vector` are None, only record
-        that the prompt is computed.
+        """Record results for prompt tokens from `start` on. Without any (both None), record that the prompt is done.
 
         The request may have finished. After a recomputation, the same results may be recorded again.
         """

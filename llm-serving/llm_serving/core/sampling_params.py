@@ -345,9 +345,7 @@ AT_LEAST_ONE: Final = Whole(1)
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Return the defaults of sampling parameters in a folder's generation config, by parameter. Raise ModelError if the
-    file or a value is invalid.
-    """
+    """Return the defaults in a folder's generation config. Raise ModelError if a value or the file is invalid."""
     if folder is None:
         return {}
     path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)

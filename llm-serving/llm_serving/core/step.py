@@ -1,8 +1,7 @@
 """The interface between master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
-A row of a step belongs to one request. For each row, the step lists the tokens to compute, the number of context tokens
-in the cache, and the blocks that hold them. It also lists which tokens give a result, and of which kind. The only state
-of a WorkAgent is the KV cache and the tokens of its latest step.
+A row of a step belongs to one request. It lists the tokens to compute, the number of context tokens in the cache, the
+blocks that hold them, and which tokens give a result. A WorkAgent keeps only the KV cache and its latest step's tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class BlockMoveKind(enum.IntEnum):
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block to another, in all layers.
-
-    An epoch is the number of a block's allocation. It shows a WorkAgent whether the block was allocated again; see
-    `kvcache.block_table`.
-    """
+    """A copy of one block to another, in all layers. An epoch (`kvcache.block_table`) identifies the allocation."""
 
     kind: int
     source: int
@@ -115,8 +110,7 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
 class SamplingInput:
     """Sampling parameters of S samples.
 
-    Parameters that are lists, such as biases, are concatenated for all samples. The list of sample s is the part from
-    `offsets[s]` to `offsets[s + 1]`.
+    Lists such as biases are concatenated: those of sample s are the part from `offsets[s]` to `offsets[s + 1]`.
     """
 
     temperature: Float32Array  # [S], 0 is greedy
@@ -198,10 +192,7 @@ SAMPLE_FIELDS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """The tokens whose log-probabilities a step returns, for each of its P results of kind LOGPROBS.
-
-    Each result has its own list of tokens. The concatenated lists have G tokens.
-    """
+    """The tokens whose log-probabilities a step returns: G tokens in P concatenated lists, one per LOGPROBS result."""
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids
@@ -220,9 +211,8 @@ def no_scoring() -> ScoringInput:
 class StepInput:
     """One forward pass over B rows and T packed tokens, without padding.
 
-    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`. If the
-    KV cache has G groups of layers (`core.window`), each group has its own table for row b. Group g has
-    `block_tables[g * B + b]`.
+    Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`. With G
+    groups of layers (`core.window`), row b has one table in each group: `block_tables[g * B + b]`.
     """
 
     step: int
@@ -242,9 +232,7 @@ class StepInput:
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], adapter number (0 for none) and slot of each row. Empty if no row has an adapter. A slot with another
-    adapter is filled first.
-    """
+    """[B, 2], adapter (0: none) and slot of each row, or empty. A slot with another adapter is filled beforehand."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 

@@ -39,8 +39,7 @@ class Window:
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
         """Return the maximum number of blocks that a request holds: those of the window, and those that a step fills.
 
-        `num_blocks`: the group's share of the cache. If the longest step does not fit into this share, the maximum is
-        smaller, and steps compute fewer tokens. Without a sliding window, return `NO_WINDOW`.
+        `num_blocks`: the group's share of the cache, which limits a step's tokens. Return `NO_WINDOW` without a window.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -91,10 +90,7 @@ class CacheGroups:
         return low * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return a number of prompt tokens of one request that a step can always compute within `max_blocks`.
-
-        The number follows from the groups with a sliding window. Return 1 if there is no such group.
-        """
+        """Return a number of prompt tokens of a request that a step can always compute; 1 without sliding windows."""
         chunks = [
             min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)
             for window, most in zip(self.windows, self.max_blocks(block_size, num_blocks), strict=True)
