@@ -86,7 +86,6 @@ class AdapterRegistry:
         )
 
     def find_changed(self, number: int) -> list[Adapter]:
-        """Return the adapters with this number whose files have changed since they were loaded. Thread-safe."""
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:

@@ -114,7 +114,6 @@ class AsyncEngine:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop the loaded replicas, and wait until their threads have ended. Unfinished requests end with an error."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:

@@ -114,7 +114,6 @@ class BeamSearch:
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
 
     def _best_attainable(self) -> float:
-        """Return the highest score that a live sequence could reach, if all further tokens had probability 1."""
         most_likely = self.live[0]
         # The score is monotonic in the length, so its maximum is at the shortest or the longest length.
         lengths = (most_likely.length + 1, self._max_tokens)

@@ -37,7 +37,6 @@ logger = get_logger(__name__)
 
 WAIT_S: Final = 10.0
 LATE_S: Final = 5.0
-"""Maximum seconds that requests wait for the reply to one message."""
 READ_BYTES: Final = 2**24
 """Maximum bytes of blocks that the WorkAgent reads for one message, if a block is not larger."""
 STORED_BYTES: Final = 2**20

@@ -222,7 +222,6 @@ class Engine(EngineRequests):
         return True
 
     def _wait(self) -> None:
-        """Sleep until a message arrives, the WorkAgent exits, a deadline passes, or a static batch is due."""
         if self._inbox.wait(self._executor.fileno(), self.idle_s):
             try:
                 self._executor.collect()  # no step is in flight, so the WorkAgent has died

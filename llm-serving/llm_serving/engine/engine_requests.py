@@ -147,7 +147,6 @@ class EngineRequests:
         self.ttft_predictor = self._reports.predictor
         """Predicts the TTFT of new requests. Admission control reads it from other threads."""
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
-        """Accounting of tenants and classes across replicas, or None if this is the only replica."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
         self._deadlines = Deadlines(scheduler)
         self._publish_outputs = publish
@@ -156,7 +155,6 @@ class EngineRequests:
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
-        """Passes requests to other replicas and accepts theirs. It is None if requests do not migrate."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
                 scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners
@@ -253,7 +251,6 @@ class EngineRequests:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the engine is shutting down. A request submitted now would end at once."""
         return self._stopping
 
     @property
@@ -287,7 +284,6 @@ class EngineRequests:
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection that transfers KV blocks to and from the WorkAgent, or None if WorkAgents share memory."""
         return self._executor.block_link
 
     def _report_closing(self) -> None:

@@ -115,7 +115,6 @@ class Lifecycle:
             await self._note("paused")
 
     async def resume(self) -> None:
-        """Continue after `pause`. Raise RequestError if the model sleeps."""
         with self._ended_by_shutdown():
             self._check_awake()
             await self._open("resumed")
@@ -290,7 +289,6 @@ class Lifecycle:
         await self._until_true(partial(_note, text=text))
 
     async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
-        """Call a function in the thread of each engine, between two steps, again and again until it returns True."""
         for engine in self._replicas.living().values():
             with contextlib.suppress(WorkerDiedError):  # the engine has ended; the next one starts without state
                 while not await asyncio.wrap_future(engine.ask(partial(ask, engine))):

@@ -78,7 +78,6 @@ class OpenRequests:
         return [each for each in self.by_id.values() if each.engine is engine and not each.is_in_transfer]
 
     def num_of(self, engine: Engine) -> int:
-        """Return the number of requests of an engine, including those in its inbox."""
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:

@@ -133,7 +133,6 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests. A copy fails if its request does."""
         scheduler, executor = self._scheduler, self._executor
         pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states
         if states is not None:

@@ -282,7 +282,6 @@ class Replicas(EngineListener):
             raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
 
     def index_of(self, engine: Engine) -> int | None:
-        """Return the index of an engine's replica, or None if the replica has another engine now."""
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:

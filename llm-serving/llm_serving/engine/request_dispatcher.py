@@ -126,7 +126,6 @@ class RequestDispatcher:
             self._end(opened.request, FinishReason.ERROR, f"the engine of the request has ended: {engine.dead}")
 
     def leave_if_idle(self, engine: Engine) -> None:
-        """Stop the WorkAgent of a drained replica if it has no requests."""
         if not self.requests.num_of(engine) and (replica := self.replicas.index_of(engine)) is not None:
             self.replicas.leave(replica)
 

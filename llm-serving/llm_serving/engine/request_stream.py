@@ -152,7 +152,6 @@ class CoalescedResponse:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the deadline has passed. A new reader can then no longer extend it."""
         return self._deadline is not None and self._clock() >= self._deadline
 
     @property
@@ -322,7 +321,6 @@ class CoalescedResponses:
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether every key has an answer. Return False if `keys` is empty."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(

@@ -30,7 +30,6 @@ class SequenceSink:
         self._context.scheduler.add(self.request)
 
     def resume(self) -> None:
-        """Queue a migrated request. The output processor already has its earlier output."""
         self._context.scheduler.add(self.request)
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:

@@ -44,7 +44,6 @@ def step_shares(schedule: Schedule, scheduler: Scheduler) -> dict[str, StepShare
 
 
 def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> dict[str, int]:
-    """Return the service of each class: the largest of its three shares, divided by its weight."""
     scales = {each.name: SCALE // each.weight for each in scheduler.classes}
     return {name: max(share) * scales[name] for name, share in shares.items()}
 

@@ -267,7 +267,6 @@ class TenantSlots:
         return {name: number for name, number in changes.items() if number}
 
     def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
-        """Store a replica's demand, and free surplus slots. If the limit fell, free unused slots of all replicas."""
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = demand.limit < tenant.limit
         tenant.limit = demand.limit
