@@ -165,13 +165,10 @@ class AsyncEngine:
 
         Args:
             request_id: The client's id of the request. Several requests may have the same id.
-            fork_of: Stream of the parent, a request with the same prompt. The new request shares the parent's blocks,
-                except with static batching.
+            fork_of: Stream of a request with the same prompt. Unless batching is static, both share its blocks.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
-            has_siblings: Whether other requests fork from this one. A request with forks does not migrate to another
-                replica, because the forks share its blocks.
-            admission: Result of `check_capacity` for a group that contains this request. If it is None, this method
-                checks the request alone.
+            has_siblings: Whether other requests fork from this one. They share its blocks, so it never migrates.
+            admission: Result of `check_capacity` for the request's group. If None, the request is checked alone.
             sharing: Key by which identical requests get the same answer. If it is None, the answer is not shared.
 
         Raises:
@@ -291,14 +288,11 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests against all admission limits.
+        """Check a group of requests against all admission limits. Every `num_each` requests in a row share a prompt.
 
-        Raise RequestError if the group would exceed a limit even in an empty queue. Raise CapacityError if it exceeds a
-        limit now, or if its first token would come too late. Raise UnavailableError if no WorkAgent is ready.
-
-        Every `num_each` consecutive requests share one prompt. The prompt is computed once, but with static batching
-        once for each of them. Pass the result to `generate` before the event loop runs another task, which could use
-        the capacity.
+        Pass the result to `generate` before the event loop runs another task, which could use the capacity. Raise
+        RequestError if the group would exceed a limit even in an empty queue, CapacityError if it exceeds a limit now
+        or its first token would come too late, and UnavailableError if no WorkAgent is ready.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]

@@ -98,10 +98,7 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start to compute the oldest waiting answer again, unless none waits or another one is being computed.
-
-        Call this only while the engine has no requests.
-        """
+        """Start a copy of the oldest waiting request, unless one runs. Call only while the engine has no requests."""
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()

@@ -78,8 +78,8 @@ class BeamSearch:
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
         """Continue every live sequence by one token. Return, for each sequence now live, the index of its predecessor.
 
-        `choices`: for each old live sequence, its most likely tokens, most likely first. It must contain at least
-        `2 * width` tokens, or the whole vocabulary if that is smaller.
+        `choices`: for each live sequence, at least its `2 * width` most likely tokens, or the whole vocabulary, most
+        likely first.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []

@@ -46,9 +46,7 @@ class RequestLookup:
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with this id. The list is empty if only an event log has the request. Raise
-        RequestNotFoundError if there is no such request at all.
-        """
+        """Return the open requests with this id. Raise RequestNotFoundError if no event log has the id either."""
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
@@ -68,8 +66,7 @@ class RequestLookup:
     ) -> dict[int, T | None]:
         """Call a function in the thread of each engine. The result of an engine that does not reply in time is None.
 
-        `question` returns the function for an engine. `asked` holds the latest call to each engine: while a call is
-        pending, its result is awaited and no further call is made.
+        `question` returns the function for an engine. A call in `asked` that is still pending is awaited, not repeated.
         """
         living = self._replicas.living()
         for index, engine in living.items():
@@ -142,8 +139,7 @@ class ReplicaRow(NamedTuple):
 class Control:
     """Operations on open requests, replicas and adapters. Only the event loop may call them.
 
-    `request_id` is the client's id of a request, or the id of a response. `tenant` limits an operation to the requests
-    of a tenant; None means all tenants.
+    `request_id` is a client's id of a request or the id of a response. `tenant` None means the requests of all tenants.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:
@@ -171,10 +167,7 @@ class Control:
         return unfinished
 
     def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
-        """Check the files of the adapter with this number in the background, and return at once.
-
-        If they have changed, unload the adapter, because a WorkAgent that restarts could not load the same adapter.
-        """
+        """In the background, unload the adapter if its files have changed, since no WorkAgent could load it again."""
 
         async def check() -> None:
             for adapter in await asyncio.to_thread(registry.find_changed, number):
@@ -209,11 +202,10 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of all requests with this id.
+        """Change the priority of all requests with this id. Return, by engine id, whether it is in effect now.
 
-        Return, for the engine's id of each of them, whether the priority is in effect now. Raise RequestError if the
-        priority is out of range, RequestNotFoundError if the tenant has no such request, and UnavailableError if an
-        engine did not answer in time.
+        Raise RequestError if it is out of range, RequestNotFoundError if the tenant has no such request, and
+        UnavailableError if an engine did not answer in time.
         """
         check_priority(priority)
         done: dict[str, bool] = {}

@@ -70,10 +70,7 @@ class Deadlines:
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """End the waiting requests that would miss their deadline even if they were next in their class.
-
-        `elapsed_s`: seconds since the oldest step in flight began.
-        """
+        """End the waiting requests that would miss their deadline even if they were next in their class."""
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
             return  # without a running request, the next one starts at once, and its step updates the predictor

@@ -1,9 +1,8 @@
 """The engine's part of the disk cache: reads the prefixes of arriving requests, and stores computed prompts.
 
-A request whose prompt fills at least one block waits here before it enters the scheduler. Meanwhile, the WorkAgent
-reads the prompt's blocks that are on disk and not in the KV cache. Blocks that it has not read within `WAIT_S` are
-computed. If the WorkAgent does not reply for `LATE_S`, all waiting requests enter the scheduler without blocks from
-disk. `Request.disk_prefix` names the blocks that were read, so that a recording of the scheduler contains them.
+A request whose prompt fills a block waits here while the WorkAgent reads the prompt's blocks that only the disk has.
+Blocks that it has not read within `WAIT_S` are computed. If the WorkAgent does not reply for `LATE_S`, all waiting
+requests enter the scheduler without blocks from disk. Recordings contain the blocks read, as `Request.disk_prefix`.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class DiskPrefixSink(SequenceSink):
 class DiskCache(StepObserver):
     """Reads and stores blocks through the WorkAgent, the only process that opens the files.
 
-    Only the engine's thread may call it; a thread of its own waits for the replies. If the WorkAgent restarts, waiting
-    requests enter the scheduler without blocks from disk.
+    Only the engine's thread may call it. If the WorkAgent restarts, waiting requests get no blocks from disk.
     """
 
     def __init__(
@@ -128,8 +126,7 @@ class DiskCache(StepObserver):
     def attach_sink(self, request: Request, context: SinkContext) -> None:
         """Give a request its output sink. The sink adds it to the scheduler after `find` has read its blocks from disk.
 
-        A beam search enters the scheduler at once. So does a request with an adapter, because its blocks are never on
-        disk: an adapter's number of 31 bits is too short to identify the adapter as long as the files exist.
+        A beam search enters at once. So does a request with an adapter, whose 31-bit number is too short to name files.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
@@ -144,8 +141,7 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        If another request is already reading the first of these blocks, `add` is called after that request was added.
-        For a fork, `add` is called after its parent was added.
+        `add` is called only after the parent of a fork, or a request that already reads the first block, was added.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")

@@ -104,9 +104,7 @@ class Lifecycle:
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Make new requests wait, or refuse them. Let accepted requests finish, abort them or freeze them, as `running`
-        says. Raise RequestError if the model sleeps.
-        """
+        """Hold or refuse new requests. `running`: what accepted requests do. Raise RequestError if the model sleeps."""
         with self._ended_by_shutdown():
             self._check_awake()
             self._check_running(running)
@@ -120,10 +118,7 @@ class Lifecycle:
             await self._open("resumed")
 
     async def sleep(self, level: int, running: Running, new_requests: NewRequests) -> None:
-        """Drop the KV cache, and at level 2 also the weights, once accepted requests have finished or are aborted.
-
-        At level 1 accepted requests may be frozen. When the model wakes up, they are recomputed and continue.
-        """
+        """Drop the KV cache, at level 2 also the weights. At level 1, requests may be frozen until the model wakes."""
         drops_weights = level == DROP_WEIGHTS or self._config.device.device_target != "CPU"
         if running == "freeze" and drops_weights:
             rule = "must be finish or abort at level 2, and on an NPU also at level 1, because WorkAgents exit"
@@ -153,8 +148,7 @@ class Lifecycle:
     async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
         """Load the weights of a new folder, once accepted requests have finished or are aborted. Return their hash.
 
-        A sleeping model loads them when it wakes up. If the load fails, load the former weights again and raise
-        UnavailableError.
+        A sleeping model loads them at wake-up. If the load fails, load the former weights and raise UnavailableError.
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None
@@ -342,10 +336,7 @@ class ConfigReloader:
         self._lock = asyncio.Lock()
 
     async def reload(self) -> ReloadResult:
-        """Read the YAML file again and apply its changes. Each engine applies them between two steps.
-
-        Raise RequestError, and change nothing, if the file is invalid or changes a key that needs a restart.
-        """
+        """Apply a changed YAML file between two steps, or raise RequestError if it is invalid or needs a restart."""
         async with self._lock:
             try:
                 read = await asyncio.to_thread(read_again, self._running)

@@ -45,10 +45,7 @@ class EngineListener:
 
 
 class StepTimes:
-    """Durations of steps and of the master's work for them, in seconds on the engine's clock.
-
-    For each step, the engine calls record_submitted, record_reply, record_updated and record_published, in this order.
-    """
+    """Durations of steps and of the master's work, in seconds. Call the `record_` methods of a step in source order."""
 
     def __init__(self) -> None:
         self.began = 0.0

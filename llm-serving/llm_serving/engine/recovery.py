@@ -41,11 +41,9 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 
 
 class Recovery:
-    """Restores a replica after a loss of steps. The WorkAgent recomputes lost KV blocks from the tokens that the master
-    has.
+    """Restores a replica after a loss of steps. The WorkAgent recomputes lost KV blocks from the tokens of the master.
 
-    `on_restart_attempt` is called after each attempt to restart the WorkAgent. `on_trial_step` is called before each
-    step that tests suspected requests.
+    The callbacks run after each attempt to restart the WorkAgent, and before each step that tests suspected requests.
     """
 
     def __init__(
@@ -70,8 +68,7 @@ class Recovery:
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
 
-        `error` is the error of the oldest step in flight, or of a step that could not be submitted. `in_flight` holds
-        the steps whose results are lost. Raise WorkerDiedError if the WorkAgent cannot be restarted.
+        `error` is that of the oldest lost step, or of one not submitted. Raise WorkerDiedError if no restart succeeds.
         """
         logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
@@ -120,9 +117,7 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a repeated step fail. If none does, return those that were part of too many
-        failed steps.
-        """
+        """Return the suspects that make a repeated step fail, or else those that were in too many failed steps."""
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)

@@ -51,9 +51,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Create the scheduler of replica `index`, which may record its decisions.
 
-    `windows` holds the attention window of each group of layers. `whole_prompts`: whether a step must compute each
-    prompt at once, because its tokens attend to later ones. `num_state_pieces`: number of transfer pool blocks that one
-    recurrent state occupies.
+    `windows`: attention window of each group of layers. `whole_prompts`: whether a step must compute a prompt at once,
+    because tokens attend to later ones. `num_state_pieces`: transfer pool blocks that one recurrent state occupies.
     """
     scheduler = config.scheduler
     states = None
@@ -197,10 +196,7 @@ def build_engine(
     build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the scheduler and the engine of replica `index`.
-
-    `build_scheduler` explains the arguments that it shares. `options` are further arguments of `Engine`.
-    """
+    """Create the scheduler (see `build_scheduler`) and the engine of replica `index`; `options` go to `Engine`."""
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, windows, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)

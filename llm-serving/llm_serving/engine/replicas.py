@@ -231,9 +231,8 @@ class Replicas(EngineListener):
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
         """Return the replica that continues a migrating request, preferably `index`.
 
-        Return None if the request's blocks must first be transferred to that replica. After the transfer,
-        `on_migrating` gets the request again, without blocks if the transfer failed. If too many transfers wait, return
-        the replica that has the blocks.
+        Return None if its blocks must first be transferred. `on_migrating` then gets the request again, without blocks
+        if the transfer failed. If too many transfers wait, return the replica that has the blocks.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):

@@ -111,9 +111,8 @@ class _Reader:
 class CoalescedResponse:
     """The outputs of one answer so far, for current and later readers.
 
-    The stream of each reader ends at the reader's deadline. The computation ends at the latest of these deadlines.
-    `abort` ends the engine's request that computes the answer. `extend_deadline` sets the deadline of that request.
-    `grew` is called with the size of each new output in bytes.
+    The stream of a reader ends at its deadline, the computation at the latest deadline. `abort` ends the engine's
+    request, `extend_deadline` moves its deadline, and `grew` gets the size of each new output in bytes.
     """
 
     def __init__(
@@ -168,11 +167,8 @@ class CoalescedResponse:
     ) -> RequestStream:
         """Return a stream of all outputs from the first on.
 
-        `Sharing.grace_s` seconds after the last stream is closed, the computation ends.
-
-        `client_id`: id by which the client may cancel its request. `http_timings`: record that gets the time of the
-        first token. `predicted_s`: predicted seconds to the first token, for the client. `deadline`: time on the
-        engine's clock at which this stream ends.
+        `client_id`: id by which the client may cancel. `http_timings`: record that gets the time of the first token.
+        `predicted_s`: seconds to the first token, for the client. `deadline`: end of the stream on the engine's clock.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -210,10 +206,7 @@ class CoalescedResponse:
             self._grew(self, piece.num_bytes)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of the readers with one of these ids, and return True.
-
-        If no other reader would remain, end no stream and return False: the caller must abort the request.
-        """
+        """End the streams with these client ids. If no other would remain, return False: the caller must abort."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
@@ -284,9 +277,8 @@ class CoalescedResponses:
     """The coalesced responses of a server. Only the event loop may use it.
 
     A response is shared while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
-    responses together exceed `max_bytes`, finished responses are removed, beginning with the oldest. If none is left,
-    the largest unfinished ones are removed. Current readers of a removed answer get the rest of it. If `max_bytes` is
-    0, nothing is shared.
+    together exceed `max_bytes` (0: share nothing), the oldest finished responses are removed, then the largest
+    unfinished ones. Current readers of a removed answer get the rest of it.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:

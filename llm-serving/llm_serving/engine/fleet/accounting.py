@@ -1,8 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-Service is counted in virtual tokens, by class and tenant. Between two steps, each engine reports the service of its
-steps, and applies to its scheduler the service that other replicas reported. A recording of the scheduler contains
-these calls, so that its decisions can be replayed.
+Service is counted in virtual tokens, by class and tenant. Between two steps, each engine reports its service, and
+applies that of other replicas to its scheduler. Recordings contain these calls, so that decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas have served, by class and tenant. Not thread-safe.
 
-    The counts are lists with one element for each (class, tenant), in order of first service. A snapshot is one copy of
-    the list of totals. The lists of a replica may be shorter, because pairs that were added later are missing.
+    Each list of counts has one element per (class, tenant), in order of first service. A replica's list may be shorter.
     """
 
     def __init__(self) -> None:
@@ -99,9 +97,8 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    Before each step, a replica reads how many tokens the other replicas have computed for each tenant. Therefore the
-    token counts of two tenants with waiting requests differ by at most the bound of a single scheduler, plus the tokens
-    that the other replicas compute in two steps.
+    Before each step, a replica reads the service of the others. Therefore the token counts of two tenants with waiting
+    requests differ by at most one scheduler's bound, plus the tokens that the other replicas compute in two steps.
     """
 
     def __init__(self) -> None:
@@ -141,10 +138,7 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add a step's class usage.
-
-        Return the minimum and maximum lead (`FleetClassUsage`) of each class since this replica's last call.
-        """
+        """Add a step's class usage. Return each class's minimum and maximum lead since this replica's last call."""
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
             return self._lead_monitor.record(replica, service, usage)
@@ -160,9 +154,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service that the other replicas have given by the latest snapshot, without what earlier calls have
-        returned.
-        """
+        """Return the service of the other replicas in the latest snapshot that earlier calls have not returned."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
@@ -202,10 +194,7 @@ class FleetSync(FairnessObserver):
         super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report the scheduler's new service to the other replicas.
-
-        `schedule` is None if no step was scheduled, or if the simulator fast-forwards a step.
-        """
+        """Report new service to other replicas. `schedule` is None if no step was formed or one is fast-forwarded."""
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())

@@ -160,9 +160,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Process the reply to a step. Free the transfer pool blocks that the step imported, and remove the requests
-        that it exported from the scheduler.
-        """
+        """Free the transfer pool blocks that the step imported. Remove the requests it exported from the scheduler."""
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -242,9 +240,7 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start to transfer a request's blocks, or return False if too many requests wait. `done` is called with True
-        if all blocks have arrived, else with False.
-        """
+        """Start to transfer a request's blocks, or return False if too many wait. `done` gets whether all arrived."""
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
             count = self._num_requests[replica]

@@ -178,9 +178,7 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a migrated request. Return 1 if its tenant exceeds the limit, else 0. While replicas apply a reload
-        one after another, their limits differ. The result is then 0.
-        """
+        """Record a migrated request. Return 1 if its tenant exceeds the limit, but 0 while a reload changes limits."""
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)

@@ -119,8 +119,7 @@ class Route(NamedTuple):
 class Router:
     """Chooses a running replica for each request, by the configured policy.
 
-    With roles, the request may later migrate to another replica. A replica whose WorkAgent restarts gets requests only
-    if no other replica accepts any. A drained replica gets none.
+    A replica whose WorkAgent restarts gets requests only if no other replica accepts any. A drained replica gets none.
     """
 
     def __init__(
@@ -167,10 +166,9 @@ class Router:
         return prompt_block_hashes(namespace, prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
-        """Return the best replica for a group of requests, without changing state.
+        """Return the best replica for a group of requests, without changing state. `hashes`: the first prompt's blocks.
 
-        `hashes` are the hashes of the first prompt's blocks. Raise UnavailableError if no replica accepts requests, or
-        if the chosen WorkAgent will not restart soon.
+        Raise UnavailableError if no replica accepts requests, or if the chosen WorkAgent will not restart soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:

@@ -16,10 +16,9 @@ MAX_IMBALANCE: Final = 16
 MAX_COMPARED: Final = 8
 """Maximum number of replicas whose TTFT is predicted: half by longest cached prefix, the rest by lowest load."""
 OTHERS_WEIGHT: Final = 1 / 3
-"""Weight of the delay of other requests relative to the delay of the request itself.
+"""Weight of the delay of other requests relative to the delay of the request itself (docs/results/routing.md).
 
-With 1, requests follow a cached prefix until its replica's queue is seconds longer than other queues. With 0, every
-replica recomputes prefixes, and all become slower (docs/results/routing.md).
+With 1, requests follow a cached prefix into queues that are seconds longer. With 0, every replica recomputes prefixes.
 """
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
 """`OTHERS_WEIGHT` if no replica has a match. It is lower, because then all replicas compute about the same amount."""
@@ -45,8 +44,7 @@ class Candidate(NamedTuple):
 class Candidates:
     """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it.
 
-    `by_load` holds (number of unfinished requests, replica), in ascending order. `cached` maps each replica that has
-    cached tokens of the prompt to their number. The least loaded replica comes first.
+    `by_load`: (number of unfinished requests, replica), ascending. `cached`: replica -> cached tokens of the prompt.
     """
 
     def __init__(

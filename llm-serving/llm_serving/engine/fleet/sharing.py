@@ -189,9 +189,8 @@ class _Tenant:
 class TenantSlots:
     """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
-    All leases of a tenant, together with the slots of its migrating requests, never exceed its limit. A scheduler
-    returns a slot when a request finishes. Among the replicas that need a slot, a free slot goes to the replica with
-    the fewest slots; among equals, to the replica whose latest lease is the oldest.
+    The leases of a tenant and the slots of its migrating requests never exceed its limit together. A free slot goes to
+    the replica in need with the fewest slots; among equals, to the one whose latest lease is the oldest.
     """
 
     def __init__(self) -> None:
