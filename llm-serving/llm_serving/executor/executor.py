@@ -68,7 +68,6 @@ class Executor(ABC):
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection for transfers of the WorkAgent's KV blocks, or None if it has none."""
         return None
 
     @abstractmethod

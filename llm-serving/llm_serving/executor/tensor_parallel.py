@@ -99,7 +99,6 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """Return the part of a message that must be equal on all ranks, for example a whole `StepDone` with its tokens."""
     match message:
         case Welcome():
             return message.version, message.code_fingerprint
