@@ -111,8 +111,7 @@ class Executor(ABC):
     def restart(self, reason: str) -> None:
         """Replace a lost WorkAgent. Steps are then numbered from 0 again.
 
-        Raise RestartFailedError if this attempt failed and the caller may try again. Raise WorkerDiedError if it must
-        not try again.
+        Raise RestartFailedError if this attempt failed and the caller may try again, else WorkerDiedError.
         """
         raise WorkerDiedError(reason)
 

@@ -55,9 +55,7 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of the files of a model and its tokenizer. If `tokenizer` is not None, it replaces the
-        tokenizer in `folder`. Raise ModelError if one is missing.
-        """
+        """Record the model's files; `tokenizer` replaces the one in `folder`. Raise ModelError if one is missing."""
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
     def check(self) -> None:
@@ -153,11 +151,10 @@ Agent = TypeVar("Agent", bound=LoadedAgent)
 
 
 class SameFiles:
-    """Checks that all WorkAgents of a server read the same model, because any of them may continue an answer.
-    Thread-safe.
+    """Checks that all WorkAgents of a server read the same model, because any may continue an answer. Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
-    its files, which must equal the fingerprint of the master's files.
+    its files, which must equal that of the master's files.
     """
 
     def __init__(self, model: ModelConfig) -> None:

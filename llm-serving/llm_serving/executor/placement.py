@@ -74,9 +74,7 @@ class Placement(Protocol):
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> StartedAgent:
-        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, if the start is cancelled, or if the WorkAgent
-        has not connected after `timeout_s` seconds.
-        """
+        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, is cancelled, or does not connect in time."""
 
     def settings(self, settings: LoadModel) -> LoadModel: ...
 
@@ -86,9 +84,8 @@ class Placement(Protocol):
 class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
-    Each process (one for each rank) inherits one end of a socket pair for messages, a memory file for step arrays, the
-    memory of the transfer pool (`transfer_fd`), and a pipe as standard input, which closes when the master exits for
-    any reason.
+    Each rank's process inherits a socket for messages, a memory file for step arrays, the transfer pool's memory
+    (`transfer_fd`), and a pipe as standard input, which closes when the master exits for any reason.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:

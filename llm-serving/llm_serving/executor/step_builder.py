@@ -230,9 +230,7 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases of a request's sample after `num_drafts` draft tokens. Biases of minus infinity forbid
-    the tokens that would complete bad words and, before `min_tokens` output tokens, the stop tokens.
-    """
+    """Return a sample's logit biases: minus infinity for ends of bad words and for stop tokens before `min_tokens`."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:

@@ -102,12 +102,11 @@ def start_work_agent(
     cancellation: StartCancellation | None = None,
     placement: Placement = LOCAL_PLACEMENT,
 ) -> WorkAgentProcess:
-    """Start WorkAgent `index` and wait until its model is loaded.
+    """Start WorkAgent `index` and wait until its model is loaded. One that replaces `previous` gets as many blocks.
 
-    A WorkAgent that replaces `previous` allocates the same number of blocks. `timeout_s` limits the time of the whole
-    start, and `load_timeout_s` the time between two messages. Kill the WorkAgent if `on_progress` raises an exception
-    or the start is cancelled. Raise ModelError if the model cannot be loaded, WorkerDiedError if the WorkAgent exited
-    or exceeded a limit, or if the start was cancelled.
+    `timeout_s` limits the whole start, `load_timeout_s` the time between two messages. Kill the WorkAgent if
+    `on_progress` raises an exception or the start is cancelled. Raise ModelError if the model cannot be loaded,
+    WorkerDiedError if the WorkAgent exited, exceeded a limit or was cancelled.
     """
     settings = load_settings(config, index)
     if previous is not None:
@@ -151,9 +150,7 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Make the WorkAgent load the model. Before that, check that it runs the same code as the master, because the files
-    may have been upgraded since the master started.
-    """
+    """Check that the WorkAgent runs the master's code (files may have been upgraded), then make it load the model."""
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
     def receive() -> AgentMessage:
@@ -310,9 +307,8 @@ class SupervisedExecutor(RemoteExecutor):
 
     The constructor starts a first WorkAgent. If this exits before it is ready, the constructor tries again, at most
     `max_restarts` times. It raises WorkerDiedError if each attempt exits, ConfigError if the model cannot be loaded.
-
-    `restart` has no such limit. But after more than `max_restarts` restarts without a completed step,
-    `restarts_exhausted` is True. `pause(seconds)` waits, and returns True if restarts were cancelled.
+    `restart` has no such limit, but `restarts_exhausted` is True after more than `max_restarts` restarts without a
+    completed step. `pause(seconds)` waits, and returns True if restarts were cancelled.
     """
 
     def __init__(

@@ -52,9 +52,7 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. Pass None if the process has been
-        killed already.
-        """
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. Pass None if it was killed already."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):
@@ -101,9 +99,7 @@ class RestartStatus:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the predicted seconds until the WorkAgent is ready. Return None after a failed attempt or too many
-        restarts, or if this attempt is much slower than the first start.
-        """
+        """Return the predicted seconds until the WorkAgent is ready; None after a failure or in a slow attempt."""
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
         return max(self.attempt_at + self.load_s - now, 0.0)

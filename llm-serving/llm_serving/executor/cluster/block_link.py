@@ -35,9 +35,8 @@ Request = TypeVar("Request", ReadBlocks, BlockContents)
 class BlockLink:
     """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
-    Replies arrive in the order of the requests, each within `timeout_s`. After a late or unexpected reply, later
-    replies could be matched to wrong requests. So the link then closes itself and `steps`, the connection for steps,
-    and the WorkAgent is restarted.
+    Replies arrive in the order of the requests, each within `timeout_s`. After a late or unexpected reply, the link
+    closes itself and `steps`, the connection for steps, so that the WorkAgent is restarted.
     """
 
     def __init__(

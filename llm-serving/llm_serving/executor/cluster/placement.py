@@ -38,21 +38,17 @@ POLL_INTERVAL_S: Final = 0.2
 
 class AgentStarter(Protocol):
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent` for each rank, all ranks on one machine. Raise WorkerDiedError if they
-        cannot be started.
-        """
+        """Run `python -m llm_serving.work_agent` once per rank, on one machine. Raise WorkerDiedError if that fails."""
 
     def close(self) -> None: ...
 
 
 class ClusterPlacement:
-    """Starts WorkAgents in a cluster and waits for their connections.
+    """Starts WorkAgents in a cluster and waits for their connections, each of which presents its own random token.
 
-    Each rank has one connection for steps. If blocks are transferred, each replica has one more. Each connection
-    presents its own random token.
-
-    `host` is the address of this machine to which the other machines connect. `own_devices` says whether a WorkAgent
-    sees only its own devices, numbered from 0. The constructor raises ConfigError if it cannot listen at `host`.
+    Each rank has one connection for steps; each replica has one more if blocks are transferred. `host`: address of this
+    machine to which the others connect; raise ConfigError if it is unusable. `own_devices`: whether a WorkAgent sees
+    only its own devices.
     """
 
     def __init__(

@@ -172,9 +172,7 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Copy the folder to an actor's machine, unless the machine has a copy. Return the path of the copy. Raise
-        ConfigError if the object store or the machine has no room for it.
-        """
+        """Copy the folder to an actor's machine if needed; return its path there. Raise ConfigError without room."""
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
         if found is None:
