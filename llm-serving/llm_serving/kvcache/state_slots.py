@@ -218,7 +218,6 @@ class StateSlots:
                 self._latest[request_id] = slot, self.pool.epoch(slot)
 
     def _prompt_checkpoint(self, request: Request) -> int:
-        """Return the number of tokens after which the checkpoint of a prompt is stored, or 0 if none is stored."""
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _access(self, row: int, token: int, slot: int) -> None:
