@@ -10,10 +10,9 @@ from llm_serving.core.request import Request
 class AdapterSlots:
     """The LoRA adapter in each slot of a WorkAgent, and the running requests that use it.
 
-    An adapter is replaced only while no running request uses it. Empty slots are filled first. When there are none, the
-    slot that has been unused for the longest time is filled. A step fills at most one slot, so running requests wait
-    for the copy of at most one adapter. The WorkAgent makes the copy when a step names an adapter that is not in its
-    slot (`StepInput.adapters`).
+    Empty slots are filled first, then the one unused for longest; an adapter in use is never replaced. A step fills at
+    most one slot, so running requests wait for the copy of at most one adapter. The WorkAgent copies an adapter when a
+    step names one that is not in its slot (`StepInput.adapters`).
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -84,10 +84,9 @@ class BlockManager(RequestBlocks):
     ) -> int:
         """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
-        Return how many of its tokens are already computed. A guaranteed request never lacks a block up to `num_tokens`
-        tokens. With a sliding window, such a request depends on reusing the blocks that its window has passed. So it
-        shares no blocks, because a shared block would not become free. `parent`: a running request whose computed
-        prefix is shared.
+        Return how many of its tokens are already computed. `parent`: a running request whose prefix is shared. A
+        guaranteed request never lacks a block up to `num_tokens` tokens. With a sliding window it shares no blocks,
+        because it must reuse the blocks that its window has passed, and shared ones would not become free.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -154,10 +153,7 @@ class BlockManager(RequestBlocks):
         return count
 
     def grow(self, request_id: str, num_tokens: int) -> int | None:
-        """Allocate the blocks that the request lacks for its first `num_tokens` tokens.
-
-        Return their number, or None if too few blocks are free.
-        """
+        """Allocate the blocks missing for `num_tokens` tokens. Return their number, or None if too few are free."""
         tables, num_entries, missing = self.tables[request_id], self.num_blocks_for(num_tokens), 0
         for table, most in zip(tables, self.max_blocks, strict=True):
             missing += max(0, min(num_entries, table.start + most) - len(table.ids))
@@ -184,8 +180,7 @@ class BlockManager(RequestBlocks):
     def free(self, request_id: str) -> None:
         """Free all blocks of a request, the last one first.
 
-        The pool reallocates cached blocks in the order in which they were freed. So the start of the prefix, which
-        later requests most likely share, stays cached longest.
+        The pool reallocates blocks in the order of their release, so the start of the prefix stays cached longest.
         """
         if request_id in self.tables:
             for table in reversed(self.tables.pop(request_id)):
@@ -243,10 +238,7 @@ class BlockManager(RequestBlocks):
             )
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export those blocks of the first `num_tokens` tokens to which later tokens attend, into the transfer pool.
-
-        Return the moves for the step that computes the last of these tokens. Return None if the transfer pool is full.
-        """
+        """Return the moves that export the blocks needed after these tokens, or None if the transfer pool is full."""
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
         count = sum(end - start for start in starts) + num_pieces
@@ -271,10 +263,7 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the blocks of other replicas' transfer pools that were imported since the last call.
-
-        Their owners may reclaim them once the steps formed so far have been executed.
-        """
+        """Return the transfer blocks imported since the last call. Owners may reclaim them after the formed steps."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []
@@ -305,10 +294,7 @@ class BlockManager(RequestBlocks):
         return self.num_blocks_for(num_tokens) > min(self.max_blocks)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> Tables:
-        """Return the full blocks of the longest prefix that the request can share.
-
-        The blocks are those of its parent, or are found by hash. `unshared`: the request must not share blocks.
-        """
+        """Return the full blocks of the longest shareable prefix, the parent's or found by hash; none if `unshared`."""
         sources: Tables = ()
         num_common, hashes = 0, list[bytes]()
         if not unshared and parent is not None and parent.request_id not in self._unshared:

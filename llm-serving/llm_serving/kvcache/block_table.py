@@ -16,9 +16,8 @@ DIGEST_BYTES = 16
 class BlockTable:
     """Block ids in token order, each with the epoch of its allocation.
 
-    The first `start` entries have no block, because the sliding window has passed them. A WorkAgent tags each block
-    that it writes with the epoch in the step's table. So it detects two writers of a block, and reads of a block that
-    was allocated again.
+    The first `start` entries have no block, because the sliding window has passed them. A WorkAgent tags the blocks
+    that it writes with these epochs, and so detects two writers of a block, and reads of a block that was reallocated.
     """
 
     __slots__ = ("epochs", "ids", "start")
@@ -55,8 +54,7 @@ class BlockTable:
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
         """Return one table for each group of layers, from a table in which the groups' blocks follow one another.
 
-        `starts`: for each group, the first entry that has a block. The last entry of each returned table is the block
-        of token `num_tokens` - 1.
+        `starts`: each group's first entry with a block. A returned table ends with the block of the last token.
         """
         if len(starts) == 1:
             return (self,)
@@ -84,10 +82,7 @@ Tables = tuple[BlockTable, ...]
 def block_moves(
     kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
 ) -> list[BlockMove]:
-    """Return the moves of the blocks of the first `num_tokens` tokens, from the tables `sources` to `targets`.
-
-    Blocks before entry `start` are not moved.
-    """
+    """Return the moves from `sources` to `targets` of the blocks of `num_tokens` tokens, from entry `start` on."""
     moves = []
     for source, target in zip(sources, targets, strict=True):
         for index in range(max(start, target.start), -(-num_tokens // block_size)):
@@ -101,10 +96,7 @@ def namespace_hash(namespace: str) -> bytes:
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return a block's hash, which depends on the hash of the previous block.
-
-    The hash function is cryptographic, because clients choose the tokens and could otherwise construct collisions.
-    """
+    """Return a block's hash, chained to `previous`. It is cryptographic, because clients could construct collisions."""
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -168,10 +160,7 @@ class PrefixSearch:
         return window.first_block(end * self._block_size, self._block_size)
 
     def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
-        """Return the ids of a group's first `limit` blocks.
-
-        A block that is not found is `NO_BLOCK` in the list. If `stops`, the list ends before it instead.
-        """
+        """Return ids of a group's first `limit` blocks. A missing block is `NO_BLOCK` or, if `stops`, ends the list."""
         blocks: list[int] = []
         find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
         if self._sources:

@@ -48,11 +48,7 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request can continue from a checkpoint after the block with this hash.
-
-        The slot of a checkpoint that no request uses is free. A request that continues from it occupies the slot, so at
-        least one slot must be spare.
-        """
+        """Return whether a request can continue from a checkpoint after this block. If unused, a slot must be spare."""
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
@@ -66,9 +62,8 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        The request stores a checkpoint after the last full block of its prompt. It stores another one after the cached
-        prefix, because later requests probably share this prefix. `hashes`: hashes of all blocks that the request may
-        share, or None if it uses no checkpoints. `is_cached(hash)` returns whether the block with this hash is cached.
+        Plan checkpoints after the last full block of the prompt and after its cached prefix, which later requests
+        probably share. `hashes`: of all blocks that the request may share, or None if it uses no checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -134,10 +129,7 @@ class StateSlots:
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan row `row` of a step. The row computes the `query_len` tokens after the request's first `start` tokens.
-
-        The last tokens of the row are the draft tokens for which `add_drafts` has allocated slots.
-        """
+        """Plan a row that computes `query_len` tokens from `start` on. The last ones are the drafts of `add_drafts`."""
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
             self._access(row, STATE_BEFORE, own if source is None else source)
@@ -171,10 +163,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the request's stored checkpoints.
-
-        `hashes`: hashes of the request's first blocks, all of which are computed.
-        """
+        """Let other requests find the request's stored checkpoints. `hashes`: of its first, computed blocks."""
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -193,10 +182,9 @@ class StateSlots:
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan the checkpoints that a row stores.
+        """Plan the checkpoints that a row stores: in the prompt, at each number of tokens in `_checkpoint_ends`.
 
-        In the prompt, a row stores a checkpoint at each number of tokens in `_checkpoint_ends`. In the output, a row of
-        one token that completes a block stores one. It replaces the previous checkpoint of the output.
+        In the output, a row of one token that completes a block stores one, which replaces the output's previous one.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends

@@ -19,11 +19,9 @@ MAX_EXPORTS: Final = 128
 class TransferPool:
     """Allocates the blocks of one replica's part of the transfer pool.
 
-    A block is free, pending (its exporting step has no reply yet) or handed over to another replica. Only this
-    replica's WorkAgent writes it, in the order of steps. So it can be allocated again once its reader has returned it.
-
-    `first`: id of the first block. `last_epoch`: last epoch of the engine that used the same part before. Epochs start
-    after it, because they must not repeat.
+    A block is free, pending (its exporting step has no reply yet) or handed over. Only this replica's WorkAgent writes
+    it, in the order of steps, so it can be allocated again once its reader has returned it. `first`: id of the first
+    block. `last_epoch`: last epoch of the engine that used this part before, because epochs must not repeat.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
@@ -133,10 +131,9 @@ class DiskPrefixes:
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Export the full blocks of a prompt that a step completes and that are not on disk.
+        """Export the full prompt blocks that a step completes and the disk lacks. Return them and their moves, or None.
 
-        Return these blocks and the moves that export them, or None if no block is exported. `num_computed`: number of
-        computed tokens after this step. `hashes`: hashes of the full blocks of the prompt.
+        `num_computed`: number of computed tokens after this step. `hashes`: hashes of the full blocks of the prompt.
         """
         start = self._num_stored[request.request_id]
         wanted = min(num_computed // self._block_size - start, len(hashes) - start, MAX_EXPORTS)
