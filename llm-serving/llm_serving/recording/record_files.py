@@ -30,7 +30,6 @@ class RecordFiles:
         self._is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
-        """(whether the data start a new file, data)."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._filled = threading.Event()

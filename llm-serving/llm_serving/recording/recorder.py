@@ -119,7 +119,6 @@ class Recorder:
         return self._sink.is_open and not self._failed
 
     def event(self, event: Event, scheduler: Scheduler) -> None:
-        """Record a call before the scheduler executes it."""
         self._guard(lambda: self._record_event(event, scheduler))
 
     def decision(self, schedule: Schedule | None) -> None:

@@ -228,7 +228,6 @@ class Reader:
         self._file = file
         self._chain = Chain()
         self.torn_at: int | None = None
-        """Offset in bytes of the last record if it is incomplete."""
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError("is not a recording of the scheduler")
         self._entries = self._read()

@@ -112,7 +112,6 @@ def _name_of(kind: type) -> str:
 
 
 def _class_of(name: str) -> type[Any]:
-    """Return the class with a name from `_name_of`. Only loaded modules are searched."""
     module, _, class_name = name.partition(":")
     if module.partition(".")[0] not in _PARTS:
         raise TypeError(f"{name} cannot be part of a scheduler's state")

@@ -119,7 +119,6 @@ def upgrade_snapshot(
 
 
 def upgrade_scheduler(version: int, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the present attributes of a scheduler, from those in a restored snapshot of format `version`."""
     if version != 14:
         return attributes
     components = attributes.pop("_deciders")
@@ -162,7 +161,6 @@ def _upgrade_blocks(blocks: dict[str, Any]) -> None:
 
 
 def _present_name(name: str, classes: dict[str, str]) -> str:
-    """Return the present name (`package.module:Class`) of a class. Names of containers do not change."""
     _, colon, class_name = name.partition(":")
     if not colon:
         return name
