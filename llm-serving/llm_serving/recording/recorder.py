@@ -99,8 +99,7 @@ class DecisionEncoder:
 class Recorder:
     """Writes events and decisions as sealed records, and starts a new file after `max_file_bytes`.
 
-    Each file begins with the complete state of the scheduler, so it can be replayed without earlier files. An error
-    ends the recording but does not affect serving.
+    Each file begins with the scheduler's complete state, so it can be replayed alone. An error ends only the recording.
     """
 
     def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:

@@ -220,9 +220,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one recording, except an incomplete last one. Raise RecordingError if the file is damaged,
-    or is not a recording of a supported format.
-    """
+    """Reads a recording's records except an incomplete last one. Raise RecordingError for a damaged or unknown file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

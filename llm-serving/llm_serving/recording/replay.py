@@ -87,8 +87,7 @@ class Replay:
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
         """Replay all records, or those up to the decision of step number `until`.
 
-        Raise ReplayDiffersError if a decision differs from the recorded one, RecordingError if a record is damaged or
-        there is no such step.
+        Raise ReplayDiffersError if a decision differs, RecordingError if a record is damaged or there is no such step.
         """
         entries = iter(self._reader)
         for entry in entries:

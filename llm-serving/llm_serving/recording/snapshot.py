@@ -77,9 +77,7 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars. The members of a plain set are written in sorted order, because
-        the order of a set can vary.
-        """
+        """Return whether a value is a set of scalars, which is written sorted because the order of a set can vary."""
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:
