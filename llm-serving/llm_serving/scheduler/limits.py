@@ -12,7 +12,6 @@ MAX_WEIGHT_DIVISOR: Final = 8
 class PreemptionMode(enum.StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    """Swap it out to host memory. If that is full, recompute it."""
     AUTO = "auto"
 
 
@@ -55,5 +54,4 @@ class SchedulerLimits:
 
     @property
     def weight_divisor(self) -> int:
-        """Divisor of the weight of a class that exceeds its share across all schedulers."""
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

@@ -99,7 +99,6 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the requests of lower classes within their class's share, which `by` must not preempt."""
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

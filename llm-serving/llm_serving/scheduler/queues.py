@@ -130,7 +130,6 @@ class ClassQueue:
         return min(returning.arrival_clock, oldest.arrival_clock)
 
     def pop(self, request: Request) -> None:
-        """Remove a request that is admitted, and count a bypass if it is not the oldest."""
         if not request.has_run and request is not self._first(self._by_arrival):
             self._num_bypasses += 1
         self.discard(request)

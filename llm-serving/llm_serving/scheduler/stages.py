@@ -61,7 +61,6 @@ class DecodeStage:
         return preference
 
     def _exceeds_class_gap(self, decoding: Sequence[Request], last_step: int) -> bool:
-        """Return whether prefills have left out a request of `decoding` for as long as its class's weight allows."""
         names = {request.request_class.name for request in decoding}
         gaps = {name: self._sharing.max_decode_gap(name) for name in names}
         return any(
