@@ -36,8 +36,8 @@ class ClassBounds:
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
         """Return the maximum number of steps from arrival to first admission.
 
-        `num_ahead`: earlier requests of the class that have never been admitted. `num_returning`: requests of the class
-        that may be preempted and admitted again.
+        `num_ahead`: earlier requests of the class that were never admitted. `num_returning`: those that may be
+        preempted and admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -72,11 +72,7 @@ def class_bounds(
     groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the guaranteed maximum waits and gaps of each class.
-
-    `classes`: by ascending rank. `num_running`: number of requests that run now, which may exceed the number of slots
-    after a reload.
-    """
+    """Return the maximum waits and gaps of each class. `num_running` may exceed the number of slots after a reload."""
     # The bounds follow from these arguments:
     # Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens
     #   fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at
@@ -204,10 +200,9 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Monitor the wait of a request from now on.
+        """Monitor the wait of a request that has waited `num_waited` steps, in another class or before a reload.
 
-        `num_ahead`, `num_returning`: see `ClassBounds.max_wait_steps`. `num_waited`: number of steps that the request
-        has waited already, in another class or before a reload.
+        `num_ahead`, `num_returning`: see `ClassBounds.max_wait_steps`.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)

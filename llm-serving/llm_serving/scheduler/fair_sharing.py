@@ -62,10 +62,9 @@ class WeightedFairSharing:
         self.contenders: list[str] = []
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend.
+        """Determine which classes contend. `waiting` have a request to admit, `aged` one that waited `ageing_steps`.
 
-        `waiting`: classes with a request that may be admitted. `aged`: classes with a request that has waited
-        `ageing_steps`. `held`: class -> number of running slots.
+        `held`: class -> number of running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -86,10 +85,9 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class of `waiting` that admits the next request, or None if no class of `waiting` contends.
 
-        Usually this is the class with the lowest charge among those below their share of slots and blocks. If no class
-        is below its share, it is the highest class. A class above its share is chosen only if its charge is lower by
-        more than a quantum, the charge for one slot in `quantum_steps` steps. `held`, `blocks`: class -> number of
-        running slots, and of blocks.
+        This is the class with the lowest charge among those below their share of slots and blocks, else the highest
+        class. A class above its share is chosen only if its charge is lower by more than a quantum, the charge for one
+        slot in `quantum_steps` steps. `held`, `blocks`: class -> number of running slots, and of blocks.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -113,17 +111,14 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class of `among` that computes its prompts first in a step, or None for fewer than two classes."""
+        """Return the class of `among` whose prompts go first in a step, or None for fewer than two classes."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return the maximum number of consecutive steps whose prefills may leave no room for the class's decodes.
-
-        Return None if there is no limit, because the class does not share with another contending class.
-        """
+        """Return how many consecutive steps may omit the class's decodes for prefills, or None if there is no limit."""
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
@@ -228,10 +223,7 @@ class WeightedFairSharing:
     def _service_of_step(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
-        """Return the fractions of all slots, of the token budget and of all blocks that a class uses in a step.
-
-        The fractions are integers in units of 1 / `FULL_STEP`.
-        """
+        """Return a class's fractions of slots, token budget and blocks in a step, in units of 1 / `FULL_STEP`."""
         return (
             FULL_STEP * held[name] // self._num_slots,
             FULL_STEP * num_tokens.get(name, 0) // self._budget,

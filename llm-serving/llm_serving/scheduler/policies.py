@@ -37,9 +37,7 @@ class Policy(Protocol):
     max_decode_gap: int
     """Maximum number of consecutive steps whose prefills leave out a decoding request."""
     max_prompt_gap: int | None
-    """Maximum number of consecutive steps that begin with decoding while prompts wait. If None, `max_prefill_gap`
-    applies.
-    """
+    """Maximum consecutive steps that begin with decoding while prompts wait. None: `max_prefill_gap` applies."""
     fills_steps: bool
     """Whether prefills use the token budget that decoding requests leave."""
     honours_classes: bool
@@ -80,11 +78,7 @@ class Mixed:
 
 
 class DecodeFirst(Mixed):
-    """Decode before prefill.
-
-    A step computes prompts only if no request can decode, or after `max_prefill_gap` consecutive steps that left all
-    prompts waiting.
-    """
+    """Decode before prefill, unless no request can decode or `max_prefill_gap` steps in a row left prompts waiting."""
 
     fills_steps = False
 
@@ -144,10 +138,7 @@ class Order(Protocol):
     """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Return the sort key. The request with the smallest key goes first.
-
-        Requests with equal keys go in order of arrival, which their priorities shift.
-        """
+        """Return the sort key, smallest first. Equal keys go in order of arrival, which their priorities shift."""
 
     @property
     def record_finished(self) -> Callable[[Request], None] | None:

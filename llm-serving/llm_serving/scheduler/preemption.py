@@ -41,10 +41,7 @@ class Preemptor:
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt requests to make room for `request`. Return False if no allowed preemption makes enough room.
-
-        `parent`: running request from which `request` is forked, and whose blocks it can share.
-        """
+        """Preempt requests to make room for `request`, a fork of `parent` if given. Return False if that fails."""
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)

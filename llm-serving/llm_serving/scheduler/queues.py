@@ -35,10 +35,9 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Waiting requests of one class.
+    """Waiting requests of one class. Preempted requests go first.
 
-    Preempted requests go first. New requests follow in the configured order, which may bypass the oldest request at
-    most `max_overtakes` times in a row.
+    New requests follow in the configured order, which bypasses the oldest at most `max_overtakes` times in a row.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -119,10 +118,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the smaller `arrival_clock` of two requests: the first preempted one and the oldest new one.
-
-        Return None if the queue is empty.
-        """
+        """Return the smaller `arrival_clock` of the first preempted and the oldest new request, or None if empty."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -214,11 +210,10 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend. The other methods of `sharing` use the result.
+        """Determine which classes contend. Return the classes that have waiting requests and are not closed.
 
-        Return the classes that have waiting requests and are not closed. `closed`: classes at their share limit.
-        `held`: class -> number of running slots. `aged_prefills`: classes with a prompt that is incomplete
-        `ageing_steps` after its admission.
+        `closed`: classes at their share limit. `held`: class -> number of running slots. `aged_prefills`: classes with
+        a prompt that is incomplete `ageing_steps` after its admission.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -230,10 +225,7 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the request to admit next, or None.
-
-        `closed`: classes at their share limit. `held`, `blocks`: class -> number of running slots, and of blocks.
-        """
+        """Return the request to admit next. `closed`, `held`: see `update_contenders`. `blocks`: class -> number."""
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 

@@ -66,7 +66,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Return a context in which a running request's key or class may change. Sort it again at the end."""
+        """Return a context in which a running request's key or class may change. It is sorted again at the end."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)
@@ -137,10 +137,7 @@ class RunningSlots:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return the number of tokens for which the request needs blocks now.
-
-        A protected request reserves blocks for its maximum length, so that it never lacks a block.
-        """
+        """Return how many tokens need blocks now: all up to the maximum length, if the request is protected."""
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
@@ -168,10 +165,7 @@ class RunningSlots:
 
 
 class RunningSnapshot:
-    """The running requests, grouped by the stage that they need in a step.
-
-    The snapshot is outdated once a request is added, removed or computed.
-    """
+    """The running requests by stage. The snapshot is outdated once a request is added, removed or computed."""
 
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
 

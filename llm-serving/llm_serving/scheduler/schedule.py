@@ -197,10 +197,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Return `blocked`, with the reason SLOTS if all slots are taken and none by a lower class.
-
-    In this case a larger step could not admit the request.
-    """
+    """Return `blocked`; with reason SLOTS if no slot is free or held by a lower class, so a larger step cannot help."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -269,10 +266,7 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows of a step without prompts, higher classes first.
-
-    If the model has recurrent states, each draft token needs a spare state slot.
-    """
+    """Add drafts to a step without prompts, higher classes first. With recurrent states, each needs a spare slot."""
     if plan.prefills:
         return
     num_left = plan.budget if blocks.states is None else blocks.states.num_spare
@@ -288,8 +282,7 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
     """Return how many tokens a reply adds to a request: one, and one more for each accepted draft token.
 
-    `token_ids` were sampled after the latest token and after each draft token. A negative id means that the request's
-    constraint allows no token there.
+    A negative id in `token_ids` means that the request's constraint allows no token there.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

@@ -34,11 +34,10 @@ from llm_serving.scheduler.tenant_limits import SlotDemand
 class Scheduler:
     """Continuous batching over one KV cache.
 
-    Prompts, chunks, decoding and recomputation after preemption are scheduled in the same way: a step raises the
-    `num_computed_tokens` of a request toward its `num_tokens`. The policy selects the stage that a step begins with.
-    Request classes decide which requests go first. `schedule` may form a step before the results of the previous one
-    arrive (`Request.num_tokens_in_flight`). A freed block can be reused while steps are in flight. This is safe because
-    a WorkAgent runs steps strictly in order: every earlier step has read the block before a later step writes it.
+    Prompts, chunks, decoding and recomputation after preemption are scheduled alike: a step raises the
+    `num_computed_tokens` of a request toward its `num_tokens`. `schedule` may form a step before the results of the
+    previous one arrive (`Request.num_tokens_in_flight`). A freed block can be reused while steps are in flight, because
+    a WorkAgent runs steps in order: every earlier step has read the block before a later step writes it.
     """
 
     def __init__(
@@ -252,10 +251,9 @@ class Scheduler:
     def set_priority(self, request: Request, priority: int) -> bool:
         """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
 
-        Within a class, the priority shifts the request's position relative to its arrival, so repeated changes do not
-        add up. If the class changes, a request that never ran is queued last in its new class. A request that has run
-        goes first there. If the limits on bypasses or on the new class's share forbid that, the priority stays the
-        same.
+        The priority shifts the position relative to the arrival, so repeated changes do not add up. In a new class, a
+        request that never ran is queued last, one that has run first. The limits on bypasses and class shares may
+        forbid the change.
         """
         if request.is_finished:
             return False
