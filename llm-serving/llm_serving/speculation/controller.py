@@ -31,7 +31,6 @@ from llm_serving.speculation.statistics import (
 MIN_NGRAM_RATE: Final = 0.25
 """Minimum expected acceptance rate of an n-gram draft. With a draft model, `MIN_ACCEPTANCE_RATE` applies instead."""
 MAX_RATE: Final = 0.98
-"""Upper bound of the expected acceptance rate of a draft."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
 MIN_PRICE: Final = 1e-3
 """Lower bound of the relative cost of a draft token and of acceptance rates, so that their logarithms exist."""
@@ -72,10 +71,8 @@ class GainModel:
         self._max_draft_tokens = self._max_length = max_draft_tokens
         """`_max_length`: the maximum draft length that gives the highest throughput now."""
         self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
-        """(length, expected number of accepted tokens at the highest rate) of the shortest and the longest draft."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """Seconds by which a step starts later because it is formed only after the previous reply."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         self._num_rows = 0
         self._rows_s = self._token_s = 0.0
@@ -227,7 +224,6 @@ class SpeculationController:
         """
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
-        """Number of steps between two updates. It grows while drafts do not raise the throughput."""
         self._num_steps = 0
         self._sweep_at = MIN_SWEPT
         self.gain = GainModel(max_draft_tokens)
@@ -310,7 +306,6 @@ class SpeculationController:
             self._num_steps = 0
 
     def _update(self, num_rows: int) -> None:
-        """Update the n-gram drafts and `pays`. Update less often while drafts do not raise the throughput."""
         began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
         if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
@@ -367,7 +362,6 @@ class SpeculationController:
         self._model.record_verified(drafts, request, 1, 0)
 
     def _propose_for(self, request: Request, drafts: RequestDrafts, model_draft: list[int]) -> list[int]:
-        """Return the request's n-gram or model draft, followed by the tokens that its constraint forces."""
         output = request.output_token_ids
         token_ids, drafts.proposer = model_draft, Proposer.NGRAM if self._model is None else self._model.proposer
         if request in self._predictable and drafts.compare(output):

@@ -324,7 +324,6 @@ class NgramProposer:
         return promising
 
     def _next_in_rotation(self, num_steps: int, step_s: float) -> list[Request]:
-        """Return the next requests of the rotation without a draft, as many as the time for lookups allows."""
         num_requests = float(len(self.requests))
         credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
         self._credit = min(num_requests, credit) if step_s else num_requests
