@@ -1,8 +1,7 @@
 """Decides which requests get draft tokens, how many, and whether drafts raise the throughput.
 
-Each accepted draft token saves its request a step; each draft token prolongs the step that verifies it. Because a draft
-follows the latest token, a step with drafts can be formed only after the reply to the previous step. Drafts never
-change an answer.
+An accepted draft token saves its request a step; each draft token prolongs the step that verifies it. A step with
+drafts can be formed only after the reply to the previous step. Drafts never change an answer.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ class GainModel:
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a decode step.
-
-        `host_s`: seconds by which the step started later because it was formed only after the previous reply.
-        """
+        """Record a decode step. `host_s`: delay of its start, because it was formed only after the reply."""
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -92,10 +88,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Compute the mean cost of a draft token in a step of `num_rows` rows.
-
-        The computation assumes that `num_drafted` of the rows have a draft, each of the maximum length.
-        """
+        """Compute the mean cost of a draft token if `num_drafted` of `num_rows` rows have the longest draft."""
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -103,10 +96,7 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the largest draft length at which the expected gain of the last token covers its cost.
-
-        Return 0 if no length does. `proposing_s`: seconds to propose one token.
-        """
+        """Return the largest draft length whose last token covers its cost, or 0. `proposing_s`: seconds per token."""
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
         if price >= first:
@@ -133,10 +123,9 @@ class GainModel:
     ) -> bool:
         """Return whether drafts raise the throughput of a step. Set the maximum draft length that raises it most.
 
-        Drafts delay the requests without a draft, and new requests, which wait until the current step has finished.
-        Both delays are limited. `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: number of requests that have
-        just lost their n-gram match; they do not count as requests without a draft. `pass_s`: seconds in which the
-        draft model computes one token of each request. `prompt_share`: fraction of the steps that compute prompts.
+        The delays of requests without a draft and of new requests are limited. `num_rows`, `num_drafted`: see
+        `prepare`. `num_unmatched`: requests that just lost their n-gram match; they do not count as requests without a
+        draft. `pass_s`: seconds of a draft model's pass. `prompt_share`: fraction of the steps that compute prompts.
         """
         if not self.step_s or not num_rows:
             return True
@@ -207,10 +196,7 @@ class SpeculationController:
         draft_model: DraftModelProposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`draft_model` proposes for requests without an n-gram match.
-
-        `clock` measures updates and proposals. If it is None, they are assumed to take no time.
-        """
+        """`draft_model` serves requests without an n-gram match. `clock` measures updates and proposals, if given."""
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
         self._model = draft_model
@@ -219,9 +205,7 @@ class SpeculationController:
         self._predictable: dict[Request, RequestDrafts] = {}
         self._constrained: dict[Request, RequestDrafts] = {}
         self.waiting: dict[Request, RequestDrafts] = {}
-        """Requests that get drafts even while `pays` is False, because their steps are formed after the reply
-        anyway.
-        """
+        """Requests that get drafts even while `pays` is False: their steps are formed after the reply anyway."""
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
         self._num_steps = 0
@@ -247,11 +231,10 @@ class SpeculationController:
             self._sweep_at = max(MIN_SWEPT, 2 * len(self._ngram.requests))
 
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
-        """Return (request, draft tokens) for the next step.
+        """Return (request, draft tokens) for the next step. `synchronous`: whether no step is in flight.
 
-        `synchronous` is true if no step is in flight. While a step is in flight, or while drafts do not raise the
-        throughput, only the requests in `waiting` get drafts. Raise WorkerError if the WorkAgent with the draft model
-        has exited.
+        With a step in flight, or while drafts do not raise the throughput, only the requests in `waiting` get drafts.
+        Raise WorkerError if the WorkAgent with the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}
@@ -327,10 +310,7 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests that may get a draft from the draft model.
-
-        No request may get one while any request waits or computes its prompt.
-        """
+        """Return the requests that may use the draft model; none while a request waits or computes its prompt."""
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():

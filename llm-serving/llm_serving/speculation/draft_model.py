@@ -40,10 +40,7 @@ class DraftModelProposer:
         clock: Clock = monotonic,
         blocks: BlockManager | None = None,
     ) -> None:
-        """`propose` runs the draft model in the WorkAgent (`Executor.propose`).
-
-        `blocks`: KV blocks of the requests, which a layer for multi-token prediction reads; None for a draft model.
-        """
+        """`propose`: `Executor.propose`. `blocks`: KV blocks that multi-token prediction reads, or None."""
         self.proposer = Proposer.DRAFT_MODEL if blocks is None else Proposer.MTP
         self._propose = propose
         self._block_size = block_size

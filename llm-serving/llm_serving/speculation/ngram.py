@@ -1,9 +1,8 @@
 """The n-gram proposer: it proposes the tokens that followed an earlier occurrence of the same n-gram.
 
-Saxena, "Prompt Lookup Decoding" (2023), searches prompt and output; Hu et al., "SAM Decoding" (2024), also searches
-other texts for the longest match. This proposer searches in this order: n-grams of twice the length in finished
-answers, n-grams in the request's own text, n-grams in finished answers. A match is used as long as it predicts the
-output.
+It searches, in this order, n-grams of twice the length in finished answers, n-grams in the request's own text (Saxena,
+"Prompt Lookup Decoding", 2023), and n-grams in finished answers (Hu et al., "SAM Decoding", 2024). A match is used as
+long as it predicts the output.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ def dense_table(num_slots: int) -> Int64Array:
 class FinishedAnswersIndex:
     """N-grams of the latest finished answers. A lookup finds only answers of its own namespace.
 
-    As in LZ4, the hash of an n-gram selects a slot, which holds the position after the n-gram's last occurrence. Later
-    n-grams overwrite it, and a lookup compares the tokens. So adding many answers takes a few array operations, and
-    removing one takes no time.
+    As in LZ4, the hash of an n-gram selects a slot with the position after its last occurrence. Later n-grams overwrite
+    it, and a lookup compares the tokens. So adding many answers takes a few array operations, and removing one no time.
     """
 
     def __init__(
@@ -91,10 +89,7 @@ class FinishedAnswersIndex:
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Find a finished answer that contains the last `length` tokens of `tokens`.
-
-        Return the answer and the index of the token after these tokens in it. Return None if no answer is found.
-        """
+        """Find a finished answer with the last `length` of `tokens`. Return it, and the index after these tokens."""
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]
@@ -159,10 +154,7 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens.
-
-        A draft that reaches the end of the request's own text continues with its own tokens from the start.
-        """
+        """Return at most `count` draft tokens. At the end of the request's own text, a draft repeats its own tokens."""
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -244,10 +236,7 @@ class NgramProposer:
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`length`: tokens of an n-gram. `finished`: index of finished answers. If it is None, a new index of
-        `FINISHED_TOKENS` tokens is created, with 64 bytes for each token. `clock` measures lookups. If it is None, each
-        lookup is assumed to take `LOOKUP_S`.
-        """
+        """`finished` is by default an index of `FINISHED_TOKENS` tokens. Without `clock`, a lookup takes `LOOKUP_S`."""
         self._length = length
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
@@ -272,10 +261,7 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`.
-
-        They are indexed once their number is at least 1 / `INDEX_SHARE` of `num_rows`, the rows of a step.
-        """
+        """Store finished answers up to a `FAILED_TOKEN`. They are indexed once `num_rows` / `INDEX_SHARE` wait."""
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:
@@ -286,10 +272,9 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts, and look up new drafts.
+        """Compare new output tokens with the drafts, and look up new drafts. `num_steps`: steps since the last update.
 
-        Return whether any lookup was expected to gain more than it cost. `num_steps`: number of steps since the last
-        update. `could_pay()` returns whether drafts with the highest acceptance rate would raise the throughput.
+        Return whether a lookup was worth its cost. `could_pay()`: whether the best drafts would raise the throughput.
         """
         for request, drafts in list(self.matched.items()):
             if not drafts.compare(request.output_token_ids):
@@ -308,10 +293,7 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return the running requests without a draft whose lookup is expected to gain more than it costs.
-
-        Remove the unpromising requests from `unmatched`.
-        """
+        """Return running requests without a draft whose lookup is worth its cost. Drop the others from `unmatched`."""
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []

@@ -67,9 +67,7 @@ def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int 
 
 
 class MovingAverage:
-    """Exponential moving average of durations in seconds, with clipped outliers. `memory`: time constant in
-    measurements.
-    """
+    """Exponential moving average of seconds, with clipped outliers. `memory`: time constant in measurements."""
 
     __slots__ = ("_memory", "value")
 
@@ -121,10 +119,7 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record how many of the `num_draft_tokens` tokens that the constraint forced were accepted.
-
-        If the constraint forced no token, both numbers are 0.
-        """
+        """Record how many of the tokens that the constraint forced were accepted: 0 of 0 if it forced none."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
@@ -187,8 +182,7 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`. The result is at most the step's
-        duration times `num_more` / `num_tokens`.
+        """Return by how many seconds `num_more` tokens prolong a step, at most its time * `num_more` / `num_tokens`.
 
         Return 0 while all steps have had the same size, so that drafts are tried and measured.
         """
@@ -199,9 +193,8 @@ class StepTimeModel:
 class MeasuredGain:
     """Measures how much faster requests get tokens with drafts, and pauses all drafts if the gain is too small.
 
-    While drafts are in use, the master forms each step only after the previous reply. It may first have to wait for CPU
-    cores, clients and the Python interpreter. A model of costs cannot predict this wait, but the time between two
-    replies includes it.
+    With drafts, the master forms a step only after the previous reply, and may first wait for CPU cores, clients and
+    the Python interpreter. A cost model cannot predict this wait, but the time between two replies includes it.
     """
 
     def __init__(self) -> None:
@@ -220,11 +213,10 @@ class MeasuredGain:
         return self._num_steps < self._resumes_at
 
     def add(self, num_tokens: int, factor: float, seconds: float, *, has_prompts: bool, pays: bool) -> None:
-        """Record a step, and pause drafts if they save too little.
+        """Record a step, and pause drafts if they save too little. `seconds`: time since the previous reply.
 
-        `num_tokens`: tokens of the step without draft tokens. `factor`: output tokens of the step divided by the output
-        tokens that it would have had without drafts. `seconds`: time since the previous reply. `pays`: whether drafts
-        are in use.
+        `num_tokens`: tokens of the step without drafts. `factor`: its output tokens divided by those expected without
+        drafts. `pays`: whether drafts are in use.
         """
         self._num_steps += 1
         self.prompt_share += (has_prompts - self.prompt_share) / PROMPT_MEMORY
@@ -249,10 +241,7 @@ class MeasuredGain:
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over the steps of one size class.
-
-    Weights decay with each step. The sums have the weights of step number `newest`, the latest step of the class.
-    """
+    """Weighted sums over the steps of one size class. `newest`: the latest step, for which the weights are valid."""
 
     newest: int = 0
     weight: float = 0.0
