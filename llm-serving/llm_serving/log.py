@@ -98,7 +98,6 @@ class LogWriter:
         self._thread.start()
 
     def put(self, line: str) -> None:
-        """Queue one line, without its line end."""
         with self._lock:
             size = getsizeof(line)
             if self._num_bytes + size > MAX_PENDING_BYTES:

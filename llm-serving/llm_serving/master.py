@@ -156,7 +156,6 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
 
 
 def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:
-    """Send all loaded adapters to a WorkAgent. Another thread sends each adapter that is loaded later."""
     for number, folder in adapters.folders.items():
         executor.set_adapter(number, folder)
 
@@ -169,7 +168,6 @@ class ServedFiles:
         self.same_files = SameFiles(config.model)
 
     def use(self, folder: Path) -> None:
-        """Set the folder that WorkAgents load from now on."""
         self.config = replace(self.config, model=replace(self.config.model, model_path=folder))
         self.same_files = SameFiles(self.config.model)
 

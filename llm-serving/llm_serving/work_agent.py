@@ -354,7 +354,6 @@ def _requests(
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:
-    """Return draft tokens or, if the draft model fails, the error. The WorkAgent continues without drafts."""
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
