@@ -61,11 +61,7 @@ def configure_logging(level: str = "INFO", process: str = "master") -> None:
 
 
 class RotatingFile(logging.handlers.RotatingFileHandler):
-    """Log files `path`, `path.1`, ...: at most `num_files` files of at most `max_bytes` each. The latest lines are in
-    `path`.
-
-    Unlike other handlers, it raises errors instead of printing them. Raise OSError if the file cannot be opened.
-    """
+    """At most `num_files` log files of `max_bytes`, the latest in `path`. It raises OSError instead of printing it."""
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=num_files - 1, encoding="utf-8", errors="replace")

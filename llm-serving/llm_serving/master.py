@@ -173,9 +173,7 @@ class ServedFiles:
 
 
 def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: SupervisedExecutor) -> WorkAgentMemory:
-    """Return the memory of a replica's WorkAgent. On a CPU, a KV block is committed when it is first used. On a device,
-    the whole KV cache is committed from the start.
-    """
+    """Return the WorkAgent's memory. A CPU commits a KV block at its first use, a device the whole cache at start."""
     pool = scheduler.blocks.pool
     is_lazy = config.device.device_target == "CPU"
     num_committed = pool.num_touched_blocks if is_lazy else pool.num_blocks

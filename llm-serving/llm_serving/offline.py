@@ -94,8 +94,7 @@ class LLM:
         priorities: Sequence[int] | None = None,
         adapter: str = "",
     ) -> list[RequestOutput]:
-        """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
-        order, with the whole text and all tokens.
+        """Answer all prompts, as many at a time as the configuration allows. Return one whole output for each.
 
         Raise RequestError, before any request starts, if a request can never be served.
 
@@ -126,11 +125,10 @@ class LLM:
         yield from self._run([self._request(*each, adapter=adapter) for each in given])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """Return a float32 vector for each prompt: its embedding before normalization, [hidden size]. A reranker
-        returns the score before the sigmoid, [1]. A model without pooling returns the hidden state of the last token,
-        which is the input of the LM head.
+        """Return a float32 vector for each prompt: its embedding before normalization, [hidden size].
 
-        Raise RequestError, before any prompt starts, if a prompt cannot be served. Raise WorkerError if the computation
+        A reranker returns the score before the sigmoid, [1]; a model without pooling returns the last token's hidden
+        state. Raise RequestError, before any prompt starts, if one cannot be served, and WorkerError if the computation
         fails.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
@@ -152,9 +150,8 @@ class LLM:
     ) -> list[list[RequestOutput]]:
         """Return the best sequences of each prompt, best first.
 
-        `sampling` determines `max_tokens`, stop conditions and `logprobs`. It must be greedy and must not change
-        logits. `adapter` has the same meaning as in `generate`. Raise RequestError, before any request starts, if a
-        request can never be served.
+        `sampling` gives `max_tokens`, stop conditions and `logprobs`; it must be greedy and not change logits. Raise
+        RequestError, before any request starts, if one can never be served.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search, adapter=adapter) for prompt in prompts]

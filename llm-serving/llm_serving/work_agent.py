@@ -117,10 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine. The master expects `token` from the WorkAgent that it has started.
+    """Connect to the master on another machine, which expects `token` from the WorkAgent that it has started.
 
-    Raise ConfigError if the secret is not the master's, ChannelClosedError if the master cannot be reached or does not
-    expect the token.
+    Raise ConfigError for a wrong secret, ChannelClosedError if the master cannot be reached or rejects the token.
     """
     identity = ClusterIdentity(read_secret(secret_file))
     host, _, port = address.rpartition(":")
@@ -231,9 +230,7 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Answer requests for KV blocks that arrive on the connection `blocks`. When this connection ends, shut down the
-    connection `steps`, so that the master restarts this WorkAgent.
-    """
+    """Answer requests for KV blocks. When their connection ends, end `steps` too: the master restarts the WorkAgent."""
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
@@ -329,9 +326,7 @@ class _Replies:
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding` shortly before the step ends, if the master requested it. If the backend cannot report when a
-    step is about to end, send it now.
-    """
+    """Send `StepEnding` shortly before the step ends, if requested, or now if the backend cannot report the end."""
 
     def announce() -> None:
         with contextlib.suppress(ChannelClosedError):  # the master has exited
@@ -379,9 +374,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input ends, which is a pipe from the parent process. This also works if the parent exited
-    before the call of `die_with_parent`.
-    """
+    """Exit when standard input, a pipe from the parent, ends. Unlike `die_with_parent`, this misses no early exit."""
     while sys.stdin.read(1):
         pass
     os._exit(0)
