@@ -197,7 +197,6 @@ def transfer_memory() -> Iterator[int]:
 
 
 def blocks_per_frame(block_bytes: int) -> int:
-    """Return how many blocks fit into a frame of about `PIECE_BYTES`, but at least one."""
     return min(max(1, PIECE_BYTES // max(block_bytes, 1)), MAX_BLOCKS_PER_FRAME)
 
 
