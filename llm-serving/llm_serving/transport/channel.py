@@ -58,8 +58,7 @@ class Channel(Generic[Incoming]):
         return str(self._socket.getpeername()[0])
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one frame, with characters that UTF-8 cannot encode (in file names) escaped. Only one thread may send at
-        a time.
+        """Send one frame, with characters that UTF-8 cannot encode escaped. Only one thread may send at a time.
 
         Raise ProtocolError if the message exceeds `max_frame_bytes`, ChannelClosedError if the peer has exited, or has
         accepted nothing for `send_timeout_s`.
@@ -80,10 +79,9 @@ class Channel(Generic[Incoming]):
             raise ChannelClosedError(f"the connection failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
-        """Return the next message.
+        """Return the next message. Raise DeadlineExceededError if none is complete within `timeout_s` seconds.
 
-        Raise DeadlineExceededError if none is complete within `timeout_s` seconds, ChannelClosedError if the peer has
-        exited, ProtocolError if the frame is too long or is not a message of the union.
+        Raise ChannelClosedError if the peer has exited, ProtocolError if the frame is too long or not of the union.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)

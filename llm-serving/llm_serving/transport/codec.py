@@ -67,9 +67,7 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """Return the step that `step_arrays` converted. `allowed_follow` says whether its allowed tokens are sent in a
-    later message. Raise ProtocolError if the arrays belong to a different step.
-    """
+    """Return the step that `step_arrays` converted. Raise ProtocolError if the arrays belong to a different step."""
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
     sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
@@ -135,10 +133,9 @@ def max_step_bytes(
 ) -> int:
     """Return the size of a buffer for the arrays of any step of a model with `num_groups` groups of layers.
 
-    The size covers, for each row, its whole history and a full bias table. It covers, for each token, a result and a
-    bit mask of allowed tokens. It covers, for each draft token, a bias table and one history token, because the rest of
-    its history is shared with the previous draft token. It covers five block moves for each block table entry, although
-    four are enough. A generous size costs little, because the kernel allocates pages when they are first written.
+    It covers, for each row, its whole history and a full bias table; for each token, a result and a bit mask; for each
+    draft token, a bias table and one history token (the rest is shared); for each block table entry, five block moves,
+    although four are enough. The kernel allocates pages at the first write, so a generous size costs little.
     """
     max_row_blocks = -(-max_model_len // block_size) * num_groups
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4

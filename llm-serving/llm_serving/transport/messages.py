@@ -155,9 +155,7 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """Notice that a step is about to end, so that the master forms the next step now. If the backend cannot report when
-    a step ends, the WorkAgent sends the notice before the step begins.
-    """
+    """Notice that a step ends soon, so that the master forms the next. Sent before the step if its end is unknown."""
 
     step: int
 
@@ -201,9 +199,7 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
-    """Request to read an adapter into host memory while steps run. Steps that need the adapter wait until it is read.
-    If `folder` is empty, the WorkAgent drops the adapter instead.
-    """
+    """Request to read an adapter while steps run. Steps that need it wait. An empty `folder` means to drop it."""
 
     number: int
     folder: str
