@@ -171,8 +171,6 @@ def self_attention(
     """Add the QKV projection, norms of heads, rotary embedding, attention and the output projection.
 
     Args:
-        x: Normalised rows.
-        rotary: Rotary embedding of queries and keys. None means that there is none.
         q_rotary: Rotary embedding of the queries, if it differs from that of the keys.
         names: Tensor names of query, key and value, or the name of one tensor that stacks all three.
         out: Tensor name of the output projection.

@@ -17,8 +17,6 @@ _LAYER: Final = re.compile(r"^blk\.\d+\.")
 
 
 class MetadataReader:
-    """Reads metadata values of a file. An error names the key, the rule and the value."""
-
     def __init__(self, found: GgufFile) -> None:
         self.found = found
         self.architecture = str(self.value("general.architecture", ""))

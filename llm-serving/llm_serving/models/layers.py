@@ -38,7 +38,6 @@ class MtpNames:
             after the model's last one. The prefix of that layer then also precedes the names below.
         inputs: Norms of the embedding and of the hidden state.
         projection: Linear layer from the embedding and the hidden state, joined, to the hidden size.
-        norm: Norm of the result.
     """
 
     count_key: str

@@ -51,14 +51,11 @@ _PAIR_TEMPLATES: Final[Mapping[str, str]] = {
 @dataclass(frozen=True, slots=True)
 class Pooling:
     normalises: bool = True
-    """Whether embeddings are normalised to length 1 by default."""
     embedding_only: bool = False
-    """Whether the model produces only embeddings or scores, and no text."""
     mode: PoolingMode = PoolingMode.LAST
     scores: bool = False
     """Whether the result is the score of a pair of texts instead of a vector."""
     applies_sigmoid: bool = True
-    """Whether the score is the sigmoid of the model's result by default."""
     pair_template: str | None = None
     """Text of a pair, with `{query}` and `{document}`, for a decoder whose folder has no template for pairs."""
 
