@@ -173,7 +173,6 @@ class Network:
             names: Prefixes of the tensors `<name>.weight`, which are stacked to gamma. None means that gamma is 1.
             group: Number of columns that are normalised together. 0 means whole rows.
             unpadded: Number of columns of a group that are not zero padding. 0 means all columns.
-            rows: Order of the elements of gamma (`Weight.rows`).
             as_stored: Whether the stored gamma is used without `gamma_transform`.
             of_row: Whether gamma has one element for each column of a row; otherwise one for each column of a group.
         """

@@ -61,7 +61,6 @@ class CacheView:
     """A part of a pair of key and value tensors, for a layer that needs less memory per token than the pair has."""
 
     tensors: int
-    """Index of the pair of tensors."""
     part: int
     """Index of the part. All parts of a row of the pair have the same size."""
     shape: CacheShape

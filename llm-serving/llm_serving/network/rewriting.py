@@ -211,7 +211,6 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
 
 Rule = Callable[[Graph, Operation], Changes]
 RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_norm, fuse_attention, tile_for_consumer)
-"""The rules in the order of application."""
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:

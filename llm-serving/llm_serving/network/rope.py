@@ -30,7 +30,6 @@ class Scaling:
 
     Attributes:
         kind: A key of `ROPE_SCALINGS`.
-        factor: Factor by which the context grows.
         original: Number of positions that the model was first trained on.
         low, high: Of kind llama3, low_freq_factor and high_freq_factor. Of kind yarn (Peng et al. 2023), beta_slow and
             beta_fast.
@@ -66,7 +65,6 @@ class Rotary:
 
     Attributes:
         head_dim, rotary_dim: Number of elements of a head, and how many of them rotate. Both are even.
-        theta: Base of the frequencies.
         still: Number of the last pairs of rotating elements whose frequency is 0 (Gemma 4).
         interleaved: Whether the checkpoint pairs adjacent elements; otherwise it pairs i and i + rotary_dim / 2.
         own: Number of elements of a head in the checkpoint. Further elements up to `head_dim` are zeros. 0 means

@@ -61,7 +61,6 @@ def delta_rule(
     Args:
         q, k: `key_heads` heads each, which the operation first L2-normalises with `eps`. The normalised q is multiplied
             by `scale`. Consecutive heads of v share one q and k.
-        v: Value heads.
         a: One column for each head of v. It determines decay = exp(-exp(rates) * softplus(a + bias)).
         b: One column for each head of v.
         rates, bias: Names of tensors with an element for each head of v.
