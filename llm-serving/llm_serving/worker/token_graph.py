@@ -82,8 +82,6 @@ class HostCopy:
 
 
 class StartedStep:
-    """A step that was submitted to the device."""
-
     def __init__(
         self,
         copy: HostCopy,
@@ -212,7 +210,6 @@ class TokenGraph:
             if vocab_size <= MAX_DRAWN_VOCAB and (cell := backend.token_drawing(vocab_size, num_candidates)) is not None
         }
         self._latest = ms.Tensor(np.zeros(1, np.int32))
-        """Token ids of the latest run, in the memory of the device."""
         self._rows: tuple[int, ms.Tensor, ms.Tensor] | None = None
 
     @property
