@@ -34,7 +34,6 @@ class ReasoningFormat:
     has_channels: bool = False
 
     def is_open(self, prompt: str) -> bool:
-        """Return whether the prompt ends with the start of reasoning."""
         return prompt.rstrip().removesuffix(self.opening_suffix).endswith(self.opening)
 
 

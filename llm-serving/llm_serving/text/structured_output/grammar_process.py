@@ -28,7 +28,6 @@ from llm_serving.transport.channel import Channel
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 MAX_MEMORY_BYTES: Final = 2**30
 STACK_BYTES: Final = 2**22
-"""Stack size in bytes of the compiling thread. The master's threads have several times as much."""
 NUM_STEPS: Final = 16
 MAX_SEARCH_S: Final = 0.5
 

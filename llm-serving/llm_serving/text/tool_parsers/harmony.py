@@ -173,7 +173,6 @@ class HarmonyParser:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text is, or may become, a header that ends with `<|message|>`."""
     stripped = text.lstrip()
     if not any(stripped.startswith(each) or each.startswith(stripped) for each in _STARTS):
         return False

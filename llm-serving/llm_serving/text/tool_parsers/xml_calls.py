@@ -44,7 +44,6 @@ class XmlLayout:
 
     @property
     def name_ends(self) -> tuple[str, ...]:
-        """The texts that may follow an argument's name."""
         return (self.argument[1], self.string_end) if self.string_end else (self.argument[1],)
 
 
