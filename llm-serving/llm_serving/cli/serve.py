@@ -236,7 +236,6 @@ def _cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def stop(run_dir: Path, port: int | None) -> int:
-    """Stop the server on `port`, or all servers recorded in `run_dir`."""
     folders = [run_dir / str(port)] if port is not None else sorted(run_dir.glob("*"))
     count = 0
     for folder in folders:
