@@ -76,7 +76,6 @@ def find_compiler() -> Compiler:
 
 
 Progress = Callable[[str], None]
-"""Called with a text for the user about the state of the compilation."""
 
 
 def library_path(on_progress: Progress | None = None) -> Path:
