@@ -237,7 +237,6 @@ class EventLog(StepObserver):
             record.request_class = request_class
 
     def ended(self, request: Request, now: float) -> None:
-        """Record that the last output of a request was produced."""
         if (record := self._records.get(request.request_id)) is None:
             return
         self._end(record, now, "finished")
