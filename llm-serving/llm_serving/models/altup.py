@@ -57,9 +57,7 @@ class Streams:
         return active
 
     def normalize(self, streams: Value, name: str) -> Value:
-        """Project the streams after the first, scale them to the magnitude of the first one, and return the RMS norm of
-        the mean of all streams. `name` is the tensor name prefix of the norm.
-        """
+        """Return the RMS norm of the mean of all streams, with the projected ones scaled to the size of the first."""
         net, others = self._net, self.count - 1
         first, rest = net.split(streams, net.hidden, net.hidden * others)
         names = [f"{self._prefix}altup_unembed_projections.{index}" for index in range(others)]
@@ -94,9 +92,7 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Scale each part of x, which is as wide as `like`, to the root mean square of `like`. Return `like` followed by
-    the scaled parts; with `sums`, return the sum of `like` and the scaled parts instead.
-    """
+    """Scale each part of x to the root mean square of `like`. Return `like` and the parts, or with `sums` their sum."""
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
 

@@ -25,9 +25,7 @@ HeadNorm = Callable[[Value, str, list[int]], Value]
 
 @dataclass(frozen=True)
 class Heads:
-    """The number of query heads (`q`) and of KV heads (`kv`), and the size of a head: `own` elements in the checkpoint,
-    and `dim` elements with padding.
-    """
+    """The numbers of query and KV heads, and the elements of a head: `own` in the checkpoint, `dim` with padding."""
 
     q: int
     kv: int
@@ -69,13 +67,10 @@ def rotary_embedding(
     fraction: float = 1.0,
     fraction_key: str = "partial_rotary_factor",
 ) -> Rotary:
-    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may
-    have an entry for each `kind` of layer.
+    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
 
-    Args:
-        theta: Default base of the frequencies.
-        fraction: Default fraction of a head's elements that rotate.
-        fraction_key: Configuration key that an error about the fraction names.
+    `kind`: kind of layer, for which `rope_parameters` may have an entry. `theta`, `fraction`: defaults of the base and
+    of the fraction of a head's elements that rotate. `fraction_key`: key that an error about the fraction names.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):
@@ -224,9 +219,7 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the mean over positions of the rotated bias of the keys. An int8 KV cache subtracts this offset from keys
-    before it rounds them (see `Network.store_kv`).
-    """
+    """Return the mean over positions of the rotated key bias, which an int8 KV cache subtracts (`Network.store_kv`)."""
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
     rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
@@ -237,10 +230,7 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the row order of a QKV weight that holds first all queries, then all keys, then all values.
-
-    The elements of query and key heads are in the order of `Rotary.order`. `grouped`: see `self_attention`.
-    """
+    """Return the row order [queries, keys, values] of a QKV weight, with `Rotary.order` within query and key heads."""
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
@@ -256,9 +246,7 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order` is the order of elements in a value head, by default
-    that of the checkpoint.
-    """
+    """Return the column order of the output projection. `order`: elements of a value head, by default as stored."""
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

@@ -20,9 +20,7 @@ def cohere2(c: ConfigReader) -> Network:
 
 
 def _cohere(c: ConfigReader, kinds: list[str], theta: float) -> Network:
-    """Build the network. `kinds` has the kind of each layer: SLIDING, FULL, or "" in Cohere 1. A layer of kind "" has a
-    rotary embedding and no window. `theta` is the default base of the rotary embedding.
-    """
+    """Build the network. `kinds`: of each layer SLIDING, FULL or, in Cohere 1, "" (rotary embedding, no window)."""
     net, heads = empty_network(c, eps=1e-5, eps_key="layer_norm_eps"), attention_heads(c)
     rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=theta), c.integer("intermediate_size")
     bias, norms = c.boolean("attention_bias"), HEAD_NORMS if c.boolean("use_qk_norm") else None

@@ -17,9 +17,7 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class ContextLengths:
-    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. If RoPE scaling makes the
-    maximum longer than `max_position_embeddings`, `reason` states how it was computed.
-    """
+    """The `default` and `maximum` context length in tokens. `reason`: how RoPE scaling made the maximum longer."""
 
     default: int
     maximum: int

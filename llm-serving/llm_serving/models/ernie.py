@@ -1,6 +1,4 @@
-"""ERNIE 4.5: rotary embeddings of adjacent pairs. Most layers of the larger models have routed and shared experts. The
-router chooses by softmax scores plus a correction.
-"""
+"""ERNIE 4.5: rotary embeddings of adjacent pairs. Larger models have experts, chosen by softmax plus a correction."""
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader

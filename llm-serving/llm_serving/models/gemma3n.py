@@ -78,9 +78,7 @@ def _sizes(c: ConfigReader, count: int) -> list[int]:
 
 
 def _sparsity(c: ConfigReader, count: int) -> list[float]:
-    """Return for each layer the fraction of activations that the model sets to zero. The fraction holds for normally
-    distributed activations. A layer with fraction 0 keeps all of them.
-    """
+    """Return for each layer the fraction of normally distributed activations that the model sets to zero."""
     if not c.has("activation_sparsity_pattern"):
         sparse = 10 if count > 10 else 0
         return [0.95] * sparse + [0.0] * (count - sparse)

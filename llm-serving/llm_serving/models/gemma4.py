@@ -85,9 +85,7 @@ def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
 
 
 def _rotary(c: ConfigReader, heads: Heads, kind: str) -> Rotary:
-    """Read the rotary embedding of one kind of layers. With the rope type "proportional", only the pairs with the
-    highest frequencies rotate, and `partial_rotary_factor` is their fraction.
-    """
+    """Read a rotary embedding. With type "proportional", only the fraction `partial_rotary_factor` of pairs rotates."""
     reader = rope_config(c)
     reader = reader.inner(kind) if reader.has(kind) else ConfigReader({}, c.where)
     usual = {SLIDING: ("default", 1.0, 1e4), FULL: ("proportional", 0.25, 1e6)}[kind]

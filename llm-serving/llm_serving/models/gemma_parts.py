@@ -1,6 +1,4 @@
-"""Parts that Gemma 3n and Gemma 4 share: per-layer embeddings, layers that read the keys and values of an earlier
-layer, and the names of tensors in multimodal folders.
-"""
+"""Parts that Gemma 3n and 4 share: per-layer embeddings, keys and values of earlier layers, multimodal tensor names."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def text_decoder(
 
 
 def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[int | None]:
-    """Return for each layer the index of the earlier layer whose keys and values it reads. The entry of a layer with
-    its own keys and values is None. `default` is the default of `num_kv_shared_layers`.
-    """
+    """Return for each layer the earlier layer whose keys and values it reads, or None for a layer with its own."""
     count = c.integer("num_kv_shared_layers", default, least=0)
     first = len(kinds) - count
     own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
@@ -115,9 +111,8 @@ def attention(
     """Add attention with norms of queries, keys and values, and with unscaled scores. Return the result and the number
     of the cache layer that it reads.
 
-    Args:
-        layer: Cache layer of an earlier layer, whose keys and values are read. None adds a new cache layer.
-        keys_are_values: Whether the values are the keys before norm and rotation, instead of a projection of their own.
+    `layer`: cache layer of an earlier layer, which is read; None adds a cache layer. `keys_are_values`: whether the
+    values are the keys before norm and rotation, instead of a projection of their own.
     """
     rows, order, q_rows = qkv_rows(heads, rotary, False), rotary.order(), heads.q * heads.own
     kv_rows = heads.kv * heads.own

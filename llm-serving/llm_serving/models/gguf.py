@@ -125,8 +125,7 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
 def _scaling(reader: MetadataReader, config: Config) -> dict[str, Any] | None:
     """Return `rope_scaling` of the config.json, or None if the file has no RoPE scaling.
 
-    Files of Llama 3 and Phi-3 store a divisor for each frequency as tensors, which become `longrope`. Other files
-    name the method in their metadata.
+    Frequency divisors in tensors (Llama 3, Phi-3) become `longrope`. Other files name the method in their metadata.
     """
     kind = reader.value(reader.key("rope.scaling.type"), "none")
     has_lists = reader.has_tensor(LONG_FREQUENCIES) or reader.has_tensor(SHORT_FREQUENCIES)

@@ -38,9 +38,7 @@ _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bia
 
 
 def _llama(reader: MetadataReader, config: Config) -> None:
-    """Set `architectures` to the family that the file stores as `llama`. A file with experts is a Mixtral; another
-    file with a sliding window is a Mistral. A file with biases only of query, key and value is an InternLM3.
-    """
+    """Set `architectures`: Mixtral for a file with experts, Mistral with a window, InternLM3 with only QKV biases."""
     if experts := reader.own("expert_count"):
         config["architectures"] = ["MixtralForCausalLM"]
         config["num_local_experts"] = experts
@@ -77,27 +75,20 @@ def _minicpm3(reader: MetadataReader, config: Config) -> None:
 
 
 def _llama4(reader: MetadataReader, config: Config) -> None:
-    """Set what files of Llama 4 lack, as llama.cpp does. Heads have norms, except in the model with 128 experts.
-    A stored window of 0 means that all layers have a rotary embedding and no layer attends within chunks.
-    """
+    """Set what files of Llama 4 lack, as llama.cpp does. A stored window of 0 means no chunks: all layers rotate."""
     config["use_qk_norm"] = config.get("num_local_experts") != 128
     if reader.own("attention.sliding_window") == 0:
         config |= {"attention_chunk_size": None, "no_rope_layers": [1] * config["num_hidden_layers"]}
 
 
 def _baichuan(reader: MetadataReader, config: Config) -> None:
-    """Rename the context length of the 13B model, which has 40 layers, to `model_max_length`.
-
-    `models.baichuan` uses ALiBi instead of a rotary embedding if there are no `max_position_embeddings`.
-    """
+    """Rename the context length of the 13B model (40 layers), so that `models.baichuan` uses ALiBi, not rotation."""
     if config["num_hidden_layers"] == 40:
         config["model_max_length"] = config.pop("max_position_embeddings", None)
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
-    """Read the routing of DeepSeek-V2 (softmax) or V3 (sigmoid). Older files of GLM-4.7-Flash do not name the scoring
-    function. It is a sigmoid if the file has a correction bias, because softmax routers have none.
-    """
+    """Read the routing. If the file names no scoring function, a correction bias shows that it is a sigmoid."""
     _latent_attention(reader, config)
     if _scores(reader, 2 if reader.has_in_layer("exp_probs_b.bias") else 1, (1, 2)) == 2:
         config["architectures"] = ["DeepseekV3ForCausalLM"]
@@ -113,9 +104,7 @@ def _deepseek32(reader: MetadataReader, config: Config) -> None:
 
 
 def _glm_dsa(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have an indexer. If the file has no such list, the context length shows the model. From 2^20
-    tokens on it is GLM-5.2, where only some layers have an indexer. In GLM-5 and 5.1 every layer has one.
-    """
+    """Read which layers have an indexer. A file without a list is GLM-5.2 if its context has 2^20 tokens or more."""
     _deepseek32(reader, config)
     flags = reader.found.metadata.get(reader.key("attention.indexer.types"))
     if isinstance(flags, np.ndarray) and len(flags) <= MAX_LAYERS:

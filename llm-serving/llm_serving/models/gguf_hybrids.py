@@ -50,9 +50,7 @@ def _kv_heads(reader: MetadataReader, config: Config) -> list[int]:
 
 
 def qwen_experts(reader: MetadataReader, config: Config) -> None:
-    """Set `mlp_only_layers` to the layers without a router. Older files lack the intermediate size of an expert: set it
-    to that of a dense layer divided by the number of experts per token.
-    """
+    """Set `mlp_only_layers`. For older files, set an expert's size to a dense layer's, divided by experts per token."""
     layers, dense, used = (
         config["num_hidden_layers"],
         config.get("intermediate_size"),
@@ -101,9 +99,7 @@ def _nemotron_h(reader: MetadataReader, config: Config) -> None:
 
 
 def _nemotron_experts(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have experts. Raise ModelError if the experts form several groups, because a file does not
-    store how many of the groups a token uses.
-    """
+    """Read which layers have experts. Raise ModelError for grouped experts: files lack the number of groups to use."""
     _nemotron_h(reader, config)
     has_router = [reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight") for i in range(config["num_hidden_layers"])]
     pattern = zip(config["hybrid_override_pattern"], has_router, strict=True)

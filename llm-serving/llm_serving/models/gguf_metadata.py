@@ -46,9 +46,7 @@ class MetadataReader:
         return self.number(self.key(name))
 
     def numbers(self, name: str) -> list[int] | None:
-        """Return the list of integers, one for each layer, of the key `<architecture>.<name>`. Return None if the value
-        is no list or absent.
-        """
+        """Return the integers, one for each layer, of the key `<architecture>.<name>`, or None if it has no list."""
         value = self.found.metadata.get(self.key(name))
         if not isinstance(value, np.ndarray):
             return None

@@ -1,8 +1,5 @@
-"""InternLM2 and 3.
-
-InternLM2: query, key and value are interleaved by KV head in one tensor.
-InternLM3: Llama with other keys for biases: `qkv_bias` for query, key and value, `bias` for the attention's output and
-the MLP.
+"""InternLM2, whose query, key and value are interleaved by KV head in one tensor, and InternLM3: Llama with other keys
+for biases, `qkv_bias` for query, key and value, and `bias` for the attention's output and the MLP.
 """
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

@@ -32,8 +32,7 @@ class Indexing:
 
 
 class Indexer:
-    """The indexer of DeepSeek-V3.2 and GLM-5, which selects the keys that a row attends to. Call it for each layer, in
-    order.
+    """Selects the keys that a row attends to, in DeepSeek-V3.2 and GLM-5. Call it for each layer, in order.
 
     A few small heads score all cached keys for each row, and the row attends only to the keys with the highest scores
     (DeepSeek-V3.2, 2025, section 2.1). The published model rotates queries and keys by a Hadamard matrix and rounds
@@ -71,9 +70,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention:
-    """Adds the latent attention of a layer to a network. `interleaved`: whether adjacent elements rotate together
-    in the checkpoint.
-    """
+    """Adds a layer's latent attention. `interleaved`: whether adjacent elements rotate together in the checkpoint."""
 
     def __init__(self, c: ConfigReader, indexing: Indexing | None = None, *, interleaved: bool = True) -> None:
         self.heads = c.integer("num_attention_heads")

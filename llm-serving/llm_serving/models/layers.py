@@ -66,9 +66,7 @@ SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 
 
 def layer_kinds(c: ConfigReader, every: int) -> list[str]:
-    """Return the kind of each layer from `layer_types`. If this key is absent, the last of each `every` consecutive
-    layers is FULL, and the other layers are SLIDING.
-    """
+    """Return the kind of each layer from `layer_types`, by default FULL for every `every`-th layer, else SLIDING."""
     count = c.integer("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     return c.choices("layer_types", (FULL, SLIDING), count) or usual
@@ -150,10 +148,8 @@ def decoder(
 
 
 def _begin_mtp(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer. Each of its input rows is an embedding followed by a hidden state.
-
-    Return the input of its decoder layer, and the prefix of that layer's tensor names. `after` is the prefix that a
-    further layer after the model's last one has.
+    """Begin the network of an MTP layer, whose input rows are an embedding followed by a hidden state. Return the input
+    and the tensor name prefix of its decoder layer. `after`: prefix of a layer after the model's last one.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)
@@ -167,9 +163,7 @@ def _end_mtp(net: Network, names: MtpNames, x: Value, at: str) -> Network:
 
 
 def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Network:
-    """End the network of a reranker with its score. It is the logit of the first token id in SCORE_TOKENS, minus the
-    logit of the second if there are two.
-    """
+    """End a reranker with its score: the logit of the first token of SCORE_TOKENS, minus that of the second, if any."""
     ids = c.token_ids(SCORE_TOKENS)
     if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
         raise c.fail(SCORE_TOKENS, f"must hold one or two token ids less than `vocab_size` {net.vocab}")

@@ -1,6 +1,4 @@
-"""Llama 4: most layers have a rotary embedding and attend within chunks of tokens. The other layers have no rotary
-embedding and attend to all earlier tokens.
-"""
+"""Llama 4: most layers have a rotary embedding and attend within chunks of tokens. The other layers do neither."""
 
 from typing import Any
 

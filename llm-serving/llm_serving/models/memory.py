@@ -71,9 +71,7 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the loaded weights. If `quantization` is None or its scheme is `blocks_a16`, weights in GGUF
-    blocks keep their stored size. Quantized values in the folder that the kernels cannot multiply count as dequantized.
-    """
+    """Return the bytes of the loaded weights. GGUF blocks keep their size if `quantization` is None or `blocks_a16`."""
     elements = spec.num_weight_elements
     if keeps_blocks(quantization) and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
         return (elements - spec.scheme.block_elements) * dtype_bytes + spec.scheme.block_bytes

@@ -297,9 +297,7 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_llama_parameter(name: str) -> str | None:
-    """Return the name of a tensor's parameter in MindFormers' `LlamaModel`. Return None if the model has no such
-    parameter, as for the LM head.
-    """
+    """Return a tensor's parameter in MindFormers' `LlamaModel`, or None if it has none, as for the LM head."""
     for pattern, place in _LEGACY_WEIGHT_NAMES:
         if (found := pattern.fullmatch(name)) is not None:
             return found.expand(place)

@@ -67,9 +67,7 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
-    """Return the pooling that `mode` (the value of `model_config.pooling`) selects. Return None if the server only
-    generates text. Raise ModelError if the model's own pooling is invalid or not supported.
-    """
+    """Return the pooling that `mode` selects, or None to only generate text. Raise ModelError if it is unsupported."""
     if mode == "none":
         return None
     if spec.network.num_labels:
@@ -98,9 +96,7 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Return the pooling that `modules.json` of a folder specifies. Return None if there is no such file, because the
-    model is then generative. Raise ModelError if a module is invalid or not supported.
-    """
+    """Return the pooling of `modules.json`, or None without this file. Raise ModelError for an unsupported module."""
     modes, normalises = [], False
     for name, config in _modules(folder):
         if name == "Pooling":
@@ -116,8 +112,7 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the one or two tokens from whose logits a reranker computes its score. Return an empty list for
-    other models.
+    """Return the one or two ids of tokens from whose logits a reranker computes its score, or [] for other models.
 
     The score is the logit of the first token, minus the logit of the second if there are two. The ids are read from
     sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json (vLLM), which lists the
@@ -146,9 +141,7 @@ def missing_module_files(folder: Path) -> list[str]:
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """Return the `max_seq_length` of sentence-transformers, in tokens. Return None if the folder does not set this
-    limit of the context length.
-    """
+    """Return the context length limit of sentence-transformers in tokens, or None if the folder sets none."""
     path = folder / TRANSFORMER_FILE
     config = read_json(path, _MAX_BYTES) if path.exists() else None
     length = config.get("max_seq_length") if isinstance(config, Mapping) else None
@@ -168,9 +161,7 @@ def _token_ids(folder: Path, texts: Any) -> list[int]:
 
 
 def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
-    """Return the pooling of a reranker with a classifier. Read the activation function of its score from the keys of
-    sentence-transformers; the default is Sigmoid. Raise ModelError if the function is not supported.
-    """
+    """Return a classifier's pooling, with its activation function. Raise ModelError if that is not supported."""
     mode = PoolingMode.LAST
     if not spec.network.causal:
         pools_all = "ModernBert" in spec.architecture and spec.config.get("classifier_pooling") == PoolingMode.MEAN

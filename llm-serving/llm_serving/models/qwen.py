@@ -52,9 +52,7 @@ def feed_forward(
     stacks: ExpertStacks | None = None,
     normalise: bool = False,
 ) -> Value:
-    """Add the mixture of `experts` experts, with a shared expert if the configuration has one. If the layer `index` is
-    dense, or `experts` is 0, add a gated MLP instead. `normalise` is the default of `norm_topk_prob`.
-    """
+    """Add `experts` experts, with a shared one if configured. If layer `index` is dense, add a gated MLP instead."""
     dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
     if not experts or index in dense or (index + 1) % every:
         return gated_mlp(net, x, at, c.integer("intermediate_size"))

@@ -82,9 +82,7 @@ def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rota
 
 @lru_cache(8)
 def _gated_rows(heads: Heads, rotated: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the row order [queries, keys, values, gates] of the stacked weight. `rotated` is the order of the rows
-    within a query or key head (`Rotary.order`).
-    """
+    """Return the row order [queries, keys, values, gates] of the stacked weight. `rotated`: order within a head."""
     own, plain = heads.own, padded_order(heads.own, HEAD_MULTIPLE)
     q, k = [2 * own * head for head in range(heads.q)], [own * (2 * heads.q + head) for head in range(heads.kv)]
     v, gate = [start + own * heads.kv for start in k], [start + own for start in q]
@@ -117,8 +115,6 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 
 @lru_cache(8)
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
-    """Return the row order of a weight that holds q of all heads, then k, v, z, b and a. The tensors instead hold these
-    parts for one key head after another.
-    """
+    """Return the row order that turns parts for each key head into q of all heads, followed by k, v, z, b and a."""
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
     return (*parts_order(0, key_heads, first), *parts_order(key_heads * sum(first), key_heads, (ratio, ratio)))

@@ -99,10 +99,9 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first name in `architectures` that is a key of FAMILIES.
+    """Return the first name in `architectures` that is a key of FAMILIES. `Qwen3Model` counts as `Qwen3ForCausalLM`.
 
-    A decoder that is saved with a classifier or without a head counts as the decoder with its LM head: `Qwen3Model` is
-    `Qwen3ForCausalLM`. Raise ModelError if no name is known, or if a decoder is configured for bidirectional attention.
+    Raise ModelError if no name is known, or if a decoder is configured for bidirectional attention.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")

@@ -48,10 +48,7 @@ _UNLIMITED: Final = 2**20
 class ModelSpec:
     """Describes a model before its weights are read.
 
-    Attributes:
-        config: The validated content of `config.json`.
-        max_position_embeddings: Longest context in tokens for which the model was trained.
-        eos_token_ids: All token ids that end a text.
+    `max_position_embeddings`: context in tokens of the training. `eos_token_ids`: all ids that end a text.
     """
 
     architecture: str
@@ -68,9 +65,7 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec of the MTP layer (`models.layers`). Return None if the model has none that is supported.
-        `stored`: names of the folder's tensors, which show whether the experts of the MTP layer are stacked.
-        """
+        """Return the MTP layer's spec, or None. `stored`: tensor names, which show whether its experts are stacked."""
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
         spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
@@ -93,9 +88,7 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """The shapes of the pairs of key and value tensors. Each layer has its own pair, unless groups of layers share
-        the pairs (see `CacheLayout`).
-        """
+        """Shapes of the pairs of key and value tensors: one pair for each layer, unless `CacheLayout` shares them."""
         return self.layout.shapes
 
     @cached_property

@@ -108,10 +108,7 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers of the folder's files. Raise ModelError if they are not valid.
-
-        `on_read` is called after each tensor, with the number of bytes read so far and that of all tensors.
-        """
+        """Read the headers, or raise ModelError. After each tensor, `on_read` gets the bytes read and the total."""
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
         files = read_tensors(folder, packed=scheme is not None)
