@@ -133,9 +133,7 @@ def experts_modules(network: Network) -> tuple[str, ...]:
 
 
 def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
-    """Return a matrix [N, K] as panels [N / 16, K, 16], with N and K padded to multiples of 16 by zeros. With
-    `in_pairs`, inputs k and k + 1 of a row, for even k, are adjacent in memory, as bfloat16 products need.
-    """
+    """Return a matrix [N, K] as zero-padded panels [N / 16, K, 16]. `in_pairs`: interleave two inputs, for bfloat16."""
     n, k = matrix.shape
     rows, inputs = _padded(n), _padded(k)
     padded = np.zeros((rows, inputs), np.float32)
@@ -184,9 +182,7 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Generates the initial zeros of one operation's slots. `name` makes them different from the zeros of other
-    operations, because equal weights share a parameter.
-    """
+    """Generates the initial zeros of an operation's slots. `name` is unique: equal weights would share a parameter."""
 
     name: str
     shape: tuple[int, ...]

@@ -18,13 +18,10 @@ from llm_serving.network.weights import Constant, PaddedMeanScale, PositionEmbed
 
 
 class Network:
-    """A network under construction. Each method appends one operation (`operations.py`) and returns the value that it
-    writes.
+    """A network under construction. Each method appends one operation and returns the value that it writes.
 
-    Args:
-        gamma_transform: Function that converts stored norm weights, in float32, to the weights to use. None means that
-            they are used as stored.
-        causal: Whether a token attends only to itself and earlier tokens. If not, one step computes a whole prompt.
+    `gamma_transform`: function of stored norm weights, in float32, that returns the weights to use, or None. `causal`:
+    whether a token attends only to itself and earlier tokens. If not, one step computes a whole prompt.
     """
 
     def __init__(
@@ -90,11 +87,9 @@ class Network:
     ) -> Value:
         """Look up rows of the table [V, width] by token id.
 
-        Args:
-            scale, rounded_scale: Factor of the rows, and whether the factor is first rounded to the model dtype.
-            width: Columns of the table. 0 means the hidden size.
-            stored_rows: Rows of the table in the checkpoint. 0 means the vocabulary size. Token ids from `stored_rows`
-                on get row 0.
+        `scale`: factor of the rows, which is rounded to the model dtype if `rounded_scale`. `width`: columns of the
+        table, or 0 for the hidden size. `stored_rows`: rows in the checkpoint, or 0 for the vocabulary size; token ids
+        from there on get row 0.
         """
         attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
         width = width or self.hidden
@@ -205,9 +200,8 @@ class Network:
         stored_shape: tuple[int, ...] | None = None,
         eps: float | None = None,
     ) -> Value:
-        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`, but
-        each group has its own gamma, and its own beta if `bias` is true. `stored_shape` is the shape of each tensor
-        if the tensors are no vectors.
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32, with the arguments of `rms_norm`, but
+        with gamma, and beta if `bias`, for each group. `stored_shape`: shape of each tensor that is no vector.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)
@@ -299,12 +293,8 @@ class Network:
 
         The score of a key is the sum over heads of weight * relu(q * key) (DeepSeek-V3.2, 2025, section 2.1). Of equal
         scores, that of the earlier key counts as larger. A row selects only keys up to its own position. A row with
-        fewer than `top_k` such keys ends with entries of -1.
-
-        Args:
-            q: Queries [T, heads * key width].
-            weights: Weights of the heads [T, heads].
-            layer: Result of `store_kv` for a layer with one KV head, which holds the keys.
+        fewer than `top_k` such keys ends with entries of -1. `q`: queries [T, heads * key width]. `weights`: [T,
+        heads]. `layer`: result of `store_kv` for a layer with one KV head, which holds the keys.
         """
         selected = Value(f"selected{len(self.operations)}", top_k, "int32")
         attributes = {"layer": layer, "top_k": top_k}
@@ -340,13 +330,10 @@ class Network:
         *,
         routed: Value | None = None,
     ) -> Value:
-        """Compute the sum over a row's experts of topk_weight * down(function(gate) * up), in the order of expert
-        numbers.
+        """Compute the sum of topk_weight * down(function(gate) * up) over a row's experts, in order of their numbers.
 
-        Args:
-            router: Prefix of the router's tensor `<router>.weight`, [number of experts, H].
-            inner: Intermediate size of one expert.
-            routed: Input of the router. None means x.
+        `router`: prefix of the tensor `<router>.weight`, [number of experts, H]. `inner`: intermediate size of an
+        expert. `routed`: input of the router, by default x.
         """
         routed = x if routed is None else routed
         count, top_k = experts.count if isinstance(experts, ExpertStacks) else len(experts), routing.top_k

@@ -29,9 +29,7 @@ class CacheShape:
         return self.kv_heads * (self.key_width + self.value_width)
 
     def num_parts_for(self, other: CacheShape) -> int:
-        """Return how many layers of shape `other` fill the memory of a layer of this shape exactly. Return 0 if they
-        cannot fill it.
-        """
+        """Return how many layers of shape `other` exactly fill the memory of a layer of this shape, or 0."""
         parts, rest = divmod(self.kv_heads * self.key_width, other.kv_heads * other.key_width)
         fits = not rest and self.kv_heads * self.value_width == parts * other.kv_heads * other.value_width
         return parts if fits else 0
@@ -90,9 +88,7 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks fit into the memory of `num_tables` blocks of a cache without groups. A block of that
-        cache holds the keys and values of all layers.
-        """
+        """Return how many blocks fit into the memory of `num_tables` blocks of a cache whose layers form one group."""
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
         return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)
@@ -103,9 +99,7 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return a layout with all layers in one group, whose window is the widest one of the layers. If a layer attends
-    within chunks, the group has no window.
-    """
+    """Return one group with the widest window of the layers, or without a window if a layer attends within chunks."""
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))
@@ -113,9 +107,7 @@ def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> C
 
 
 def grouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow], max_model_len: int) -> CacheLayout:
-    """Return the layout of up to `MAX_GROUPS` groups with which a request of `max_model_len` tokens needs least memory.
-    It has one group if more groups would save no memory, or if the shape of a layer does not divide the largest shape.
-    """
+    """Return the layout of up to `MAX_GROUPS` groups with the least memory for requests of `max_model_len` tokens."""
     largest = max(shapes, key=lambda each: each.num_elements, default=ONE_LAYER.shapes[0])
     seen = [each if 0 < each.num_tokens < max_model_len else LayerWindow() for each in windows]
     kinds = sorted(zip(seen, shapes, strict=True), key=lambda kind: (-_reach(kind[0]), -kind[1].num_elements))

@@ -31,10 +31,8 @@ class Expert:
 class ExpertStacks:
     """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
 
-    Attributes:
-        biases: Names of the tensors of both biases, [count, 2 * inner] and [count, H]. Empty if there are no biases.
-        interleaved: Whether rows of gate and up alternate; otherwise gate is first.
-        transposed: Whether the last two axes are exchanged.
+    `biases`: names of the tensors of both biases, [count, 2 * inner] and [count, H], or empty. `interleaved`: whether
+    rows of gate and up alternate. `transposed`: whether the last two axes are exchanged.
     """
 
     count: int
@@ -47,8 +45,7 @@ class ExpertStacks:
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """How the router chooses the experts of a row. Router logits are float32. If they are equal, the expert with the
-    lower number wins.
+    """How the router chooses the experts of a row. Of equal float32 router logits, the lower expert number wins.
 
     Attributes:
         score: Function that turns router logits into scores.

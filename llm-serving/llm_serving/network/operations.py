@@ -155,9 +155,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation of a network. `inputs`, `weights` and `outputs` have an entry for each argument that it uses; the
-    arguments of each `kind` are in SIGNATURES.
-    """
+    """An operation of a network. SIGNATURES lists the inputs, weights, outputs and attributes of each `kind`."""
 
     kind: str
     inputs: Mapping[str, Value]

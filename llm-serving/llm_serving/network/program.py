@@ -94,16 +94,12 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes only the head. A step provides hidden states as the rows of the program's last
-    weight; the step's token ids are indices of these rows.
-    """
+    """Build the program of the head. A step's token ids are indices of hidden states, the program's last weight."""
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network that begins with `Network.given_rows`, such as an MTP layer. A step provides these
-    rows as the program's last weight; the step's token ids are indices of the rows.
-    """
+    """Build the program of a network that starts with given rows, such as an MTP layer, like `build_head_program`."""
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 
@@ -134,10 +130,8 @@ def assemble(
 ) -> Program:
     """Encode a plan.
 
-    Args:
-        first: Weights that get the numbers from 0 on. By default these are the weights of the last operation.
-        layer_tensors: (group, KV cache) of each layer. If it is empty, all layers form one group, and each layer has
-            its own cache.
+    `first`: weights that get the numbers from 0 on, by default those of the last operation. `layer_tensors`: (group, KV
+    cache) of each layer. If it is empty, all layers form one group, and each layer has its own cache.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())

@@ -122,9 +122,7 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Return the rows `rows` of the stacked tensors, where -1 is a row of zeros. Consecutive rows from the same tensor
-    form one segment.
-    """
+    """Return rows of the stacked tensors; -1 is a row of zeros. Consecutive rows of one tensor form one segment."""
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
     owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
@@ -147,9 +145,7 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return the columns `columns` of tensors, with the largest group size for which no group is split. Return an empty
-    list if even groups of MIN_GROUP_SIZE inputs would be split.
-    """
+    """Return columns of tensors, with the largest group size that splits no group, or [] below MIN_GROUP_SIZE."""
     while True:
         picked = [each.with_columns(columns) for each in tensors]
         found = [each for each in picked if each is not None]
@@ -269,9 +265,7 @@ def unsupported_by_int8_cache(network: Network) -> str | None:
 
 
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
-    """Return what Ascend's primitives cannot compute for contexts of `num_positions` tokens. Return None if they can
-    compute the network.
-    """
+    """Return what Ascend's primitives cannot compute for contexts of `num_positions` tokens, or None."""
     found = (_unsupported_operation(each, num_positions) for each in network.operations)
     return unsupported_by_cells(network) or next(filter(None, found), None)
 

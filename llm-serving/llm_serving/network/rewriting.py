@@ -35,9 +35,7 @@ _ROW_BY_ROW: Final = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """Operations in execution order. `selected` has the values (not views) that consist only of the sampled rows of a
-    step. Other values have all rows.
-    """
+    """Operations in execution order. `selected`: values, not views, that have only the sampled rows of a step."""
 
     operations: Operations
     selected: frozenset[Value]

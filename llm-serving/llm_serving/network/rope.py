@@ -53,9 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the context length before scaling, which `factor` multiplies. Return None if `own`, the model's
-        `max_position_embeddings`, already includes scaling of this kind.
-        """
+        """Return the context length before scaling by `factor`, or None if `own` (the model's maximum) includes it."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 

@@ -45,9 +45,7 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network cannot be split over the ranks. The message is the rule that KEY violates, such as "must be 1 for an
-    encoder". The caller puts the key before it.
-    """
+    """The network cannot be split over the ranks. The message is the violated rule, without the key before it."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
@@ -124,9 +122,7 @@ class _Sharding:
         self._shard_all(split)
 
     def _shard_recurrence(self, scan: Operation) -> None:
-        """Split a `delta_rule` or `ssm` and the convolution before it, if each rank can get whole groups of heads or an
-        equal share of one group.
-        """
+        """Split a `delta_rule` or `ssm` and its convolution, if each rank can get whole groups or a share of one."""
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
         heads, groups = scan.inputs[of_columns[0]].width, scan.attributes["heads"]
@@ -161,9 +157,7 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Follow the heads in `value` back to the matrix product that computes them. Return the columns of the product
-        that hold the heads. If a norm over all heads is in between, also return the norm's result.
-        """
+        """Return the columns of the product that computes the heads in `value`, and the result of a norm in between."""
         normed = None
         while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
@@ -191,9 +185,7 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Return the columns of this rank. A range (first column, width, number of parts) is split into that number of
-        equal parts, and each rank gets one part of each range.
-        """
+        """Return this rank's part of each range (first column, width, number of equal parts to split it into)."""
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))
 

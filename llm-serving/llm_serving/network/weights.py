@@ -29,9 +29,7 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the order that turns [group][part] into [part][group]. `start` is the index of the first element, and
-    `widths` has the number of elements of each part of a group.
-    """
+    """Return the order that turns [group][part] into [part][group]. `widths`: sizes of parts. `start`: first index."""
     elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]
@@ -146,10 +144,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """A `Weight.transform` of a norm weight, for rows of which only the fraction `share` is not zero padding.
-
-    Zero padding makes the mean square smaller by the factor `share`. A factor sqrt(share) of the weight undoes this.
-    """
+    """Multiplies a norm weight by sqrt(`share`), because the zero padding of rows reduces their mean square."""
 
     share: float
     transform: Transform | None
@@ -190,9 +185,8 @@ class RowFactors:
 class PositionEmbedding:
     """A learned embedding of positions, to which an embedding of token types is added.
 
-    Attributes:
-        name: Tensor name prefix of the position table [first + num_positions, H], whose row `first` is position 0.
-        types: Tensor name prefix of the type table [num_types, H].
+    `name`: tensor name prefix of the position table [first + num_positions, H], whose row `first` is position 0.
+    `types`: tensor name prefix of the type table [num_types, H].
     """
 
     name: str
