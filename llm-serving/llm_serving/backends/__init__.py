@@ -19,9 +19,8 @@ BACKENDS = {
 
 
 def create_backend(name: str, dtype: str) -> Backend:
-    """Create a backend for a model dtype. Call this before the first operator of the process, because MindSpore looks
-    only once for plugins such as the operator library. Raise ConfigError for an unsupported dtype, KernelError if a
-    library cannot be used.
+    """Create a backend for a model dtype. Call this before the first operator of the process: MindSpore looks for
+    plugins only once. Raise ConfigError for an unsupported dtype, KernelError if a library cannot be used.
     """
     if name not in BACKENDS:
         raise ConfigError(f"`backend` must be one of {', '.join(BACKENDS)}. Given: {name}")

@@ -117,9 +117,8 @@ class AscendRotary(nn.Cell):
 
 
 class AscendCausalMask(nn.Cell):
-    """Returns the attention mask [T, keys], which is added to scores: 0 up to a row's own position, -10,000 after it.
-    The mask has a column for each token of the widest block table. It is computed in each step, because a table of all
-    positions would grow with the square of the context length.
+    """Returns the attention mask [T, keys]: 0 up to a row's own position, -10,000 after it. It has a column for each
+    token of the widest block table. Each step computes it: a table of all positions would grow with their square.
     """
 
     def __init__(self, max_positions: int, block_size: int, dtype: Any) -> None:

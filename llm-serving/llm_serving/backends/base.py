@@ -189,9 +189,9 @@ class Backend(Protocol):
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        """Return a weight that stays in GGUF blocks, for a program. `segments` are consecutive rows, which are copied.
-        All but the last segment must have a multiple of 16 rows. Raise ModelError if this backend runs no programs.
-        `packed_quantized_weight` explains `weight_only`.
+        """Return a weight that stays in GGUF blocks, copied from `segments` of rows. All but the last segment must have
+        a multiple of 16 rows. Raise ModelError if this backend runs no programs. `weight_only`: see
+        `packed_quantized_weight`.
         """
         raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
 
@@ -233,15 +233,11 @@ class Backend(Protocol):
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return caches of 8-bit values, in which each head's scale follows its values. Raise ModelError if this
-        backend cannot run programs, because its Cells do not read such caches.
-        """
+        """Return caches of 8-bit values and of each head's scale. Raise ModelError if this backend runs no programs."""
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return the zeroed states of one operation, float32 [num_slots, *shape]. Raise ModelError if this backend
-        cannot run programs, because its Cells use no states.
-        """
+        """Return zeroed states, float32 [num_slots, *shape]. Raise ModelError if this backend runs no programs."""
         raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

@@ -67,8 +67,7 @@ def _require_dispatch() -> None:
 
 class CpuBackend(AscendBackend):
     """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually one operator runs the
-    whole network as a program (`network.program`), because MindSpore's overhead per operator exceeds the computation of
-    a small model.
+    whole network (`network.program`), because MindSpore's overhead per operator exceeds a small model's computation.
     """
 
     name = "cpu"
@@ -111,9 +110,7 @@ class CpuBackend(AscendBackend):
         return RowStack([np.ascontiguousarray(to_model_dtype(array, self.dtype))])
 
     def _packed(self, rows: RowStack, num_experts: int | None, name: str | None) -> ms.Parameter:
-        """Copy a matrix [N, K] in the kernels' layout into a Parameter. Its nominal shape is [K, N], or [experts, K, N]
-        for the stacked rows of all experts.
-        """
+        """Copy a matrix [N, K] in the kernels' layout into a Parameter of nominal shape [K, N] or [experts, K, N]."""
         _require_dispatch()
         num_rows, columns = rows.shape
         memory = weight_memory(num_rows * columns * rows.dtype.itemsize).view(rows.dtype)

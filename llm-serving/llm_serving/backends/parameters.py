@@ -58,9 +58,7 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
 
 
 class WeightMemory:
-    """Divides large memory areas among weights, so that small weights also lie in large pages, which the kernels read
-    up to a sixth faster. An area is freed with the last of its weights.
-    """
+    """Divides large memory areas among weights, so that small weights also lie in large pages, which are faster."""
 
     SIZE: Final = 2**26
 
@@ -148,9 +146,7 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """Copy blocks between Parameters in this process's memory, as `Backend.copy_blocks` does. Between two memories,
-    copy each run of adjacent blocks at once. Within one memory, copy one block at a time, because the order matters.
-    """
+    """Copy blocks as `Backend.copy_blocks` does: adjacent blocks at once between two memories, singly within one."""
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:
         for source_block, target_block in pairs.tolist():

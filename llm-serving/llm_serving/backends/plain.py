@@ -252,9 +252,7 @@ class PlainAdd(nn.Cell):
 
 
 class PlainRouter(nn.Cell):
-    """Computes the weights of all experts: logits [T, experts] -> float32 [T, experts], zero for experts that are not
-    chosen. The tensor is returned twice, because `Backend.route` returns two tensors.
-    """
+    """Returns the weights of all experts twice, as `Backend.route` requires: [T, experts], zero if not chosen."""
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
         super().__init__()

@@ -63,9 +63,7 @@ def _int64(number: int) -> ms.Tensor:
 
 
 def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
-    """Return (digits [S], powers [S]) of `numbers` [S] = digits * 2^(powers - 126). The digits are integers below 2^24.
-    Each number must be 0 or at least `LEAST_FLOAT`.
-    """
+    """Return digits [S] and powers [S] with numbers = digits * 2^(powers - 126). Numbers are 0 or >= `LEAST_FLOAT`."""
     fractions, exponents = np.frexp(numbers)
     digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
     return digits, np.maximum(exponents - (_DIGITS + _LEAST_POWER), 0).astype(np.int32)

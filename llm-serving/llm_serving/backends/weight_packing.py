@@ -52,9 +52,7 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments (consecutive rows) of one weight, as arguments of the operator library. The Parameter of the packed
-    weight has the shape int8 [rows, columns]. Raise ModelError if the kernels do not support the segments.
-    """
+    """The segments (consecutive rows) of a weight to pack. Raise ModelError if the kernels do not support them."""
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:
         self._arrays: list[NDArray[Any]] = []  # keeps the arrays alive while the library reads them
@@ -79,8 +77,6 @@ class BlockSegments:
         return self._arrays[-1].ctypes.data
 
     def pack(self, address: int, dtype: str, *, weight_only: bool = False) -> None:
-        """Pack the segments into `num_bytes` bytes at `address`. `dtype` is the dtype of the activations. Unless
-        `weight_only`, products quantize the activations to 8 bits.
-        """
+        """Pack the segments to `address`. Products get activations of `dtype`, in 8 bits unless `weight_only`."""
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns
         library.done(library.load().llm_pack_blocks(weight_only, self._args, *arguments))
