@@ -126,10 +126,7 @@ class TokenNetwork(nn.Cell):
         self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
     def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Split `step` into token ids, positions and KV slots, int32 [T] each, and drawing parameters, int32 [T, 15].
-
-        A token id can instead come from `previous`, see `SINGLE_TOKEN_INPUTS`.
-        """
+        """Split `step` into token ids, positions and KV slots, [T] each, and the drawing parameters, [T, 15]."""
         given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
         token_ids = self.gather(known, self.reshape(sources, (-1,)), 0)
@@ -137,10 +134,7 @@ class TokenNetwork(nn.Cell):
 
 
 class SingleTokenNetwork(TokenNetwork):
-    """A network for steps in which each request has exactly one token, and each token is sampled (S = T = B).
-
-    `network` must have been created with `all_rows`.
-    """
+    """A network for steps in which each request has one token, which is sampled. `network` must have `all_rows`."""
 
     inputs = SINGLE_TOKEN_INPUTS
 
@@ -152,10 +146,7 @@ class SingleTokenNetwork(TokenNetwork):
 
 
 class TokenRowsNetwork(TokenNetwork):
-    """A network for steps in which some requests have no token or no sample, on backends with `attention_rows`.
-
-    The T requests that have a token come before those that have none.
-    """
+    """A network for steps in which some requests, the last ones, have no token, or some tokens have no sample."""
 
     inputs = TOKEN_ROW_INPUTS
 
@@ -176,10 +167,7 @@ class TokenRowsNetwork(TokenNetwork):
 
 
 class CellLmHead(nn.Cell):
-    """Computes the logits, float32 [P, V], of P hidden states.
-
-    The inputs are the hidden states, float32 [P, H], followed by the arrays of `step_inputs_for_rows(P)`.
-    """
+    """Computes logits, float32 [P, V], from hidden states [P, H] and the arrays of `step_inputs_for_rows(P)`."""
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
@@ -338,10 +326,7 @@ class _Schedule:
 
 
 class _ScheduledOperation:
-    """An operation with the keys of everything that it reads and writes.
-
-    A key identifies a value or a view of one. It can also mark that a layer's keys and values are in the KV cache.
-    """
+    """An operation with the keys of what it reads and writes: a value, a view, or the KV cache of a layer."""
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation
@@ -350,9 +335,8 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations as Cells compute them. Views become results of a split. Cosines and sines are looked up
-    once for all layers. Two consecutive rotations by the same tables are merged. Attention depends on the preceding
-    store of keys and values.
+    """Return the operations as Cells compute them: views come from a split, cosines and sines are looked up once,
+    consecutive rotations by the same tables are merged, and attention depends on the store before it.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

@@ -81,9 +81,8 @@ class EmbeddingCell(nn.Cell):
 
 
 class LowRankCell(nn.Cell):
-    """Adds the change of each row's adapter: base, x -> base + B (A x). A row without an adapter keeps its base. All
-    slots are multiplied, but a row keeps only the columns of its own slot. All other terms of the row's sums are zero,
-    so the row does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    """Adds the change of each row's adapter: base, x -> base + B (A x). All slots are multiplied, but a row keeps only
+    the columns of its own slot, so other adapters do not change it. `selected`: whether the rows are the sampled ones.
     """
 
     def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:

@@ -25,12 +25,8 @@ class ProgramNetwork(nn.Cell):
     The operator gets the addresses of all arrays in one table, because MindSpore runs a graph fastest if the graph has
     no arguments and only one Parameter.
 
-    Args:
-        operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in order.
-        width: Columns of the result.
-        states: Memory of the states, from `Backend.states`, in order.
-        rows: Whether `bind_inputs` binds an array of rows as the program's last weight. `weights` then lacks it.
+    `operator`: result of `Backend.program`. `weights`, `states`: Parameters in the order of the program. `width`:
+    columns of the result. `rows`: whether `bind_inputs` binds rows as the last weight, which `weights` then lacks.
     """
 
     def __init__(

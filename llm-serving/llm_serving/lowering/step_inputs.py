@@ -28,9 +28,7 @@ STATE_INPUTS: Final = (
     ("state_in", 1),  # [B], slot of the state that a request's rows continue; -1: zeros
     ("state_out", 1),  # [T], slot that gets the state after the row; -1: none
 )
-"""Further inputs of a program whose network has states. If a step stores a state of one request in a slot, no other
-request may use that slot in the same step.
-"""
+"""Further inputs of a program with states. No other request of a step may use a slot that the step writes."""
 
 ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
 """Last input of a network with adapter slots: the slot of each row's adapter, or -1 for a row without one."""
@@ -53,10 +51,7 @@ TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("table_rows
 
 
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
-    """Return the inputs of a step of one request with `count` rows, all of which are sampled.
-
-    They suit only networks without attention, such as an LM head, because no row has a KV slot.
-    """
+    """Return the inputs of a step of one request with `count` sampled rows, for networks without attention."""
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
     whole = np.array([count], np.int32)
     return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows
