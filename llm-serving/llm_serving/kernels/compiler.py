@@ -198,9 +198,7 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources of `targets` (part -> path) in parallel, link them, and move the results into place
-    atomically. `library` is the library to which kernels are linked; None if it is one of the targets.
-    """
+    """Compile the sources of `targets` (part -> path) in parallel, link them, and move the results atomically."""
     started = time.monotonic()
     logger.info("compiling the operator library once: compiler=%s", compiler.version)
     folder = next(iter(targets.values())).parent

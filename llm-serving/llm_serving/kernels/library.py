@@ -81,9 +81,7 @@ def done(status: int) -> int:
 
 @functools.cache
 def loaded_path() -> Path:
-    """Return the path of the library of this process. The first call finds or builds the library, for which it runs the
-    compiler and reads all sources. Raise the errors of `library_path`.
-    """
+    """Return the path of the library of this process. The first call finds or builds it, as `library_path` does."""
     return library_path()
 
 
