@@ -27,9 +27,7 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Raise ModelError if tensors are missing, unexpected or of another shape than `expected`. The message begins with
-    `where`. The tensors in `optional` may be missing, but must not have another shape.
-    """
+    """Raise ModelError about `where` if tensors are missing (unless `optional`), unexpected or of another shape."""
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
     extra = [f"{name} {list(found[name])}" for name in found if name not in allowed and not DERIVED.search(name)]
@@ -157,9 +155,7 @@ def _converting(file: Path, pattern: str) -> str:
 
 
 def _program(folder: Path, pattern: str) -> str:
-    """Return a Python program, for the user to run, that writes a safetensors file beside each pickle file whose name
-    matches `pattern`. The program does not run code from the pickle files.
-    """
+    """Return a Python program that writes a safetensors file beside each pickle file, and runs no code of pickles."""
     files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
     tensors = 'torch.load(f, "cpu", weights_only=True).items()'
     copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors refuses tensors that share memory

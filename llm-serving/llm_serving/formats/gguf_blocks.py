@@ -56,9 +56,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type of GGUF. `unpack` converts the bytes of n blocks, [n, num_bytes], to quantized values, scales and
-    minima. `group` is the number of elements that share a scale.
-    """
+    """A block type of GGUF. `unpack`: converts the bytes of blocks, [n, num_bytes]. `group`: elements per scale."""
 
     name: str
     elements: int
@@ -74,9 +72,7 @@ class BlockType:
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the number of bytes of matrices that are packed for the kernels: in panels of 16 rows, and each panel
-        in chunks of 256 columns, padded to multiples of 64 bytes. `shape` may have leading dimensions.
-        """
+        """Return the bytes of packed matrices: panels of 16 rows, in chunks of 256 columns, padded to 64 bytes."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
@@ -167,9 +163,7 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The bits of the last four scales are divided
-    between two bytes, and so are those of the last four minima.
-    """
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The last four are divided between two bytes."""
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)

@@ -57,9 +57,7 @@ _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. Raise ModelError
-    if two tensors get the same name, or if a shape does not match the numbers of heads.
-    """
+    """Return a file's tensors with Hugging Face's names and layout, unknown ones as they are, or raise ModelError."""
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
     for name, tensor in tensors.items():

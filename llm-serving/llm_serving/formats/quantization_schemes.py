@@ -29,9 +29,7 @@ class _RefusedError(Exception):
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the quantization scheme of a model's weights, or None if they are not quantized. Raise ModelError, whose
-    message begins with `where`, if the scheme is not supported.
-    """
+    """Return the scheme of quantized weights, or None. Raise ModelError about `where` if the scheme is unsupported."""
     description = describe_quantization(config)
     if description is None:
         return None

@@ -159,9 +159,7 @@ def check_values(values: NDArray[np.float32]) -> None:
 
 
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Return the group of each column, or None if column j has group j // group_size. Raise ModelError if a group is
-    out of range.
-    """
+    """Return each column's group, or None if it is j // group_size for column j. Raise ModelError for a wrong group."""
     columns = np.array(given, np.int32)
     if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
         found = f"{columns.min()} to {columns.max()}"
