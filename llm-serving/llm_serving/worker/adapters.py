@@ -27,9 +27,7 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """The LoRA adapters in host memory, by adapter number. This class also copies them to the adapter slots, which are
-    parts of the network's Parameters.
-    """
+    """Holds LoRA adapters in host memory, by number, and copies them to the slots in the network's Parameters."""
 
     def __init__(
         self,
@@ -50,9 +48,7 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Start to read adapter `number` into host memory in a thread. If `folder` is empty, drop the adapter from host
-        memory; a copy of it in a slot can still be used.
-        """
+        """Read an adapter in a thread. If `folder` is empty, drop it from host memory, but not from its slot."""
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
         else:
@@ -77,8 +73,7 @@ class AdapterMemory:
         return [self._matrices(adapter, linear) for linear in self._linears]
 
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Return the adapter slot of each token, [T], or -1 for a token without an adapter. Before that, copy each
-        adapter that is not yet in its slot.
+        """Copy adapters that are missing in their slots. Return the slot of each token, [T], or -1 without an adapter.
 
         `adapters` [B, 2] holds the adapter number (0 if there is none) and the slot of each row. It is empty if no row
         has an adapter. Raise WorkerError if an adapter is not in host memory, or if two adapters have the same slot.
@@ -144,9 +139,7 @@ def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter],
 
 
 def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
-    """Write an adapter to its slot in a network of Cells, where a slot is a range of rows of A and of columns of B. Set
-    rows and columns beyond the adapter's rank to zero.
-    """
+    """Write an adapter to rows of A and columns of B in a network of Cells, with zeros beyond the adapter's rank."""
     a, b = parameters
     width = a.shape[0] // slots
     (of_a,), of_b = stored.a, stored.b

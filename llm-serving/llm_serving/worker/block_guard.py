@@ -1,6 +1,4 @@
-"""Checks of each step: a block move must name existing blocks, and a row may read only blocks and states whose
-allocation epoch is the expected one.
-"""
+"""Checks of each step: moves must name existing blocks, and rows may read blocks and states only of the right epoch."""
 
 from __future__ import annotations
 
@@ -51,10 +49,9 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError if a move has a wrong kind, or names a block that its source or target memory does not have.
+    """Raise WorkerError if a move has a wrong kind or names a block that its memory in `SOURCE_AND_TARGET` lacks.
 
-    `SOURCE_AND_TARGET` lists the two memories of each kind. If `exports`, each move must be an export (a copy to the
-    transfer pool); otherwise no move may be one.
+    If `exports`, each move must be an export (a copy to the transfer pool); otherwise no move may be one.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -124,9 +121,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check the sources of moves that will be executed next, and tag their targets. Raise WorkerError if a source
-        has another epoch or fewer tokens than its move names.
-        """
+        """Check the sources of the next moves, and tag their targets. Raise WorkerError if a source does not match."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -134,9 +129,7 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check the blocks that will next be copied to the transfer pool, and tag their targets there as empty, so that
-        no WorkAgent reads them before `finish_exports`.
-        """
+        """Check the next exports, and tag the targets as empty: no WorkAgent may read them before `finish_exports`."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
@@ -156,9 +149,7 @@ class BlockGuard:
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those that they write. The step's indices must be
-        valid. Raise WorkerError if a row reads a block not written for it, or if two rows write one block.
-        """
+        """Check the blocks that a step's rows read, and tag those that they write. Raise WorkerError on a mismatch."""
         block_size, num_computed = self._block_size, step.num_computed
         num_tokens = num_computed + step.query_lens
         if self._num_groups > 1:
@@ -193,11 +184,7 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if the epoch of a block differs from its expected epoch in `owners`.
-
-        `reads` is the mask that selected `blocks` and `owners` from the step's block tables and epochs. It determines
-        the row that the error names.
-        """
+        """Raise WorkerError if a block's epoch is not that in `owners`. The mask `reads` shows the row to name."""
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)
@@ -205,25 +192,20 @@ class BlockGuard:
 
 
 NO_SLOT = -1
-"""Replaces a slot number in the network's state inputs. The row then starts from a zero state, or the state after the
-token is not stored."""
+"""Stands for no slot: the row then starts from a zero state, or the state after the token is not stored."""
 
 
 class StateGuard:
-    """Tags every state slot with its allocation epoch and the number of tokens that its state covers. A row may read a
-    slot only if the epochs match and the state covers exactly the row's computed tokens.
-    """
+    """Tags state slots with an epoch and a number of tokens. A row may read a slot only if both match the row."""
 
     def __init__(self, num_slots: int) -> None:
         self.tags = BlockTags.of_empty(num_slots)
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check a step's state accesses, and tag the slots that it writes. Raise WorkerError if an access is not
-        allowed.
+        """Check a step's state accesses, and tag the slots that it writes. Raise WorkerError for a forbidden access.
 
-        Return the slot that each row reads, [B], and the slot that stores the state after each token, [T]. An entry is
-        `NO_SLOT` if there is no such slot.
+        Return the slot that each row reads, [B], and the slot for the state after each token, [T], or `NO_SLOT`.
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):

@@ -64,9 +64,7 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph. The arguments must not change during the call. The result of a `ProgramNetwork` is valid until
-        the next call.
-        """
+        """Run the graph on arrays that must not change. A `ProgramNetwork`'s result is valid until the next call."""
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
             float(self._run(()))  # waits for the result ten times faster than `asnumpy`
@@ -75,9 +73,7 @@ class CompiledNetwork:
         return values
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph. Return a tensor that the device may still be computing. If the network is a
-        `ProgramNetwork`, wait for its result and return it.
-        """
+        """Start the graph and return its result, which the device may still compute. Wait for a `ProgramNetwork`."""
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
         tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
@@ -85,17 +81,13 @@ class CompiledNetwork:
         return self._run(tensors)
 
     def on_device(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return an array as a tensor for `submit`. On an NPU, the tensor is in device memory, so that several steps
-        can use it without a new copy.
-        """
+        """Return an array as a tensor for `submit`. On an NPU, several steps can use it without a new copy."""
         tensor = self._tensor(array)
         self._sources.append(tensor)  # as in `submit`
         return tensor.to("Ascend", non_blocking=True) if self._pins else tensor
 
     def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return an array as a tensor. On an NPU, the tensor is in pinned host memory, so that the host need not wait
-        while it is copied to the device.
-        """
+        """Return an array as a tensor, pinned on an NPU, so that the host need not wait while it is copied."""
         tensor = ms.Tensor.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self._pins else tensor
 
@@ -188,9 +180,7 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows` is the maximum number of rows in a step
-    for the graph `prompts`, which computes steps in which each row is a whole prompt.
-    """
+    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of rows of `prompts`."""
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
     return StepNetworks(
@@ -203,9 +193,7 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return the networks that `llm-serving export` wrote to `folder`. Raise ConfigError if the arguments of their
-    graphs are not the expected ones.
-    """
+    """Return the networks that `llm-serving export` wrote. Raise ConfigError if the graphs have other arguments."""
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]
     states, head = (

@@ -20,8 +20,7 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Number of threads with which MindSpore dispatches kernels to an NPU: its documented default. Without this setting,
-MindSpore uses fewer threads on a machine with up to 16 cores, and then rejects PagedAttention ("Invalid shape")."""
+"""Threads that dispatch kernels to an NPU: MindSpore's default. With fewer, MindSpore may reject PagedAttention."""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
@@ -50,18 +49,15 @@ def free_npu_memory() -> int:
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return how many bytes a WorkAgent may use on its NPU: `max_device_memory`, lowered to the `free` bytes less
-    `NPU_RESERVE`. If `free` is 0, the free memory is unknown, and the limit is not lowered.
+    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, at most `free` - `NPU_RESERVE`.
 
-    A limit that is too high is no error, because YAML files for older servers expect it to be lowered.
+    `free` is 0 if unknown. A limit that is too high is no error, because YAML files for older servers expect that.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return the settings of the graph compiler. On Ascend, PagedAttention has no kernel without infer boost, and infer
-    boost supports only level O0.
-    """
+    """Return graph compiler settings. On Ascend, PagedAttention needs infer boost, which supports only level O0."""
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
     # Level O1 is level O0 with operator fusion.

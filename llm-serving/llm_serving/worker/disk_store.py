@@ -97,9 +97,7 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block, or None if it is not stored or cannot be read. Delete a damaged file. Skip a
-        path that is not a regular file.
-        """
+        """Return a block's contents, or None if it is no readable regular file. Delete a damaged file."""
         path = self._own / block_hash.hex()
         try:
             found = path.lstat()
@@ -159,9 +157,7 @@ class DiskStore:
         return Written(is_new=True, num_evicted=num_evicted)
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
-        """Delete the least recently used blocks until `num_bytes` more bytes fit, and temporary files of killed
-        processes. Return the total bytes of the remaining files, and the number of deleted blocks.
-        """
+        """Delete the least recently used blocks until `num_bytes` fit. Return remaining bytes and deleted blocks."""
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
         kept = self._max_bytes if total + num_bytes <= self._max_bytes else int(KEPT_FRACTION * self._max_bytes)

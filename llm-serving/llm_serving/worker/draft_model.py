@@ -52,9 +52,7 @@ class DraftSlot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign the tokens of a request from position `start` on to the slot. Return how many of the first tokens are
-        already cached. The last token never counts, because a step must compute at least one token.
-        """
+        """Assign tokens from position `start` on to the slot. Return how many are cached already, without the last."""
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):
@@ -84,9 +82,7 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` draft tokens for each request. A request that exceeds a limit, such as
-        `MAX_PROPOSED_TOKENS`, gets no draft tokens. Raise WorkerError if the model fails.
-        """
+        """Return at most `num_draft_tokens` drafts per request, none beyond limits. Raise WorkerError on failure."""
         proposed: list[list[int]] = [[] for _ in requests]
         try:
             rows = self._rows(requests)
@@ -155,9 +151,7 @@ class DraftModel:
         return unfinished
 
     def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute a step, which contains the tokens that are not cached. Return the next token of each row, or -1 if no
-        token can be sampled.
-        """
+        """Compute a step of the uncached tokens. Return the next token of each row, or -1 if none can be sampled."""
         token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
         return token_ids
 
@@ -184,9 +178,7 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the model of `runner`, and make the runner keep the hidden states that the layer reads.
-    Raise ModelError if the layer cannot be loaded or run.
-    """
+    """Load the MTP layer of the runner's model, for which the runner then keeps hidden states, or raise ModelError."""
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
     reader = WeightReader(folder, runner.spec.scheme, on_weights)
@@ -241,9 +233,7 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request with only its last tokens: those for which the hidden state of the token before is kept.
-        Store these hidden states in `_given`.
-        """
+        """Return the request with only its last tokens that follow a kept hidden state. Add the states to `_given`."""
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:
             return request._replace(token_ids=[])

@@ -49,9 +49,7 @@ def has_experts_in_dtype(network: Network, quantization: str | None) -> bool:
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return a text that says whether answers are bit-identical, and what they depend on otherwise. `has_experts` is
-    the result of `has_experts_in_dtype`.
-    """
+    """Return whether answers are bit-identical, and otherwise why not. `has_experts`: see `has_experts_in_dtype`."""
     if has_experts and backend_name == "ascend_invariant":
         return OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]
@@ -61,12 +59,10 @@ PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
 
 
 def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return the possible guarantees of a WorkAgent on Ascend. A key says which packages must be installed for the
-    guarantee. If the guarantee does not depend on packages, the only key is an empty text.
+    """Return the possible guarantees of a WorkAgent on Ascend, by the packages that must be installed, or "" for none.
 
-    Args:
-        is_native: Whether the network is this project's own, and not read from exported graphs.
-        has_experts: As for `guarantee`.
+    `is_native`: whether the network is this project's own, not read from exported graphs. `has_experts`: see
+    `guarantee`.
     """
     if exactness == ExactnessName.FAST:
         return {"": guarantee(exactness, "ascend_fast")}
@@ -82,9 +78,8 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if, with this block size, the other rows of a step can change the bits of a row, because
-    PagedAttention then sums over its keys in another order. `attention_rows` is that of the backend; if it is 0,
-    every size is allowed.
+    """Raise ConfigError if other rows of a step can change the order in which PagedAttention sums over a row's keys
+    with this block size. `attention_rows`: that of the backend; if it is 0, every size is allowed.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

@@ -72,9 +72,7 @@ class TransferMemory:
         return sum(array[0].nbytes for array in self.arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """Return the number of tokens in each block, and the contents in the order of `BlockContents`. Raise
-        WorkerError if a block does not exist or has another epoch.
-        """
+        """Return the tokens of each block, and the contents. Raise WorkerError for a missing block or a wrong epoch."""
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
         self._check_owners(ids, epochs)
@@ -85,9 +83,7 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents that `read` returned. Meanwhile, the blocks are unreadable. Raise WorkerError if a block does
-        not exist, or if contents or numbers are invalid.
-        """
+        """Write contents from `read`. Meanwhile the blocks are unreadable. Raise WorkerError for invalid arguments."""
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
             rule = (
@@ -170,9 +166,7 @@ class KVTensors:
         num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors. Raise ConfigError if there are more KV slots than int32 indices, ModelError if the
-        backend has no attention over 8-bit keys and values.
-        """
+        """Allocate zeroed tensors. Raise ConfigError for too many KV slots, ModelError if int8 is not supported."""
         if num_blocks * block_size > MAX_SLOTS // spec.layout.max_parts:
             most = MAX_SLOTS // spec.layout.max_parts
             raise ConfigError(

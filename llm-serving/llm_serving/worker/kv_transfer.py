@@ -147,9 +147,7 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """If a step ran during the work, which took `took_s` CPU seconds, sleep. The sleep is so long that the thread
-        works for at most the fraction `SHARE` of the time.
-        """
+        """If a step ran during the work, sleep until its `took_s` CPU seconds are a fraction `SHARE` of the time."""
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))

@@ -63,8 +63,7 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
-    """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
-    for the operator, which is usually empty.
+    """Select the device, prepare kernels, read weights and compile the network. Return the runner and a notice.
 
     `ranks_fd` and `transfer_fd` are the shared memory of the ranks and of the transfer pool, if they exist.
     `group_port` is the port on this machine that the collectives of the ranks use. Raise ConfigError if the model
@@ -205,9 +204,7 @@ def limit_progress_reports(
 
 
 def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
-    """Return a runner for exported graphs, which contain weights and caches, and a notice for the operator.
-    mindspore_lite computes them.
-    """
+    """Return a runner for exported graphs, which contain weights and caches, and a notice for the operator."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
@@ -260,9 +257,7 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of NPU memory that this WorkAgent may use. Raise ConfigError if `max_device_memory` is not set
-    and the device does not report its free memory.
-    """
+    """Return this WorkAgent's bytes of NPU memory. Raise ConfigError if neither configuration nor device has them."""
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(

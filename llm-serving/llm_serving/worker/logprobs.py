@@ -46,9 +46,7 @@ def weight_scales(temperatures: Float32Array) -> Float32Array:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each logit in `values` [V], a multiple of 2^-33. The logits must not be NaN, and the largest
-    one, `largest`, must be finite. Its weight is 1.
-    """
+    """Return the weight of each of `values` [V], without NaN. The maximum `largest` must be finite; its weight is 1."""
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
         y *= scale
@@ -73,9 +71,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Keep the `count` >= 1 largest of `weights` [V], and set all others to 0. Of equal weights, keep those with the
-    lowest token ids. `descending` is a sorted copy of the weights, if the caller has one.
-    """
+    """Keep the `count` largest weights [V] (of equal ones, the lowest ids), zero others. `descending`: sorted copy."""
     if count >= len(weights):
         return weights
     if descending is None:
@@ -89,9 +85,7 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Apply min_p, top_k and top_p, in this order. Set the weight of each removed token to 0. The largest weight is
-    kept.
-    """
+    """Apply min_p, top_k and top_p, in this order: set the weights of removed tokens to 0, but never the largest."""
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
     if top_k > 0:
@@ -105,8 +99,7 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
-    """Keep the most typical tokens: as few as are needed for at least the fraction `share` < 1 of the total weight. Set
-    the weights of all others to 0.
+    """Keep the most typical tokens that have at least the fraction `share` < 1 of the total weight. Set others to 0.
 
     A token is the more typical, the closer its exponent is to the mean exponent (Meister et al. 2022, section 4). Of
     equally typical tokens, those with the lowest ids are kept. `exponents` [V] holds the logarithm to base 2 of each
@@ -146,9 +139,7 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest values, the largest value first. Equal values are in the order of their
-    indices. `values` [V] must not contain NaN.
-    """
+    """Return the indices of the `count` largest values [V], none NaN, largest first, equal ones by index."""
     size = len(values)
     count = min(count, size)
     if count == 1:
@@ -166,8 +157,7 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
-    """Return the log-probabilities of the sampled tokens, [S], and of the most likely tokens, as in `StepOutput`. Where
-    `totals` is 0, the log-probability is 0.
+    """Return log-probabilities of the sampled tokens, [S], and of the most likely ones, or 0 where `totals` is 0.
 
     Args:
         logits: [S, V]

@@ -84,9 +84,7 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Tokens whose hidden states a network returns: those with results. If a step has no results, the first token,
-        because kernels need at least one row.
-        """
+        """Tokens whose hidden states a network returns: those with results, or the first, as kernels need a row."""
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
@@ -129,10 +127,8 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace each reference by a token of the previous step. A token id -1 - j is a reference to `previous[j]`.
-
-    If sample j failed, `previous[j]` is -1, and the reference is replaced by a valid placeholder. Raise WorkerError if
-    there was no sample j.
+    """Replace each reference, a token id -1 - j, by `previous[j]`, or by a placeholder if sample j failed (-1). Raise
+    WorkerError if there was no sample j.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -148,9 +144,7 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for a step. `previous` holds the tokens that the previous step sampled. Raise
-    WorkerError if the step is inconsistent or exceeds vocabulary, positions or cache.
-    """
+    """Return a network's arguments. `previous`: tokens of the previous step. Raise WorkerError for an invalid step."""
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
     _check_rows(step, limits)
@@ -198,9 +192,7 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
 
 
 def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) -> Int32Array:
-    """Return, for each row of `block_tables`, the column of the first block to which the request's first token in this
-    step attends, [G * B] for G groups of layers.
-    """
+    """Return the block table column where the first token of each row begins to attend, [G * B] for G groups."""
     firsts = []
     for window in groups.windows:
         first = np.zeros(step.num_rows, np.int32)
@@ -213,9 +205,7 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with 0 instead of `NO_BLOCK`, which stands for a freed block before a row's sliding
-    window. Raise WorkerError if any other entry is not the id of a block.
-    """
+    """Return the block tables with 0 for `NO_BLOCK`, a freed block. Raise WorkerError for any other invalid id."""
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

@@ -89,15 +89,11 @@ class ModelRunner:
         """Read the weights and allocate the cache. `warm_up` compiles the network.
 
         Args:
-            num_prompt_rows: Maximum number of requests in a step of whole prompts, which have a graph of their own. If
-                0, there is no such graph.
+            num_prompt_rows: Maximum number of requests in a step of whole prompts, or 0 if there is no graph for them.
             networks: Networks that contain weights and caches. If None, they are built from the folder.
             on_weights: Called with the bytes of weights read so far, and the total.
-            transfer_fd: Memory of the transfer pool, or None if there is none.
 
-        Raises:
-            ModelError: The folder does not hold the weights of `spec`.
-            ConfigError: The cache cannot be allocated.
+        Raise ModelError if the folder lacks the weights of `spec`, ConfigError if the cache cannot be allocated.
         """
         self.adapters: AdapterMemory | None = None
         self.runs_program = as_program = as_program and backend.program() is not None
@@ -174,9 +170,7 @@ class ModelRunner:
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network, and initialize what the first steps need. Call it before the first step,
-        because it overwrites blocks.
-        """
+        """Compile the network, and initialize what the first steps need. Overwrites blocks, so it must come first."""
         num_groups = len(self._limits.groups.windows)
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
@@ -402,9 +396,7 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for the previous step, `latest`. Return `inputs` with the tokens that it sampled in place of references, and
-    these tokens.
-    """
+    """Wait for the previous step, `latest`. Return `inputs` with its tokens instead of references, and these tokens."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

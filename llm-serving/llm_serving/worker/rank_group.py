@@ -42,9 +42,7 @@ class RankGroup(Protocol):
         """Raise RankLostError if another rank has exited or computes a different step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send `numbers` to the other ranks. Return the numbers of all ranks, by rank. Each rank must send equally many
-        numbers, all below 2^31.
-        """
+        """Send numbers below 2^31, equally many on each rank. Return the numbers of all ranks, by rank."""
 
 
 class CollectiveGroup:
@@ -55,9 +53,7 @@ class CollectiveGroup:
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined. `port` is the port of MindSpore's scheduler process, and `rank_table` the
-        path of HCCL's rank table, if HCCL needs one.
-        """
+        """Wait until all ranks have joined. `port`: of MindSpore's scheduler process. `rank_table`: file for HCCL."""
         if rank_table is not None:
             os.environ["RANK_TABLE_FILE"] = rank_table
         os.environ.update(

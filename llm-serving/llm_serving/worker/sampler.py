@@ -79,9 +79,7 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the sampling function of the operator library, or that of NumPy if the library is missing or the backend
-    is `plain`.
-    """
+    """Return the library's sampling function, or NumPy's if the library is missing or the backend is `plain`."""
     if backend_name == "plain":
         return sampling_reference.choose_tokens
     try:
@@ -179,9 +177,7 @@ def sample(
 
 
 def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
-    """Return for each sample whether it takes the token with the largest logit. If `uses_logits_unchanged` is False,
-    this is the largest logit after penalties, bias and allowed tokens.
-    """
+    """Return for each sample whether it takes the largest logit, counted after penalties, bias and allowed tokens."""
     greedy: NDArray[np.bool_] = (sampling.temperature == 0) | (sampling.top_k == 1)
     return greedy
 

@@ -57,9 +57,7 @@ def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64A
 
 
 def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits for each (seed, position). The seed is the key of Philox, and the
-    position the counter.
-    """
+    """Return a number in [0, 1) with 53 random bits for each (seed, position), the key and counter of Philox."""
     zero = np.zeros(len(seeds), np.uint64)
     counter = (positions.astype(np.uint64), zero, zero, zero)
     high, low, _, _ = philox4x32(counter, (seeds & _LOW_WORD, seeds >> _WORD_BITS))
@@ -128,10 +126,8 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """Return the token sampled from the logits `values` [V] by the random `number`. Return None if penalties, bias and
-    allowed tokens leave no token.
-
-    `best` is the index of the largest logit, which must be finite.
+    """Return the token sampled from the logits `values` [V] by the random `number`, or None if penalties, bias and
+    allowed tokens leave none. `best`: index of the largest logit, which must be finite.
     """
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])

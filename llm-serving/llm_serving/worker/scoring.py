@@ -40,9 +40,7 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of the hidden states [P, H] independently. `choose_tokens`, the sampling function, computes the
-    softmax sums and the most likely tokens, so a token has the same log-probability here as when it is sampled.
-    """
+    """Score each row of the hidden states [P, H] independently, with the softmax sums that `choose_tokens` uses."""
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []
@@ -97,9 +95,7 @@ def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return a copy of inputs that selects several tokens for each result: the token of the result and the tokens
-    before it, `counts` in all.
-    """
+    """Return a copy of inputs that selects, for each result, its token and those before it, `counts` in all."""
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)
@@ -114,9 +110,7 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Split each input id, `token + type * vocab`, into token and type. Add the type to the position, so that positions
-    index the rows of `PositionEmbedding.table`.
-    """
+    """Split input ids, `token + type * vocab`. Add types to positions, which index `PositionEmbedding.table`."""
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

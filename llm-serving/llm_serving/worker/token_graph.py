@@ -138,9 +138,7 @@ class DeviceLogits:
 
 
 def tokens_of(chosen: Float32Array) -> Int32Array | None:
-    """Return the tokens [S] from the result of `TokenGraph.choose`. Return None if a logit is not finite: the host must
-    then sample, because it reports this error.
-    """
+    """Return the tokens [S] in a result of `TokenGraph.choose`, or None: the host must report a non-finite logit."""
     ids, values = chosen.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
@@ -191,9 +189,7 @@ def _pieces(fractions: Any) -> list[Any]:
 
 
 class TokenGraph:
-    """Runs a compiled `lowering.cells.TokenNetwork`, which can read token ids from its latest run, and the graphs that
-    draw tokens.
-    """
+    """Runs a compiled `TokenNetwork`, which can read token ids of its latest run, and the graphs that draw tokens."""
 
     def __init__(self, network: CompiledNetwork, backend: Backend, vocab_size: int) -> None:
         self._network = network
@@ -217,9 +213,7 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether this graph can compute the step. Without `attention_rows`, each row must have one token and
-        one result.
-        """
+        """Return whether this graph can compute the step. Without `attention_rows`, rows have one token and result."""
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
     def submit(
@@ -258,10 +252,9 @@ class TokenGraph:
         return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
 
     def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
-        """Return, for each row of the step, the row of the block tables that it reads. Return also the rows with
-        results.
+        """Return, for each row of the step, the row of the block tables that it reads, and the rows with results.
 
-        In decode steps, both arrays depend only on the number of tokens, so they stay on the device for the next step.
+        In decode steps, both depend only on the number of tokens, so they stay on the device for the next step.
         """
         table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
         table_rows[num_tokens:] = 0
@@ -276,9 +269,7 @@ class TokenGraph:
         return choice if choice in self._drawing or choice is TokenChoice.GREEDY else TokenChoice.HOST
 
     def choose(self, computed: DeviceLogits) -> ms.Tensor | None:
-        """Start to choose the tokens of a submitted step. Return the argument of `tokens_of`, float32 [S, 2], or None
-        if the host must sample.
-        """
+        """Start to choose a step's tokens. Return float32 [S, 2] for `tokens_of`, or None if the host must sample."""
         if computed.choice is TokenChoice.GREEDY:
             return computed.largest
         if computed.choice not in self._drawing:
@@ -289,9 +280,7 @@ class TokenGraph:
         return drawn
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
-        """Compile the graphs that draw tokens. If they and the sampler draw different tokens from random
-        logits, let the host sample.
-        """
+        """Compile the graphs that draw tokens. If the sampler draws other tokens, let the host sample."""
         if not self._drawing:
             return
         random = np.random.default_rng(0)
