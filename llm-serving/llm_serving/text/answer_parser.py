@@ -93,12 +93,11 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits streamed text into reasoning and answer. `form`: the format, whose delimiters may differ from the
-    `<think>` and `</think>` in this description.
+    """Splits streamed text into reasoning and answer. The result does not depend on its division into pieces.
 
-    The result does not depend on how the text is divided into pieces. White space around the reasoning is dropped. A
-    text that does not start with `<think>` has no reasoning. If `</think>` is missing, all text after `<think>` is
-    reasoning. `is_open`: whether the prompt ends with `<think>`, so that the text starts within the reasoning.
+    `form`: the format, whose delimiters this description writes as `<think>` and `</think>`. A text that does not start
+    with `<think>` has no reasoning. If `</think>` is missing, all text after `<think>` is reasoning. White space around
+    the reasoning is dropped. `is_open`: whether the prompt ends with `<think>`, so that the text starts within it.
     """
 
     def __init__(self, form: ReasoningFormat = THINK, *, is_open: bool) -> None:
@@ -155,10 +154,7 @@ class ReasoningParser:
         return Split(reasoning, answer)
 
     def _think(self, ended: bool) -> Split:
-        """Return reasoning text. Hold back trailing white space and a partial `</think>`.
-
-        If the text has ended, return a partial `</think>` as reasoning, and drop the trailing white space.
-        """
+        """Return reasoning text. Until the text has ended, hold back trailing white space and a partial `</think>`."""
         text = self._strip_start(self._text)
         kept = overlap(text, self._closing)
         released = text if ended else text[: len(text) - kept].rstrip()
@@ -171,10 +167,7 @@ class ReasoningParser:
 
 
 class _FramedAnswer:
-    """Removes the delimiters around an answer. White space outside the delimiters and one line break inside each are
-    also removed. An answer that does not start with `opening` is returned unchanged. The result does not depend on how
-    the text is divided into pieces.
-    """
+    """Removes the delimiters of an answer that starts with `opening`, and the white space next to them."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = opening, closing
@@ -227,10 +220,7 @@ class _FramedAnswer:
 
 
 class AnswerParser:
-    """Parses one answer incrementally into reasoning, text and tool calls.
-
-    Calls after the first `max_calls` are dropped. If `max_calls` is None, all calls are returned.
-    """
+    """Parses one answer into reasoning, text and tool calls. Drops calls after the first `max_calls`, if it is set."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
         self._reasoning = reasoning

@@ -55,10 +55,7 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks answers for training.
-
-    Here the marks have no effect: only the content of the block is rendered.
-    """
+    """The block `{% generation %}...{% endgeneration %}`, which marks answers for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so
 
@@ -173,9 +170,7 @@ MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One chat template and the confined processes that render it. `source`: the template in the Jinja language. Raise
-    ModelError if the template is not valid.
-    """
+    """A chat template and the processes that render it. Raise ModelError if `source`, in Jinja, is not valid."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -192,8 +187,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
         """Return the prompt text of a conversation. This waits for a process, so it must not run on the event loop.
 
-        Raise RequestError if the template rejects the messages, fails, or exceeds its limit of text length, CPU time or
-        memory.
+        Raise RequestError if the template rejects the messages, fails, or exceeds a limit of length, time or memory.
         """
         question = Render([dict(message) for message in messages], variables)
         try:
@@ -217,9 +211,7 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process, and compile the template in it. Raise RequestError if it cannot be compiled, TransportError if
-    the process exits or does not answer.
-    """
+    """Start a process with the template. Raise RequestError if it is invalid, TransportError if the process fails."""
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
         answer = process.ask(Compile(source))
@@ -277,9 +269,7 @@ def _read_processor_file(path: Path) -> dict[str, str]:
 
 
 class Conversations:
-    """The chat templates of one model, by name. `tool_use` renders conversations with tools, `default` all others.
-    Raise ModelError if a text is not a valid template.
-    """
+    """The chat templates `default` and, for conversations with tools, `tool_use`. Raise ModelError for invalid ones."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
         self._names = sorted(templates)
@@ -296,8 +286,7 @@ class Conversations:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """Return the prompt text, as `apply_chat_template` of the transformers library does. Raise RequestError if the
-        model has no suitable template, or if the template rejects the messages.
+        """Return the prompt text, like `apply_chat_template` of transformers. Raise RequestError if the template fails.
 
         `add_generation_prompt`: end the text with the start of an assistant's answer. `continue_final_message`: end the
         text with the last message, so that the model continues this message. It needs at least one message, and cannot

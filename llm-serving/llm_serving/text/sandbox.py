@@ -35,10 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """A confined process, as its parent, the master, uses it.
-
-    The process runs `main` of `module`. It exits when the master closes the socket between the two processes.
-    """
+    """The master's side of a confined process, which runs `main` of `module` and exits when its socket is closed."""
 
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
         ours, theirs = socket.socketpair()
@@ -69,10 +66,7 @@ class ConfinedProcess(Generic[Answer]):
 
 
 class ConfinedPool(Generic[Answer]):
-    """Up to `size` confined processes for the same work, started by `start` when they are needed. Thread-safe.
-
-    `purpose` follows "the process" in log lines.
-    """
+    """Up to `size` confined processes, which `start` starts on demand. Thread-safe. `purpose`: name in log lines."""
 
     def __init__(self, size: int, start: Callable[[], ConfinedProcess[Answer]], purpose: str) -> None:
         self._start, self._purpose = start, purpose
@@ -110,9 +104,7 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 def confined_channel(
     module: str, questions: Any, argv: Sequence[str] | None, max_memory_bytes: int
 ) -> tuple[Any, float]:
-    """Confine this process, which runs `main` of `module`. Return its channel, which receives `questions`, and the CPU
-    seconds that each question may take.
-    """
+    """Confine this process. Return its channel, which receives `questions`, and the CPU seconds for each question."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
     parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one question")

@@ -36,10 +36,8 @@ class AnswerReasoning:
 def answer_grammar(
     form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, delimiters: Delimiters
 ) -> Grammar:
-    """Return the grammar of an answer.
-
-    `form`: grammar of the response format, or None to allow any text. `delimiters` creates the grammar terms of
-    delimiters. Raise GrammarError if a tool's schema or the reasoning budget cannot be enforced.
+    """Return the grammar of an answer. `form`: grammar of the response format, or None to allow any text. `delimiters`
+    creates the grammar terms of delimiters. Raise GrammarError if a tool's schema or the budget is unsupported.
     """
     if form is not None and calls is None and reasoning is None:
         return form
@@ -68,9 +66,8 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return a grammar term for `content` between the answer's delimiters. Return "" if the format has no such
-    delimiters. Return "" also if `content` is any text and the delimiters are plain text, because the content then
-    matches them too.
+    """Return a grammar term for `content` between the answer's delimiters, or "" if the format has none. Return "" also
+    if `content` is any text and the delimiters are plain text, because the content then matches them too.
     """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""

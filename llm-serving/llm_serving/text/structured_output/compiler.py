@@ -94,10 +94,7 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Replace the matcher by a new one, and return it.
-
-        The new matcher has no lexer states yet, so this output and later ones can again create `max_states` states.
-        """
+        """Replace the matcher by one without lexer states, so that outputs can again create `max_states` states."""
         self._matcher = self._compiled()
         return self._matcher
 

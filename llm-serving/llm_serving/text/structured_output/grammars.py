@@ -46,8 +46,7 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""Setting -> regular expression of white space in a JSON text. Its length is limited, because a model could otherwise
-repeat white space endlessly."""
+"""Setting -> regular expression of white space in a JSON text, limited because a model might repeat it endlessly."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
@@ -61,9 +60,7 @@ def definitions_of(schema: Any) -> dict[str, Any]:
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer to the smallest part of `schema` that alone, with its definitions, causes `error`.
-    `error_of(schema)` returns the error of a schema, or None if it has none.
-    """
+    """Return a JSON pointer to the smallest part of `schema` for which, by itself, `error_of` returns `error`."""
     definitions = definitions_of(schema)
     path: Path = ()
     trials = 0
@@ -98,10 +95,7 @@ def _pointer(path: Path) -> str:
 
 
 def narrow_formats(schema: dict[str, Any]) -> None:
-    """Add a pattern to each part of a schema whose `format` the compiler would enforce too permissively.
-
-    `_RULES` lists these formats and their patterns. A second call changes nothing.
-    """
+    """Add a pattern of `_RULES` to each part of a schema whose `format` the compiler enforces too permissively."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -133,9 +127,7 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """Return a member of a JSON schema that sets llguidance's options. `whitespace`: see `json_grammar`. `others`:
-    further options.
-    """
+    """Return the member of a JSON schema that sets llguidance's options. `whitespace`: see `json_grammar`."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 

@@ -144,10 +144,7 @@ class TokenMatcher:
         return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
 
     def _only_one(self, words: Int32Array) -> int | None:
-        """Return the only allowed token, or None if there is a choice.
-
-        If the texts of all allowed tokens are prefixes of the longest one, return the token with the longest text.
-        """
+        """Return the only allowed token, or the longest if all others are its prefixes. Return None otherwise."""
         indices = np.flatnonzero(words)
         if not 0 < len(indices) <= MAX_ONLY:
             return None

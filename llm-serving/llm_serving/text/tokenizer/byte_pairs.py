@@ -53,9 +53,7 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` next to it. Raise ModelError if they cannot be read or contradict each
-    other, or if it is unknown how the config's `tokenizer_class` splits a text into words.
-    """
+    """Read a `vocab.json` with its `merges.txt`. Raise ModelError if they or `tokenizer_class` are not supported."""
     words = _words_of(path, config)
     vocab = read_json(path)
     ids = list(vocab.values())
@@ -79,9 +77,7 @@ def tokenizer_json(
     *,
     begins_with_space: bool = False,
 ) -> bytes:
-    """Return the content of a `tokenizer.json`. `merges`: pairs separated by a space, in merge order.
-    `begins_with_space`: a text that does not start with a space gets one.
-    """
+    """Return a `tokenizer.json`. `merges`: pairs separated by a space. `begins_with_space`: add a space to texts."""
     tokenizer = {
         "version": "1.0",
         "added_tokens": list(added),

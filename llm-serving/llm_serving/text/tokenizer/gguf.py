@@ -26,11 +26,7 @@ from llm_serving.text.tokenizer.word_pieces import word_pieces
 
 
 class Pre(NamedTuple):
-    """How to encode a text, for one value of the file's key `tokenizer.ggml.pre`.
-
-    `words`: rule that splits a text into words. `begins`: whether a text starts with `bos_token` if the file has no
-    `add_bos_token`.
-    """
+    """How to encode texts for a `tokenizer.ggml.pre`. `words`: how to split. `begins`: default of `add_bos_token`."""
 
     words: Words
     begins: bool = False
@@ -136,9 +132,7 @@ _BPE: Final = 2
 
 
 class GgufTokenizer(NamedTuple):
-    """The tokenizer of a GGUF file. `config`: its settings, in the form of a `tokenizer_config.json`. `end_ids`: ids of
-    the tokens that end an answer.
-    """
+    """A file's tokenizer. `config`: settings as in `tokenizer_config.json`. `end_ids`: tokens that end an answer."""
 
     vocabulary: Vocabulary
     config: dict[str, Any]
@@ -205,10 +199,10 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the ids of the tokens that end an answer.
+        """Return the ids of the tokens that end an answer: the end tokens that the file names.
 
-        These are the end tokens that the file names. If it names no end-of-turn token, the tokens with a text in
-        `_TURN_ENDS` are added. For gpt-oss, they are the end-of-sequence token and those in `_HARMONY_ENDS`.
+        If it names no end-of-turn token, the tokens with a text in `_TURN_ENDS` are added. For gpt-oss, the result is
+        the end-of-sequence token and the tokens in `_HARMONY_ENDS`.
         """
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()
@@ -257,9 +251,8 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
 
 
 def _word_pieces(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """Read BERT's tokenizer, and convert its pieces to those of a `vocab.txt`.
-
-    A GGUF file marks the pieces that begin a word. A `vocab.txt` instead marks the pieces that continue a word.
+    """Read BERT's tokenizer, and convert its pieces to those of a `vocab.txt`. A GGUF file marks the pieces that begin
+    a word, but a `vocab.txt` marks the pieces that continue a word.
     """
     names = {"unk": "unknown", "pad": "padding", "cls": "cls", "sep": "seperator", "mask": "mask"}
     ids = {name: metadata.token_id(f"{theirs}_token_id", len(tokens)) for name, theirs in names.items()}
@@ -304,10 +297,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedToken]:
-    """Return Phi-3's special tokens, most of which absorb the white space after them.
-
-    The tokenizer_config.json of the original model specifies this; a GGUF file does not.
-    """
+    """Return Phi-3's special tokens, most of which absorb following white space; a GGUF file does not say so."""
     return {
         token_id: AddedToken(text, special=kind == CONTROL, rstrip=text not in _KEEPS_SPACE)
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))

@@ -24,8 +24,7 @@ _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceVocabulary:
-    """The content of a `tokenizer.model`. A text gets the same ids as with `LlamaTokenizer` of transformers. Special
-    tokens are recognised in the text.
+    """The content of a `tokenizer.model`, with the ids of `LlamaTokenizer`. Recognises special tokens in a text.
 
     `added_tokens`: tokens of `tokenizer_config.json`, by id, which the file may lack. `special_texts`: texts that the
     config names as special tokens, for example as `bos_token`. `legacy`: whether each text between special tokens gets

@@ -89,9 +89,7 @@ class RankedPairs:
 
 
 class TiktokenVocabulary:
-    """A tiktoken vocabulary with the ids of the tiktoken library. Special tokens are recognised in the text.
-    `added_tokens`: tokens of `tokenizer_config.json`, by id. Raise ModelError if ranks or pattern are invalid.
-    """
+    """A vocabulary with the ids of the tiktoken library. Raise ModelError if the ranks or the pattern are invalid."""
 
     strips_leading_space = False
 

@@ -135,10 +135,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Load the tokenizer of `folder`, which is a Hugging Face folder or a GGUF file.
-
-        `vocab_file`: tokenizer file, GGUF file or folder from which to load the tokenizer instead. Raise ModelError if
-        no tokenizer is found, or if it cannot be read.
+        """Load the tokenizer of a Hugging Face folder or a GGUF file, or of `vocab_file` instead, which is a tokenizer
+        file, a GGUF file or a folder. Raise ModelError if no tokenizer is found, or if it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():
@@ -198,10 +196,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, which may be only a part of a character.
-
-        A special token has the bytes of its name, such as `<s>`. An unknown id has none.
-        """
+        """Return a token's bytes, which may be part of a character. A special token has the bytes of its name."""
         table = self._vocabulary.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
@@ -214,10 +209,9 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
-        """Return two lists, indexed by token id: the bytes of each token, and its text.
+        """Return the bytes of each token id, and its text, or None if the bytes are not complete characters.
 
-        The text is None if the bytes are not complete characters. With `skip_special_tokens`, the bytes and texts of
-        special tokens are empty.
+        With `skip_special_tokens`, the bytes and texts of special tokens are empty.
         """
         return self._tables_without_special if skip_special_tokens else self._tables
 
@@ -233,10 +227,7 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """Return the prompt text of a conversation; see `Conversations.render`.
-
-        The template writes all special tokens, so the text must be encoded with `add_special_tokens=False`.
-        """
+        """Return the prompt text, which has all special tokens: encode it with `add_special_tokens=False`."""
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:

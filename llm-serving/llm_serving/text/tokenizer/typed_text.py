@@ -32,10 +32,7 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Insert a sentinel into each special token in the messages, but not in the values of `role`.
-
-        Return the changed messages and the sentinel. The sentinel is "" if the messages have no special token.
-        """
+        """Return the messages with a sentinel in each special token outside `role`, and the sentinel ("" if unused)."""
         sentinel = secrets.token_hex(16)
         changed = [
             {

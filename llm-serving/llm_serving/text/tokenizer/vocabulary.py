@@ -155,9 +155,8 @@ class TokenizersVocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
-        """Add the tokens that the `tokenizer.json` lacks, and make those in `special_texts` special.
-
-        As in the transformers library, tokens are added in the order of their ids, but get consecutive new ids.
+        """Add the tokens that the `tokenizer.json` lacks, and make those in `special_texts` special. As in the
+        transformers library, added tokens get consecutive new ids, in the order of the ids in the config.
         """
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         named = frozenset(special_texts)
@@ -189,10 +188,7 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts after both together are cut to `most` tokens.
-
-    The longer text is cut first. If both are still too long, each gets half of `most`.
-    """
+    """Return the lengths of two texts cut to `most` tokens in total: first the longer, then each to half."""
     if most is None or first + second <= most:
         return first, second
     shorter, longer = sorted((first, second))
@@ -264,9 +260,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `tokenizer_config.json`. If it lists no added tokens, add those of
-    `added_tokens.json`, and the names of special tokens in `special_tokens_map.json`. Raise ModelError if a file cannot
-    be read.
+    """Return a folder's `tokenizer_config.json`. If it lists no added tokens, add those of `added_tokens.json`, and the
+    names of special tokens in `special_tokens_map.json`. Raise ModelError if a file is unreadable.
     """
     config = read_json(folder / CONFIG_FILE)
     if _lists_tokens(config):

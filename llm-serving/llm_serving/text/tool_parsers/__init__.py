@@ -35,15 +35,13 @@ class ToolFormat:
     rules: Callable[[Sequence[Callee], int | None, Delimiters], str]
     """Returns the grammar rules of calls. Arguments: tools, maximum number of calls or None, delimiter terms."""
     template_pattern: str
-    """Regular expression that matches only chat templates of models with this format. If several formats match, the
-    first in `TOOL_FORMATS` is used."""
+    """Regular expression for chat templates of this format. The first match in `TOOL_FORMATS` is used."""
     special_tokens: bool = False
     """Whether the format's delimiters are special tokens, which detokenization normally skips."""
     id_chars: int = 24
     id_prefix: str = "call_"
     describe_tools: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Returns a system text that describes the tools, for chat templates that do not render tools. None if the format
-    has no such text."""
+    """Returns a system text that describes the tools, for chat templates that do not render tools, or None."""
     written: Callable[[Sequence[tuple[str, dict[str, Any]]]], str] | None = None
     """Returns calls (name, arguments) in the model's syntax, for chat templates that do not render calls."""
 

@@ -75,8 +75,7 @@ class ToolParser(Protocol):
 
 
 class DelimitedCalls:
-    """Parser of formats whose calls follow an opening delimiter. If no call follows, the text is returned unchanged.
-    White space around calls is dropped.
+    """Parser of calls that follow an opening delimiter. If no call follows, the text is returned unchanged.
 
     `readers`: opening delimiter -> function that creates a reader of the text after it. `begins_open`: an answer may
     start with a call that has no opening.
@@ -201,9 +200,7 @@ class Callee:
 
 
 class Delimiters:
-    """Creates grammar terms for delimiters. `whitespace`: regular expression of the white space in JSON.
-    `special_id(text)` returns the id of the special token with this text, or None if there is none.
-    """
+    """Creates grammar terms for delimiters. `special_id(text)` returns the id of a special token, or None."""
 
     def __init__(
         self,
@@ -239,10 +236,7 @@ def escaped(text: str) -> str:
 
 
 def repeated(rule: str, between: str, most: int | None) -> str:
-    """Return a grammar term that matches `rule` one to `most` times, separated by the term `between`.
-
-    If `most` is None, the number is not limited.
-    """
+    """Return a grammar term for `rule` one to `most` times (None: any number), separated by the term `between`."""
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
@@ -261,10 +255,7 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return the grammar rules of `call`, which matches a JSON object with the tool's name and its arguments.
-
-    `name`, `arguments`: keys of these two members. `first`: grammar terms of the members before them.
-    """
+    """Return the grammar rules of `call`: a JSON object with the members `first`, the tool's name and its arguments."""
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")

@@ -51,9 +51,7 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads calls. Calls of the tools in `names` are returned while they are generated. Calls of other tools are
-    returned when they are complete.
-    """
+    """Reads calls. Calls of tools in `names` are returned while they are generated, others when they are complete."""
 
     layout: HeadedLayout
     names: Collection[str]
@@ -143,9 +141,8 @@ def rules(
     head: Callable[[str], str],
     before_tail: str = "",
 ) -> str:
-    """Return the grammar rules of up to `most` calls (see `base`). If `most` is None, the number is not limited.
-    `head(name)` returns the term between `layout.opening` and the arguments of a call. `before_tail` is the term
-    between the arguments and the last text in `layout.tail`, which ends the call.
+    """Return the grammar rules of up to `most` calls (see `base`). `head(name)`: term between `layout.opening` and the
+    arguments. `before_tail`: term between the arguments and the last text in `layout.tail`, which ends the call.
     """
     opening, tail = delimiters(layout.opening), delimiters(layout.tail[-1])
     calls = "".join(

@@ -26,10 +26,9 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the object or array at `start`, or None if the object or array is incomplete.
+        """Return the index after the object or array at `start`, or None if it is incomplete. Skip leading white space.
 
-        White space may precede it. `text` must extend the text of the previous call. Raise NotACallError if the text
-        cannot become an object or array.
+        `text` must extend the text of the previous call. Raise NotACallError if it cannot become an object or array.
         """
         if not self._closing:
             self._at = start + len(text[start:]) - len(text[start:].lstrip())
@@ -91,10 +90,7 @@ class StreamedCall:
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return a streamed call if the object at `start` begins with a name in `names`, followed by arguments.
-
-    Otherwise, return None.
-    """
+    """Return the call whose object at `start` begins with a name of `names` and arguments, or None."""
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 

@@ -26,9 +26,7 @@ _LAYOUT: Final = HeadedLayout(
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser that keeps the ids that the model generates for its calls. The chat template writes these ids
-    into later prompts.
-    """
+    """Return a parser that keeps the model's ids of calls, because the chat template writes them into later prompts."""
     return headed_calls.create(_LAYOUT, names)
 
 

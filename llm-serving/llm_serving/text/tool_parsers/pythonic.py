@@ -48,9 +48,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Delimiters of a format: texts before, after and between calls. `is_list`: whether the model writes the calls as a
-    Python list. `fence`: texts around the calls, which the model may omit.
-    """
+    """Texts before, after and between calls. `is_list`: calls are a Python list. `fence`: optional texts around."""
 
     opening: str
     closing: str
@@ -92,9 +90,7 @@ class IncompleteError(NotACallError):
 
 
 def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
-    """Parse a text that consists of calls or a list of calls. `source`: class that parses the syntax of the calls, by
-    default Python's. Raise NotACallError if the text is anything else.
-    """
+    """Parse calls or a list of calls in the syntax of `source`, by default Python's. Raise NotACallError otherwise."""
     try:
         return (source or PythonicSource)(text).calls()
     except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
@@ -102,9 +98,7 @@ def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call
 
 
 def unfenced_calls(fence: tuple[str, str], text: str) -> list[Call]:
-    """Parse calls that may be in a code block. `fence`: texts that begin and end the block. White space around them is
-    ignored. Raise NotACallError if the text does not consist of calls.
-    """
+    """Parse calls as `calls_in` does. They may be in a code block that starts and ends with the texts of `fence`."""
     opening, closing = map(str.strip, fence)
     return calls_in(text.strip().removeprefix(opening).removesuffix(closing))
 
@@ -188,9 +182,7 @@ class PythonicSource:
         return unescaped(found[1] if found[1] is not None else found[2])
 
     def _peek(self, *, may_end: bool = False) -> str:
-        """Skip white space, and return the next character without consuming it. At the end of the text, return "" if
-        `may_end`; otherwise, raise IncompleteError.
-        """
+        """Return the next character after white space. At the end, return "" if `may_end`, or raise IncompleteError."""
         found = _SPACES.match(self._text, self._at)
         assert found is not None
         self._at = found.end()

@@ -177,9 +177,7 @@ class _Reader:
         return ""
 
     def _text_before(self, body: str, *delimiters: str) -> tuple[str, str] | None:
-        """Return the name before the first of the delimiters, and this delimiter, or None if more text is needed. Raise
-        NotACallError if the text is not a valid name.
-        """
+        """Return a name and its delimiter, or None if more text is needed. Raise NotACallError for an invalid name."""
         longest = MAX_NAME_CHARS + max(map(len, delimiters))
         text = body[self._at : self._at + longest]
         start, delimiter = min(
