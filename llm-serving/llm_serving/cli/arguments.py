@@ -165,10 +165,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the API key of the environment in the form of `--set`.
-
-    Return an empty list if the environment has no key, or if the configuration has keys already.
-    """
+    """Return the environment's API key in the form of `--set`, or [] if it is missing or the configuration has keys."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 
@@ -274,10 +271,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Return a context for the main thread in which SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
-
-    A signal that the process ignored before stays ignored.
-    """
+    """Return a context for the main thread in which SIGTERM and SIGHUP, unless ignored, raise KeyboardInterrupt."""
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -302,9 +296,7 @@ def stored_size(config: ServingConfig) -> ModelSize:
 
 
 def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
-    """Report the required memory of a model given by name, then download its missing weights. Raise ConfigError, before
-    a download, if the model does not fit into memory, ModelError if the download fails.
-    """
+    """Report the memory that a model needs, and download the model. Raise ConfigError if the model is too large."""
     model = config.hub_model
     if model is None:
         return

@@ -89,10 +89,7 @@ def _memory(config: ServingConfig) -> list[str]:
 
 
 def _guarantees(config: ServingConfig) -> list[str]:
-    """Return comment lines that state what `device_config.exactness` guarantees on Ascend.
-
-    If the guarantee depends on installed packages, there is one line with them and one without.
-    """
+    """Return comment lines that state the guarantees of `exactness` on Ascend, by the packages that they need."""
     exactness, model = config.device.exactness, config.model
     if config.device.device_target != "Ascend" or model.model_path is None:
         return []

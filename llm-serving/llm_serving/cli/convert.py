@@ -34,8 +34,7 @@ def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
     """Convert a model. The target folder appears only when it is complete. `order`: row order of fused projections in
-    the source. `yaml`: a MindFormers YAML to use instead of a config.json. Raise ConfigError if the source does not
-    match its config, the target exists, or the disk is too small.
+    the source. `yaml`: used instead of a config.json. Raise ConfigError if source, target or disk are unsuitable.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":

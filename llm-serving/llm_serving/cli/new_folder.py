@@ -21,9 +21,7 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder. Rename it to the target at the end, or remove it on failure or interruption. Raise
-    ConfigError if the disk has less than `num_bytes` free, or if a file cannot be written.
-    """
+    """Yield a temporary folder, and rename it to the target if nothing fails. Raise ConfigError on disk errors."""
     parent = target.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} must exist: OUT is first written under a temporary name in it")

@@ -91,10 +91,7 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 
 
 def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
-    """Return the linear modules that are not quantized, for the list in the config.
-
-    Other engines assume that all linear modules outside this list are quantized.
-    """
+    """Return the linear modules that are not quantized. Other engines assume that unlisted modules are quantized."""
     operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "lm_head")]
     names = [name for each in operations for name in each.weights["weight"].names if name not in quantized]
     heads = ["lm_head.weight", *names]

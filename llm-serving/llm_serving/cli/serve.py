@@ -299,10 +299,7 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether `/health` reports that the server is ready, and the text of its report.
-
-    The server is ready when all WorkAgents that are not abandoned are ready. The text is empty if it does not answer.
-    """
+    """Return whether `/health` says that all WorkAgents that are not abandoned are ready, and the report's text."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # Not verified: the certificate has the server's public name, but this request goes to the server's address.
