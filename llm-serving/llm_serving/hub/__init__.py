@@ -60,11 +60,9 @@ class HubModel:
 def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubModel:
     """Find a model in the local caches, or download its configuration and tokenizer, but not its weights.
 
-    Raise ModelError if the model does not exist, cannot be reached, or is of an unsupported family.
-
-    Args:
-        hub: Key of `HUBS`. `auto` selects the first hub whose cache has the model, or Hugging Face if no cache has it.
-        revision: Branch, tag or commit. None selects the hub's main branch.
+    `hub`: key of `HUBS`; `auto` selects the first hub whose cache has the model, otherwise Hugging Face. `revision`:
+    branch, tag or commit, by default the main branch. Raise ModelError if the model does not exist, cannot be reached,
+    or is of an unsupported family.
     """
     asked = [hub] if hub in HUBS else list(HUBS)
     incomplete: list[str] = []
@@ -153,9 +151,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield the cached models of each hub, sorted by name. For Hugging Face, only the main revision of a model is
-    listed, for ModelScope all revisions.
-    """
+    """Yield each hub's cached models by name: for Hugging Face the main revision, for ModelScope all revisions."""
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])

@@ -52,9 +52,7 @@ class Hub(Protocol):
     title: ClassVar[str]
 
     def snapshot(self, name: str, revision: str) -> Path | None:
-        """Return the folder of a revision in the local cache, without using the network. The folder may be incomplete.
-        Return None if the revision is not cached.
-        """
+        """Return a revision's folder, perhaps incomplete, in the local cache, or None. Do not use the network."""
 
     def listing(self, name: str, revision: str) -> Listing: ...
 
@@ -123,9 +121,7 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return the reason why `text` cannot be the name of a model on a hub. Return None if it can. As a path, `text`
-    must not exist in any of `folders`.
-    """
+    """Return why `text` cannot be a hub's model name, or None. As a path, it must not exist in any of `folders`."""
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
@@ -182,9 +178,7 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """Return the safetensors files to download, in order. Return an empty list if the weights are in other formats. If
-    a weight index is among `names`, return only the files that its local copy `index` lists.
-    """
+    """Return safetensors files to download, in order, or [] for other formats. `index`: copy of the weight index."""
     if INDEX_NAME in names:
         return indexed_names(index)
     if SINGLE_NAME in names:
