@@ -168,10 +168,8 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an HTTP request that was answered.
-
-        `route` is the path template. With the path itself, clients could create any number of time series. `longest`:
-        for each prompt, the number of tokens of its longest answer.
+        """Count an HTTP request that was answered. `route` is the path template, because paths could create any number
+        of time series. `longest`: for each prompt, the number of tokens of its longest answer.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:

@@ -132,9 +132,8 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """An immutable copy of the steps, decisions and outages of an event log, each in order of time.
-
-    The last two steps may be in flight; they then end at `now`. Steps before `kept_since` have been deleted.
+    """An immutable copy of an event log's steps since `kept_since`, decisions and outages, each in order of time. The
+    last two steps may be in flight; they then end at `now`.
     """
 
     def __init__(
@@ -148,10 +147,7 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return the numbers of the requests that compute one token in a step (`Step.singles`) as a set.
-
-        The set is cached, because consecutive steps often have the same tuple.
-        """
+        """Return `Step.singles` as a set, which is cached, because consecutive steps often have the same tuple."""
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:

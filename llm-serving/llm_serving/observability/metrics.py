@@ -119,11 +119,7 @@ class Metrics(Collector):
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions that every scrape calls.
-
-        `num_compilations` returns the number of compiled graphs. `machine` returns the address of the WorkAgent's
-        machine, or an empty text for the master's machine.
-        """
+        """Register functions that every scrape calls. `machine` returns "" if it is the master's machine."""
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
 
