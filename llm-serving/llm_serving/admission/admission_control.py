@@ -56,8 +56,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    A refusal of n requests delays the next retry of the client (`source`) by the time in which the server can admit n
-    of its requests. Sources share the server's rate equally, so a source that floods the server mostly delays itself.
+    The clients (`source`) that have retries scheduled share the server's admission rate equally. Each refusal delays a
+    client's next retry by the time in which its share admits as much as was refused. So a client that floods the server
+    mostly delays itself.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -68,7 +69,7 @@ class RetrySchedule:
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
         """Return the seconds after which a refused group of requests should retry, at most `MAX_RETRY_AFTER_S`.
 
-        `limit`: name of the exceeded limit. `num_requests`, `rate`: refused amount, and amount admitted per second.
+        `num_requests`: refused amount in the unit of the limit. `rate`: amount that the limit admits per second.
         """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)

@@ -63,7 +63,7 @@ class DrainRate:
 
 
 class QueueLimit(NamedTuple):
-    """A limit on the waiting queue, for requests submitted together. `unit`: what it counts, for example "requests"."""
+    """A limit of the waiting queue for a group of new requests. `unit`: what it counts, for example "requests"."""
 
     name: str
     """One of `LIMITS`, which is also the reason in the metric of refusals."""

@@ -65,8 +65,8 @@ class ReplicaSpeed:
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
         """Return the seconds until the last request of the queue has its first token, or None if they are unknown.
 
-        The prediction takes the larger number of steps of two: those that compute the prompts in the token budget left
-        by decoding, and those until enough running requests have finished, at the measured rate, to free the slots.
+        The prediction uses the larger of two numbers of steps: the steps that compute all prompts in the token budget
+        left by decoding, and the steps until enough running requests have finished to free the slots.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -96,7 +96,7 @@ class ReplicaSpeed:
 class TtftPredictor:
     """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
 
-    Steps with prompts and decode-only steps have separate averages; a line through both separates step and token time.
+    The line through the averages of steps with prompts and of decode-only steps gives the time per step and per token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
