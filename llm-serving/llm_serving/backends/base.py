@@ -189,9 +189,9 @@ class Backend(Protocol):
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        """Return a weight that stays in GGUF blocks, copied from `segments` of rows. All but the last segment must have
-        a multiple of 16 rows. Raise ModelError if this backend runs no programs. `weight_only`: see
-        `packed_quantized_weight`.
+        """Return a weight that stays in GGUF blocks, copied from `segments` of consecutive rows. All segments except
+        the last must have a multiple of 16 rows. `weight_only`: see `packed_quantized_weight`. Raise ModelError if
+        `program()` is None.
         """
         raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
 
@@ -233,11 +233,11 @@ class Backend(Protocol):
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return caches of 8-bit values and of each head's scale. Raise ModelError if this backend runs no programs."""
+        """Return 8-bit KV caches, each head's scale after its values. Raise ModelError if `program()` is None."""
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return zeroed states, float32 [num_slots, *shape]. Raise ModelError if this backend runs no programs."""
+        """Return zeroed states, float32 [num_slots, *shape]. Raise ModelError if `program()` is None."""
         raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

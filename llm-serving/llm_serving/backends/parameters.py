@@ -146,7 +146,7 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """Copy blocks as `Backend.copy_blocks` does: adjacent blocks at once between two memories, singly within one."""
+    """Copy blocks as `Backend.copy_blocks` does. Between two memories, copy each run of adjacent blocks at once."""
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:
         for source_block, target_block in pairs.tolist():

@@ -252,7 +252,7 @@ class PlainAdd(nn.Cell):
 
 
 class PlainRouter(nn.Cell):
-    """Returns the weights of all experts twice, as `Backend.route` requires: [T, experts], zero if not chosen."""
+    """Returns each expert's weight [T, experts], 0 if not chosen, twice, as `Backend.route` returns two tensors."""
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
         super().__init__()

@@ -77,6 +77,6 @@ class BlockSegments:
         return self._arrays[-1].ctypes.data
 
     def pack(self, address: int, dtype: str, *, weight_only: bool = False) -> None:
-        """Pack the segments to `address`. Products get activations of `dtype`, in 8 bits unless `weight_only`."""
+        """Pack the segments to `address`. Unless `weight_only`, products quantize their inputs of `dtype` to 8 bits."""
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns
         library.done(library.load().llm_pack_blocks(weight_only, self._args, *arguments))
