@@ -299,7 +299,7 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether `/health` says that all WorkAgents that are not abandoned are ready, and the report's text."""
+    """Return whether `/health` reports that the server is ready, and the report's text, or "" without a reply."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # Not verified: the certificate has the server's public name, but this request goes to the server's address.
