@@ -98,7 +98,9 @@ class Kind(Enum):
     MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
 
     def broken_by(self, path: Path) -> str | None:
-        """Return why a path is not of this kind; None also for a missing input. Open no file, as a pipe would block."""
+        """Return why a path is not of this kind, or None if it is. Return None also for a missing input: `resolve`
+        reports it. Do not open the file, because opening a pipe would block.
+        """
         if self is Kind.LOG and path == Path("-"):
             return None
         try:
