@@ -56,7 +56,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, unless that thread ended before."""
+    """Ask the kernel to kill this process when the thread that started it ends. An earlier end has no effect."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -145,8 +145,8 @@ class ClientRequest:
 class ScheduledRequest(ClientRequest):
     """The scheduler's state of a request.
 
-    Steps compute tokens until `num_computed_tokens` reaches `num_tokens`; then a step samples the next token. Sampled
-    tokens are in flight while the scheduler, which forms steps before earlier ones have ended, does not know their ids.
+    Steps compute tokens until `num_computed_tokens` reaches `num_tokens`; then a step samples the next token. A sampled
+    token is in flight until the scheduler, which forms steps before earlier ones have ended, receives its id.
 
         |<------- prompt ------->|<-- known output -->|<- in flight ->|
         |<------------- num_tokens_known ------------>|               |
