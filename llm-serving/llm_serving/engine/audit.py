@@ -98,7 +98,7 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start a copy of the oldest waiting request, unless one runs. Call only while the engine has no requests."""
+        """Recompute the oldest waiting answer, unless one is being recomputed. Call only while the engine is idle."""
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()

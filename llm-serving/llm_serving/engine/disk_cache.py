@@ -124,9 +124,10 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink. The sink adds it to the scheduler after `find` has read its blocks from disk.
+        """Give a request its output sink. The request enters the scheduler after `find` has read its blocks from disk.
 
-        A beam search enters at once. So does a request with an adapter, whose 31-bit number is too short to name files.
+        A beam search enters the scheduler at once. So does a request with an adapter, because its blocks are never on
+        disk: an adapter's 31-bit number is too short to be unique for as long as the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
@@ -141,7 +142,7 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        `add` is called only after the parent of a fork, or a request that already reads the first block, was added.
+        A fork is added after its parent. If a request already reads the first of these blocks, it is added first.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")

@@ -113,7 +113,9 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call. It is final if the request has finished and `num_pending` is 0."""
+        """Return the output since the last call. It is final if the request has finished and no token is pending.
+        `num_pending`: number of sampled tokens that were not yet added to the output.
+        """
         state = self._states[request.request_id]
         reason = stop_reason = None
         if not num_pending and request.status is FINISHED:

@@ -68,7 +68,7 @@ class Recovery:
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
 
-        `error` is that of the oldest lost step, or of one not submitted. Raise WorkerDiedError if no restart succeeds.
+        `error`: why the oldest step in flight or a submission failed. Raise WorkerDiedError if no restart succeeds.
         """
         logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])

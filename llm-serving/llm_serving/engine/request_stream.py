@@ -206,7 +206,7 @@ class CoalescedResponse:
             self._grew(self, piece.num_bytes)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams with these client ids. If no other would remain, return False: the caller must abort."""
+        """End streams with these ids. If no other would remain, end none and return False: the caller must abort."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False

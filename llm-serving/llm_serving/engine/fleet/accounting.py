@@ -98,7 +98,7 @@ class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
     Before each step, a replica reads the service of the others. Therefore the token counts of two tenants with waiting
-    requests differ by at most one scheduler's bound, plus the tokens that the other replicas compute in two steps.
+    requests differ by at most the bound for one replica, plus the tokens that the other replicas compute in two steps.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,9 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add a step's class usage. Return each class's minimum and maximum lead since this replica's last call."""
+        """Add a step's class usage. Return the lowest and highest lead (see `FleetClassUsage`) of each class since this
+        replica's last call.
+        """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
             return self._lead_monitor.record(replica, service, usage)
@@ -154,7 +156,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of the other replicas in the latest snapshot that earlier calls have not returned."""
+        """Return the service by other replicas, up to the latest snapshot, that earlier calls have not returned yet."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 

@@ -178,7 +178,7 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a migrated request. Return 1 if its tenant exceeds the limit, but 0 while a reload changes limits."""
+        """Record a migrated request. Return 1 if its tenant exceeds a limit that all replicas already apply, else 0."""
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)
