@@ -230,7 +230,7 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return a sample's logit biases: minus infinity for ends of bad words and for stop tokens before `min_tokens`."""
+    """Return a sample's logit biases; minus infinity forbids completing a bad word or stopping before `min_tokens`."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:

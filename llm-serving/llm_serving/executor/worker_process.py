@@ -99,7 +99,9 @@ class RestartStatus:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the predicted seconds until the WorkAgent is ready; None after a failure or in a slow attempt."""
+        """Return the predicted seconds until the WorkAgent is ready. Return None after a failed attempt or too many
+        restarts, or if this attempt already takes much longer than the first start.
+        """
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
         return max(self.attempt_at + self.load_s - now, 0.0)

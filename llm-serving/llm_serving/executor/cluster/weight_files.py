@@ -172,7 +172,7 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Copy the folder to an actor's machine if needed; return its path there. Raise ConfigError without room."""
+        """Copy the folder to an actor's machine if needed; return its path there. Raise ConfigError without space."""
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
         if found is None:
