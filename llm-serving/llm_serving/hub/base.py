@@ -121,7 +121,7 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why `text` cannot be a hub's model name, or None. As a path, it must not exist in any of `folders`."""
+    """Return why `text` cannot be a hub's model name, else None. Subfolders of `folders` cannot be a name's owner."""
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
