@@ -198,7 +198,9 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources of `targets` (part -> path) in parallel, link them, and move the results atomically."""
+    """Compile the sources of `targets` (part -> path) in parallel, link them, and move each result to its path
+    atomically. `library`: existing library to which kernels are linked, or None if it is one of the targets.
+    """
     started = time.monotonic()
     logger.info("compiling the operator library once: compiler=%s", compiler.version)
     folder = next(iter(targets.values())).parent
