@@ -238,7 +238,9 @@ class BlockManager(RequestBlocks):
             )
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Return the moves that export the blocks needed after these tokens, or None if the transfer pool is full."""
+        """Export those blocks of the first `num_tokens` tokens to which later tokens attend. Return the moves into the
+        transfer pool, for the step that computes the last of these tokens, or None if the pool is full.
+        """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
         count = sum(end - start for start in starts) + num_pieces
@@ -263,7 +265,7 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the transfer blocks imported since the last call. Owners may reclaim them after the formed steps."""
+        """Return blocks imported since the last call. Owners may reclaim them once the steps formed so far have run."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []

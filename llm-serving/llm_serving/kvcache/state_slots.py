@@ -48,7 +48,9 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request can continue from a checkpoint after this block. If unused, a slot must be spare."""
+        """Return whether a request can continue from a checkpoint after the block with this hash. Unless another
+        request uses the checkpoint, this occupies a free slot, so one must be spare (`num_spare`).
+        """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
@@ -163,7 +165,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the request's stored checkpoints. `hashes`: of its first, computed blocks."""
+        """Let other requests find the request's stored checkpoints. `hashes`: hashes of its computed blocks."""
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -184,7 +186,7 @@ class StateSlots:
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
         """Plan the checkpoints that a row stores: in the prompt, at each number of tokens in `_checkpoint_ends`.
 
-        In the output, a row of one token that completes a block stores one, which replaces the output's previous one.
+        In the output, a row of one token that completes a block stores a checkpoint, in place of the output's last one.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends

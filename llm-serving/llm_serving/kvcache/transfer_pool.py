@@ -131,7 +131,7 @@ class DiskPrefixes:
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Export the full prompt blocks that a step completes and the disk lacks. Return them and their moves, or None.
+        """Export the full prompt blocks that a step completes and the disk lacks. Return None if none is exported.
 
         `num_computed`: number of computed tokens after this step. `hashes`: hashes of the full blocks of the prompt.
         """
