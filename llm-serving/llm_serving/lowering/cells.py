@@ -126,7 +126,9 @@ class TokenNetwork(nn.Cell):
         self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
     def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Split `step` into token ids, positions and KV slots, [T] each, and the drawing parameters, [T, 15]."""
+        """Split `step` into token ids, positions and KV slots, [T] each, and drawing parameters, [T, 15]. Ids that only
+        the device knows come from `previous`, see `SINGLE_TOKEN_INPUTS`.
+        """
         given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
         token_ids = self.gather(known, self.reshape(sources, (-1,)), 0)
