@@ -92,7 +92,7 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Scale each part of x to the root mean square of `like`. Return `like` and the parts, or with `sums` their sum."""
+    """Scale each part of x to the root mean square of `like`. Join `like` and the scaled parts; if `sums`, add them."""
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
 

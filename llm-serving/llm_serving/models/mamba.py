@@ -69,7 +69,7 @@ def mamba_mixer(
     norm: Literal["", "before", "after"] = "after",
     transform: Transform | None = None,
 ) -> Value:
-    """Add a Mamba-2 mixer with a norm before or after its gate, or none. `transform`: of the input projection."""
+    """Add a Mamba-2 mixer with a norm before or after its gate, or none. `transform`: applied to in_proj's weight."""
     inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     widths = inner, inner + 2 * shared, sizes.heads
     projected = net.linear(x, at + "in_proj", sum(widths), bias=sizes.bias, transform=transform)

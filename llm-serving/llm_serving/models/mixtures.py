@@ -69,7 +69,7 @@ def mixture_of_experts(
 
 
 def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:
-    """Return the intermediate size of a layer's shared experts, which are computed as one feed-forward block."""
+    """Return the total intermediate size of a layer's shared experts. `least`: minimum number of shared experts."""
     count, inner = c.integer(count_key, default, least=least), c.integer("moe_intermediate_size")
     if count * inner > MAX_WIDTH:
         raise c.fail(count_key, f"times `moe_intermediate_size` {inner} must be at most {MAX_WIDTH}")

@@ -48,7 +48,7 @@ _UNLIMITED: Final = 2**20
 class ModelSpec:
     """Describes a model before its weights are read.
 
-    `max_position_embeddings`: context in tokens of the training. `eos_token_ids`: all ids that end a text.
+    `max_position_embeddings`: longest trained context, in tokens. `eos_token_ids`: all token ids that end a text.
     """
 
     architecture: str
