@@ -182,7 +182,7 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Generates the initial zeros of an operation's slots. `name` is unique: equal weights would share a parameter."""
+    """Generates the initial zeros of an operation's slots. `name` is unique, as equal weights share a parameter."""
 
     name: str
     shape: tuple[int, ...]

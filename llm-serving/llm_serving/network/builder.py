@@ -168,6 +168,7 @@ class Network:
             names: Prefixes of the tensors `<name>.weight`, which are stacked to gamma. None means that gamma is 1.
             group: Number of columns that are normalised together. 0 means whole rows.
             unpadded: Number of columns of a group that are not zero padding. 0 means all columns.
+            rows: Order of the elements of gamma (`Weight.rows`).
             as_stored: Whether the stored gamma is used without `gamma_transform`.
             of_row: Whether gamma has one element for each column of a row; otherwise one for each column of a group.
         """
@@ -200,8 +201,8 @@ class Network:
         stored_shape: tuple[int, ...] | None = None,
         eps: float | None = None,
     ) -> Value:
-        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32, with the arguments of `rms_norm`, but
-        with gamma, and beta if `bias`, for each group. `stored_shape`: shape of each tensor that is no vector.
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`, but
+        each group has its own gamma and, if `bias`, its own beta. `stored_shape`: shape of each tensor, if no vector.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)

@@ -88,7 +88,7 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks fit into the memory of `num_tables` blocks of a cache whose layers form one group."""
+        """Return how many blocks fit into the memory of `num_tables` blocks of a cache without groups of layers."""
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
         return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)

@@ -94,7 +94,7 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program of the head. A step's token ids are indices of hidden states, the program's last weight."""
+    """Build the program of the head. The rows of its last weight are hidden states, which a step's token ids index."""
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 

@@ -53,7 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the context length before scaling by `factor`, or None if `own` (the model's maximum) includes it."""
+        """Return the context length that `factor` multiplies, or None if `own`, the maximum, is scaled already."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 

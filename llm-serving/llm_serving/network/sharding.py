@@ -45,7 +45,7 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network cannot be split over the ranks. The message is the violated rule, without the key before it."""
+    """The network cannot be split over the ranks. The message is a rule for KEY, which the caller puts before it."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
@@ -157,7 +157,9 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of the product that computes the heads in `value`, and the result of a norm in between."""
+        """Return the columns of the matrix product that computes the heads in `value`. If a norm over all heads follows
+        the product, also return the norm's result.
+        """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
