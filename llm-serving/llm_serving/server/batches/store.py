@@ -119,7 +119,7 @@ class BatchStore:
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """Return up to `limit` files older than `after`, newest first. A `tenant` or `purpose` of None matches all."""
+        """Return up to `limit` files older than file `after`, newest first. An argument of None excludes no file."""
         if after is not None:
             self.file(after, tenant)
         query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)

@@ -37,7 +37,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes events with the JSON of `content_of(text)`. The JSON before and after the text is encoded only once."""
+    """Encodes the event with the JSON of `content_of(text)` for many texts. Only the text is encoded for each event."""
 
     def __init__(self, content_of: Callable[[str], object]) -> None:
         empty, other = event(content_of("")), event(content_of("x"))  # equal up to the opening quotation mark

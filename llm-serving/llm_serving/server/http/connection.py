@@ -45,9 +45,9 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """The transport of uvicorn's protocol. uvicorn gets a request head once it is complete and rewritten, and the next
-    request once the previous response is complete. So a connection runs at most one request, whose application is
-    notified when the client disconnects. The application in `config` must be wrapped by `within_connection`.
+    """The transport of uvicorn's protocol. uvicorn gets a request head when it is complete, in an unambiguous form, and
+    the next request once the previous response is complete. So a connection runs at most one request, whose application
+    is notified when the client disconnects. The application in `config` must be wrapped by `within_connection`.
     """
 
     def __init__(

@@ -235,7 +235,9 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Parse chunks in pieces that end at a blank line, as the body does, to read nothing beyond the body."""
+        """Parse chunks. Return the number of bytes read and their content as one chunk. The parser gets pieces that end
+        at a blank line, as the body does, so that it reads nothing beyond the body.
+        """
         num_read, chunks = 0, self._chunks
         try:
             while not chunks.is_complete:

@@ -84,7 +84,7 @@ class Claim:
 
 class AcceptedRequests:
     """The accepted requests that clients may repeat, each for `max_age_s`; none with a `quota` of 0 bytes. Only the
-    event loop may use it. `wall_clock` gives a record's age when it is stored, `clock` the time from then on.
+    event loop may use it. The age of a record is read from `wall_clock` when it is stored, then measured by `clock`.
     """
 
     def __init__(

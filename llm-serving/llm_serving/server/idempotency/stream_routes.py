@@ -22,7 +22,9 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Continue a stream after the event that `Last-Event-ID`, else the query, names, or send it from its start."""
+    """Continue a stream after the event in `Last-Event-ID`, or else in the query `resume_from`. Without either, send it
+    from its start. Raise RequestNotFoundError if resuming is disabled.
+    """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
     event_id, field = read_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"

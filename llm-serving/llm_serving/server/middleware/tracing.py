@@ -53,7 +53,7 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return the trace context, a new one without a valid `traceparent`. Return None if the client does not sample."""
+    """Return the trace context: a new one if `traceparent` is missing or invalid, None if it says 'not sampled'."""
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):

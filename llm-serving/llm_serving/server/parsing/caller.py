@@ -114,7 +114,7 @@ class PriorityCeiling(NamedTuple):
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """Return the highest class for clients with this key, or with none. Return None if any class is allowed."""
+    """Return the highest class for clients with this key (None: without a key), or None if any class is allowed."""
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None

@@ -45,7 +45,7 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Respond to a TGI request. If `stream` is None, the body's `stream` decides, and a whole response is a list."""
+    """Respond to a TGI request. If `stream` is None, the body's field decides, and an unstreamed response is a list."""
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream

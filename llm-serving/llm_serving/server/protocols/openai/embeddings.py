@@ -182,7 +182,7 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens after `of_text`. Truncation keeps them, as many models pool the last token."""
+    """Return the special tokens after `of_text` in `ids`. Truncation keeps them, as many models pool the last token."""
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
@@ -191,7 +191,7 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
-    """Raise RequestError with the field name, which the engine lacks, for an empty, too long or invalid text."""
+    """Raise RequestError for an empty, too long or invalid text. The engine's error would not have the field name."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, prompt in enumerate(prompts):
         if not prompt:
