@@ -62,8 +62,9 @@ class WeightedFairSharing:
         self.contenders: list[str] = []
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend. `waiting` have a request to admit, `aged` one that waited `ageing_steps`.
+        """Determine which classes contend.
 
+        `waiting`: classes with a request to admit. `aged`: classes with a request that has waited `ageing_steps`.
         `held`: class -> number of running slots.
         """
         contenders: list[str] = []
@@ -85,9 +86,10 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class of `waiting` that admits the next request, or None if no class of `waiting` contends.
 
-        This is the class with the lowest charge among those below their share of slots and blocks, else the highest
-        class. A class above its share is chosen only if its charge is lower by more than a quantum, the charge for one
-        slot in `quantum_steps` steps. `held`, `blocks`: class -> number of running slots, and of blocks.
+        Among the classes below their share of slots and blocks, this is the class with the lowest charge. If no class
+        is below its share, it is the highest class. A class above its share is chosen only if its charge is lower by
+        more than a quantum, the charge for one slot in `quantum_steps` steps. `held`, `blocks`: class -> number of
+        running slots, and of blocks.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None

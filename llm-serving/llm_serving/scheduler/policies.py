@@ -138,7 +138,7 @@ class Order(Protocol):
     """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Return the sort key, smallest first. Equal keys go in order of arrival, which their priorities shift."""
+        """Return the sort key; smaller keys go first. Equal keys go in order of arrival, shifted by priorities."""
 
     @property
     def record_finished(self) -> Callable[[Request], None] | None:

@@ -225,7 +225,7 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the request to admit next. `closed`, `held`: see `update_contenders`. `blocks`: class -> number."""
+        """Return the next request to admit, or None. See `update_contenders`; `blocks`: class -> number of blocks."""
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 

@@ -197,7 +197,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Return `blocked`; with reason SLOTS if no slot is free or held by a lower class, so a larger step cannot help."""
+    """Return `blocked`, with reason SLOTS if its class and higher ones hold all slots: a larger step cannot help."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -266,7 +266,7 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add drafts to a step without prompts, higher classes first. With recurrent states, each needs a spare slot."""
+    """Add drafts to a step without prompts, higher classes first. Recurrent models need a spare state slot for each."""
     if plan.prefills:
         return
     num_left = plan.budget if blocks.states is None else blocks.states.num_spare

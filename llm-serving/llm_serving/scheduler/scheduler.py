@@ -251,9 +251,9 @@ class Scheduler:
     def set_priority(self, request: Request, priority: int) -> bool:
         """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
 
-        The priority shifts the position relative to the arrival, so repeated changes do not add up. In a new class, a
-        request that never ran is queued last, one that has run first. The limits on bypasses and class shares may
-        forbid the change.
+        The priority shifts the position relative to the arrival, so repeated changes do not add up. In a new class, the
+        request is queued last, or first if it has ever run. The priority stays the same if a limit on bypasses, or on
+        the share of the new class, forbids the change.
         """
         if request.is_finished:
             return False

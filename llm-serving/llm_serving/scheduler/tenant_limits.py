@@ -89,7 +89,10 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request, or hold it at its tenant's limit. Return None without a limit, or if it has run before."""
+        """Add a request, and hold it if its tenant is at its limit. Return changes of the waiting queue.
+
+        Return None if the tenant has no limit, or if the request counts already because it has run before.
+        """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
             return None
