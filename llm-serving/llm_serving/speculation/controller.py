@@ -121,11 +121,12 @@ class GainModel:
         pass_s: float,
         prompt_share: float = 0.0,
     ) -> bool:
-        """Return whether drafts raise the throughput of a step. Set the maximum draft length that raises it most.
+        """Return whether drafts raise the throughput of a step, and set the maximum draft length to the best one.
 
-        The delays of requests without a draft and of new requests are limited. `num_rows`, `num_drafted`: see
-        `prepare`. `num_unmatched`: requests that just lost their n-gram match; they do not count as requests without a
-        draft. `pass_s`: seconds of a draft model's pass. `prompt_share`: fraction of the steps that compute prompts.
+        Drafts delay requests without a draft, and new requests. Return False if no length keeps both delays within
+        limits. `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: requests that just lost their n-gram match;
+        they do not count as requests without a draft. `pass_s`: seconds of a draft model's pass. `prompt_share`:
+        fraction of the steps that compute prompts.
         """
         if not self.step_s or not num_rows:
             return True
@@ -233,7 +234,7 @@ class SpeculationController:
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
         """Return (request, draft tokens) for the next step. `synchronous`: whether no step is in flight.
 
-        With a step in flight, or while drafts do not raise the throughput, only the requests in `waiting` get drafts.
+        With a step in flight, or while drafts do not raise the throughput, only requests in `self.waiting` get drafts.
         Raise WorkerError if the WorkAgent with the draft model has exited.
         """
         pays = synchronous and self.pays

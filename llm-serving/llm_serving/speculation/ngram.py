@@ -65,8 +65,9 @@ def dense_table(num_slots: int) -> Int64Array:
 class FinishedAnswersIndex:
     """N-grams of the latest finished answers. A lookup finds only answers of its own namespace.
 
-    As in LZ4, the hash of an n-gram selects a slot with the position after its last occurrence. Later n-grams overwrite
-    it, and a lookup compares the tokens. So adding many answers takes a few array operations, and removing one no time.
+    As in LZ4, the hash of an n-gram selects a slot, which holds the position after the last occurrence. Later n-grams
+    overwrite the slot, so a lookup compares the tokens. Adding many answers takes a few array operations, and removing
+    one takes no time.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class FinishedAnswersIndex:
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Find a finished answer with the last `length` of `tokens`. Return it, and the index after these tokens."""
+        """Return a finished answer that contains the last `length` of `tokens`, and the index after them, or None."""
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]
@@ -154,7 +155,7 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens. At the end of the request's own text, a draft repeats its own tokens."""
+        """Return at most `count` draft tokens. A draft that reaches the end of the request's text repeats itself."""
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -236,7 +237,10 @@ class NgramProposer:
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`finished` is by default an index of `FINISHED_TOKENS` tokens. Without `clock`, a lookup takes `LOOKUP_S`."""
+        """`finished` is by default a new index of `FINISHED_TOKENS` tokens. `clock` measures how long lookups take.
+
+        Without `clock`, each lookup is assumed to take `LOOKUP_S`.
+        """
         self._length = length
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
@@ -261,7 +265,10 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store finished answers up to a `FAILED_TOKEN`. They are indexed once `num_rows` / `INDEX_SHARE` wait."""
+        """Store finished answers, each up to its first `FAILED_TOKEN`.
+
+        They are indexed together, once their number is at least `num_rows` / `INDEX_SHARE`.
+        """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:

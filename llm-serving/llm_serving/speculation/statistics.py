@@ -119,7 +119,7 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record how many of the tokens that the constraint forced were accepted: 0 of 0 if it forced none."""
+        """Record how many draft tokens forced by the constraint were accepted. If none was forced, both are 0."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
@@ -241,7 +241,7 @@ class MeasuredGain:
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over the steps of one size class. `newest`: the latest step, for which the weights are valid."""
+    """Weighted sums over the steps of one size class. The weights are those at its latest step, number `newest`."""
 
     newest: int = 0
     weight: float = 0.0
