@@ -26,7 +26,10 @@ from llm_serving.text.tokenizer.word_pieces import word_pieces
 
 
 class Pre(NamedTuple):
-    """How to encode texts for a `tokenizer.ggml.pre`. `words`: how to split. `begins`: default of `add_bos_token`."""
+    """How to encode texts for one value of `tokenizer.ggml.pre`.
+
+    `words`: rule that splits a text into words. `begins`: value of `add_bos_token` if the file has none.
+    """
 
     words: Words
     begins: bool = False

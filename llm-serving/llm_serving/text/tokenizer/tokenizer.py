@@ -135,8 +135,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or a GGUF file, or of `vocab_file` instead, which is a tokenizer
-        file, a GGUF file or a folder. Raise ModelError if no tokenizer is found, or if it cannot be read.
+        """Load the tokenizer of a Hugging Face folder or a GGUF file. `vocab_file`: tokenizer file, GGUF file or folder
+        to load instead. Raise ModelError if no tokenizer is found, or if it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():

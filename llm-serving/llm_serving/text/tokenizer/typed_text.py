@@ -32,7 +32,7 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with a sentinel in each special token outside `role`, and the sentinel ("" if unused)."""
+        """Return messages with a sentinel in each special token except in `role`, and the sentinel ("" if unused)."""
         sentinel = secrets.token_hex(16)
         changed = [
             {

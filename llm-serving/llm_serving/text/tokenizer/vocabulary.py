@@ -188,7 +188,7 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts cut to `most` tokens in total: first the longer, then each to half."""
+    """Return the lengths of two texts cut to `most` tokens. The longer is cut to the shorter, then both alike."""
     if most is None or first + second <= most:
         return first, second
     shorter, longer = sorted((first, second))

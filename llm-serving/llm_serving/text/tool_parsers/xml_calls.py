@@ -177,7 +177,7 @@ class _Reader:
         return ""
 
     def _text_before(self, body: str, *delimiters: str) -> tuple[str, str] | None:
-        """Return a name and its delimiter, or None if more text is needed. Raise NotACallError for an invalid name."""
+        """Return a name and the delimiter after it, or None if incomplete. Raise NotACallError for an invalid name."""
         longest = MAX_NAME_CHARS + max(map(len, delimiters))
         text = body[self._at : self._at + longest]
         start, delimiter = min(
