@@ -374,7 +374,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input, a pipe from the parent, ends. Unlike `die_with_parent`, this misses no early exit."""
+    """Exit when standard input, a pipe from the parent, ends, even if the parent exited before `die_with_parent`."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

@@ -81,7 +81,7 @@ class Channel(Generic[Incoming]):
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Return the next message. Raise DeadlineExceededError if none is complete within `timeout_s` seconds.
 
-        Raise ChannelClosedError if the peer has exited, ProtocolError if the frame is too long or not of the union.
+        Raise ChannelClosedError if the peer has exited, ProtocolError if the frame is too long or not a known message.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)

@@ -49,7 +49,7 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError if a move has a wrong kind or names a block that its memory in `SOURCE_AND_TARGET` lacks.
+    """Raise WorkerError if a move has a wrong kind, or a block id outside its memory (see `SOURCE_AND_TARGET`).
 
     If `exports`, each move must be an export (a copy to the transfer pool); otherwise no move may be one.
     """
@@ -184,7 +184,7 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if a block's epoch is not that in `owners`. The mask `reads` shows the row to name."""
+        """Raise WorkerError if an epoch is not that in `owners`. `reads`: mask of `blocks` in the block tables."""
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)

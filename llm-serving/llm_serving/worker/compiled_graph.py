@@ -64,7 +64,9 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph on arrays that must not change. A `ProgramNetwork`'s result is valid until the next call."""
+        """Run the graph and return its result. That of a `ProgramNetwork` is valid until the next call. The arrays must
+        not change during the call.
+        """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
             float(self._run(()))  # waits for the result ten times faster than `asnumpy`
@@ -73,7 +75,7 @@ class CompiledNetwork:
         return values
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph and return its result, which the device may still compute. Wait for a `ProgramNetwork`."""
+        """Start the graph and return its result, which a device may still compute. A `ProgramNetwork` waits for it."""
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
         tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
@@ -180,7 +182,7 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of rows of `prompts`."""
+    """Return networks that compile at their first call. `num_prompt_rows`: maximum rows of a step of whole prompts."""
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
     return StepNetworks(

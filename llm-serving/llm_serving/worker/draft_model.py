@@ -52,7 +52,7 @@ class DraftSlot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign tokens from position `start` on to the slot. Return how many are cached already, without the last."""
+        """Give the slot the tokens from position `start` on. Return how many are cached; the last never counts."""
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):
@@ -82,7 +82,7 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return at most `num_draft_tokens` drafts per request, none beyond limits. Raise WorkerError on failure."""
+        """Return up to `num_draft_tokens` per request, none if it exceeds a limit. Raise WorkerError on failure."""
         proposed: list[list[int]] = [[] for _ in requests]
         try:
             rows = self._rows(requests)
@@ -233,7 +233,7 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request with only its last tokens that follow a kept hidden state. Add the states to `_given`."""
+        """Return the request with only the last tokens, which follow kept hidden states. Add these to `_given`."""
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:
             return request._replace(token_ids=[])

@@ -72,7 +72,7 @@ class TransferMemory:
         return sum(array[0].nbytes for array in self.arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """Return the tokens of each block, and the contents. Raise WorkerError for a missing block or a wrong epoch."""
+        """Return the number of tokens per block, and contents. Raise WorkerError for a missing block or wrong epoch."""
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
         self._check_owners(ids, epochs)

@@ -257,7 +257,7 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return this WorkAgent's bytes of NPU memory. Raise ConfigError if neither configuration nor device has them."""
+    """Return this WorkAgent's NPU memory in bytes. Raise ConfigError if neither configuration nor device states it."""
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(

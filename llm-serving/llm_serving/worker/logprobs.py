@@ -46,7 +46,9 @@ def weight_scales(temperatures: Float32Array) -> Float32Array:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each of `values` [V], without NaN. The maximum `largest` must be finite; its weight is 1."""
+    """Return the weights 2^((`values` - `largest`) * `scale`) [V], as multiples of 2^-33. `values` must not have NaN,
+    and `largest`, their maximum, must be finite.
+    """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
         y *= scale

@@ -170,7 +170,7 @@ class ModelRunner:
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network, and initialize what the first steps need. Overwrites blocks, so it must come first."""
+        """Compile the network, and initialize what the first steps need. Call this first, as it overwrites blocks."""
         num_groups = len(self._limits.groups.windows)
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)

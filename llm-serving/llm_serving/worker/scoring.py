@@ -95,7 +95,7 @@ def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return a copy of inputs that selects, for each result, its token and those before it, `counts` in all."""
+    """Return a copy that selects, for each result, the last `counts` tokens up to and including the result's token."""
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)
@@ -110,7 +110,7 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Split input ids, `token + type * vocab`. Add types to positions, which index `PositionEmbedding.table`."""
+    """Split input ids, `token + type * vocab`. Move positions to the rows of the type in `PositionEmbedding.table`."""
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

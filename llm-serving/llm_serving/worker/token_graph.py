@@ -213,7 +213,7 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether this graph can compute the step. Without `attention_rows`, rows have one token and result."""
+        """Return whether the graph can compute a step. Without `attention_rows`, a row needs one token and result."""
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
     def submit(
