@@ -56,9 +56,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    The clients (`source`) that have retries scheduled share the server's admission rate equally. Each refusal delays a
-    client's next retry by the time in which its share admits as much as was refused. So a client that floods the server
-    mostly delays itself.
+    All clients (`source`) that have a scheduled retry get equal shares of the server's admission rate. A refusal of `n`
+    requests delays the client's next retry by the time in which the client's share admits `n` requests. So a client
+    that floods the server mostly delays itself.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -69,7 +69,7 @@ class RetrySchedule:
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
         """Return the seconds after which a refused group of requests should retry, at most `MAX_RETRY_AFTER_S`.
 
-        `num_requests`: refused amount in the unit of the limit. `rate`: amount that the limit admits per second.
+        `num_requests`: refused requests, or tokens if the limit counts tokens. `rate`: how many it admits per second.
         """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)

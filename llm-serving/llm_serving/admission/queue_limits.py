@@ -249,7 +249,7 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits on requests that are submitted together, the one of the whole queue first."""
+        """Return all limits that apply to a group of new requests. The limit of the whole queue comes first."""
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

@@ -20,7 +20,7 @@ MIN_SPREAD: Final = 0.1
 
 
 class InFlightSteps(NamedTuple):
-    """The steps of a replica that were formed and have no reply. A request that arrives now is in none of them."""
+    """The steps of a replica that are scheduled but not completed. A new request joins only a later step."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -66,7 +66,7 @@ class ReplicaSpeed:
         """Return the seconds until the last request of the queue has its first token, or None if they are unknown.
 
         The prediction uses the larger of two numbers of steps: the steps that compute all prompts in the token budget
-        left by decoding, and the steps until enough running requests have finished to free the slots.
+        left by decoding, and the steps until finished requests have freed enough running slots.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -96,7 +96,8 @@ class ReplicaSpeed:
 class TtftPredictor:
     """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
 
-    The line through the averages of steps with prompts and of decode-only steps gives the time per step and per token.
+    A linear regression of step time on the number of tokens gives the time per step and per token. Steps with prompts
+    and decode-only steps have separate moving averages, so that frequent steps do not displace rare ones.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -125,7 +126,7 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step. `seconds`: from the previous reply or the submission, whichever is later, to the reply."""
+        """Record a step. `seconds`: from its submission (or from the previous reply, if later) to its reply."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
         moments.weight = moments.weight * keep + 1
