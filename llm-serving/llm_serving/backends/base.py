@@ -1,4 +1,4 @@
-"""The interface of a backend: the operations of a decoder as Cells, and the Parameters that they use.
+"""The interface of a backend: the operations of a decoder as Cells (MindSpore modules), and their Parameters.
 
 Shapes: T packed tokens of a step (the rows of its B requests in sequence, without padding), S sampled rows, H hidden
 size, N output features, K input features, D head_dim, V vocabulary size, I intermediate size, W blocks in the widest
@@ -42,7 +42,8 @@ class AttentionShape:
 
 
 class Backend(Protocol):
-    """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments.
+    """One implementation of a decoder's operations, each as a Cell (a MindSpore module). Cells are cheap to create and
+    take weights as arguments.
 
     A backend that lacks an operation inherits the method of this class, which raises an error or returns None.
     Docstrings of methods that return a Cell state what the Cell computes, as (arguments) -> result.
@@ -88,10 +89,12 @@ class Backend(Protocol):
         raise self._no_quantized_products()
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction` affects only which are chosen."""
+        """(router logits float32 [T, experts]) -> two tensors for `experts`, which say which experts compute a row, and
+        with which weights. `correction` affects the choice of experts, but not their weights.
+        """
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """(x [T, H], both tensors of `route`, gate_up and down from `expert_weights`) -> [T, H]."""
+        """(x [T, H], both tensors of `route`, gate_up and down from `expert_weights`) -> weighted sums [T, H]."""
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
         """The same as `experts`, with weights from `quantized_expert_weights` and activations in 8 bits."""
@@ -114,7 +117,9 @@ class Backend(Protocol):
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> last argument of `paged_attention`: mask or positions."""
+        """(positions int32[T], block_tables int32[B, W]) -> argument `attention_mask` of `paged_attention`: a mask, or
+        `positions` itself if this backend's attention compares positions.
+        """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
@@ -128,12 +133,12 @@ class Backend(Protocol):
     def largest_logits(self) -> nn.Cell | None:
         """(logits float32 [S, V]) -> (int32 [S], float32 [S, 2]). The first result is the index of the largest logit of
         each row; of equal logits, the lowest index. The second has this index and the logit. Return None if the backend
-        has no separate graph for steps with one token per request.
+        does not compile a separate graph for decode-only steps. Only that graph uses this Cell.
         """
         return None
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
-        """Return a Cell with the interface of `TokenDrawing`, or None if the backend draws no tokens."""
+        """Return a Cell that samples tokens and has the interface of `TokenDrawing`, or None if unsupported."""
         return None
 
     def columns(self, start: int, end: int | None = None) -> nn.Cell:
@@ -150,13 +155,14 @@ class Backend(Protocol):
         return None
 
     def program(self) -> nn.Cell | None:
-        """The operator that runs a program, a network encoded as integers (`network.program`): (table) -> float32 [1],
-        a placeholder. Return None if the backend runs no programs.
+        """One operator that computes a whole network, or a part such as the LM head. It reads the network from a
+        program: a list of instructions, encoded as integers (`network.program`). Its interface is (table) -> float32
+        [1], a placeholder. Return None if the backend lacks this operator.
 
         `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the step
-        inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by `STATE_INPUTS` if
-        there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`, `block_weight`,
-        `table`, `vector` or `numbers`.
+        inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, recurrent states followed by
+        `STATE_INPUTS` if there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`,
+        `block_weight`, `table`, `vector` or `numbers`.
         """
         return None
 
@@ -182,23 +188,25 @@ class Backend(Protocol):
         return self.linear_weight(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the weights [num_experts * N, K] of all experts as one Parameter for each expert, or one for all."""
+        """Return the weights of all experts (`array` [num_experts * N, K]) as one Parameter each, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` or `expert_weights` without copying the rows first, or return None."""
+        """Do the same as `linear_weight` or `expert_weights`, but read `rows` directly, without an intermediate copy.
+        Return None if the backend cannot do so, for example because the rows do not have the model dtype.
+        """
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        """Return a weight that stays in GGUF blocks, copied from `segments` of consecutive rows. All segments except
-        the last must have a multiple of 16 rows. `weight_only`: see `packed_quantized_weight`. Raise ModelError if
-        `program()` is None.
+        """Return a weight that keeps its GGUF quantization blocks, from `segments` of consecutive rows. All segments
+        except the last must have a multiple of 16 rows. `weight_only`: see `packed_quantized_weight`. Raise ModelError
+        if the backend lacks the operator `program`.
         """
         raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """Return a quantized weight for a program. Unless `weight_only`, the product quantizes activations to 8 bits,
+        """Return a quantized weight for `program`. Unless `weight_only`, the product quantizes activations to 8 bits,
         and 8-bit weights must have one scale per row. Raise ModelError if this backend cannot multiply by the weight.
         """
         raise ModelError(f"backend {self.name} runs no programs, which this quantized weight requires")
@@ -233,11 +241,15 @@ class Backend(Protocol):
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return 8-bit KV caches, each head's scale after its values. Raise ModelError if `program()` is None."""
+        """Return the 8-bit KV cache of a layer. The scale of each head follows its values. Raise ModelError if the
+        backend lacks `program`.
+        """
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return zeroed states, float32 [num_slots, *shape]. Raise ModelError if `program()` is None."""
+        """Return recurrent states with value zero, float32 [num_slots, *shape]. Raise ModelError if the backend lacks
+        `program`.
+        """
         raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

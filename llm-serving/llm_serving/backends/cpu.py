@@ -274,7 +274,7 @@ class CpuLargestValues(nn.Cell):
 
 
 class CpuSwiglu(nn.Cell):
-    """silu(gate) * up as one operator of the library. It rounds only once, as a program (`network.program`) does."""
+    """silu(gate) * up as one operator of the library. It rounds only once, as `CpuProgram` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class CpuSwiglu(nn.Cell):
 
 
 class CpuProgram(nn.Cell):
-    """The operator of `Backend.program`. Its shapes are fixed, because dynamic shapes are slow (csrc/addressed.h)."""
+    """The operator of `Backend.program`. Its arguments have fixed shapes: MindSpore is slow if shapes are dynamic."""
 
     def __init__(self) -> None:
         super().__init__()

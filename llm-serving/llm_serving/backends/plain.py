@@ -252,7 +252,7 @@ class PlainAdd(nn.Cell):
 
 
 class PlainRouter(nn.Cell):
-    """Returns each expert's weight [T, experts], 0 if not chosen, twice, as `Backend.route` returns two tensors."""
+    """Returns the weight of each expert [T, experts] (0: not chosen) twice: `Backend.route` has two results."""
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class PlainRouter(nn.Cell):
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
     def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """Return for each score how many scores of its row are larger, or equal with a lower number."""
+        """Return the rank of each score in its row; 0 is the largest. Of equal scores, the lowest index ranks first."""
         larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
             choice_scores.expand_dims(1) == choice_scores.expand_dims(2),

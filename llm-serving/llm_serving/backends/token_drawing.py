@@ -63,7 +63,9 @@ def _int64(number: int) -> ms.Tensor:
 
 
 def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
-    """Return digits [S] and powers [S] with numbers = digits * 2^(powers - 126). Numbers are 0 or >= `LEAST_FLOAT`."""
+    """Return integers `digits` and `powers`, both [S], with numbers = digits * 2^(powers - 126). Each number must be 0
+    or at least `LEAST_FLOAT`.
+    """
     fractions, exponents = np.frexp(numbers)
     digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
     return digits, np.maximum(exponents - (_DIGITS + _LEAST_POWER), 0).astype(np.int32)
@@ -171,11 +173,12 @@ class _Sums(nn.Cell):
 
 
 class _Share(nn.Cell):
-    """Multiplies a fraction by a total: (pieces of the fraction [S, 4], total int64 [S, 1], at most 2^51) -> (whole,
-    rest, step), int64 [S, 1].
+    """Multiplies a fraction by a total exactly, in integers: (the fraction as `NUM_PIECES` integers of `PIECE_BITS`
+    bits [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1].
 
-    The product is `whole` + `rest` / 2^53. `step` is the largest power of two that is at most `whole`, or 0 if `whole`
-    is 0. `step` / 2^53 is half the distance of adjacent float64 numbers near the product.
+    The product is `whole` + `rest` / 2^53. With `step`, the caller rounds the product as float64 arithmetic would:
+    `step` / 2^53 is half the distance of adjacent float64 numbers near the product. `step` is the largest power of two
+    that is at most `whole`, or 0 if `whole` is 0.
     """
 
     def __init__(self) -> None:
@@ -279,12 +282,14 @@ class TokenDrawing(nn.Cell):
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
-        """Return the largest integer below the product of `top_p` and `total`, which is first rounded to float64."""
+        """Round the product of `top_p` and `total` to float64. Return the largest integer below the result."""
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
 
     def draw(self, weights: ms.Tensor, row: ms.Tensor, limits: Any, number: ms.Tensor) -> ms.Tensor:
-        """Return the first token whose cumulative weight exceeds the fraction `number` of the total, float32 [S, 1]."""
+        """Return the first token, float32 [S, 1], whose cumulative weight exceeds `number` times the total weight.
+        `number` is random, from 0 to 1.
+        """
         weights = self.padded(weights, row)
         threshold, room = None, None
         if limits is None:

@@ -19,10 +19,10 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
 def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
-    """Quantize a weight [out, in] symmetrically to 8 or 4 bits, with the results and errors of `quantize_w8` and
-    `quantize_w4`. The weight is float32, float16, or bfloat16 as uint16 bits. It is not copied if it is C-contiguous.
-    Each `group_size` columns of a row share a scale; None means all columns, any other value must divide their number.
-    `rotates` sets `QuantizedTensor.rotated`.
+    """Quantize a weight [out, in] symmetrically to 8 or 4 bits on all cores. The results and the raised errors are the
+    same as for `quantize_w8` and `quantize_w4`. The weight is float32, float16, or bfloat16 as uint16 bits. It is not
+    copied if it is C-contiguous. Each `group_size` columns of a row share a scale; None means all columns, any other
+    value must divide their number. `rotates`: whether rows are rotated first (`QuantizedTensor.rotated`).
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")
@@ -52,7 +52,7 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments (consecutive rows) of a weight to pack. Raise ModelError if the kernels do not support them."""
+    """A weight in GGUF blocks to pack, as segments of consecutive rows. Raise ModelError if it is unsupported."""
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:
         self._arrays: list[NDArray[Any]] = []  # keeps the arrays alive while the library reads them
