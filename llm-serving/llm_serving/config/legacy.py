@@ -1,4 +1,4 @@
-"""Other names and files that the loader accepts: renamed keys, the older servers' keys, and MindFormers' model YAML."""
+"""Configuration besides the current keys: former keys, keys of other servers, and MindFormers' model YAML."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

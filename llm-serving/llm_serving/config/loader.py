@@ -254,7 +254,7 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
 
 
 def _use_rank_ports(reading: _Reading) -> None:
-    """Read the agent ports of an older YAML as the ranks of one replica, if it has one graph file for each port."""
+    """If an older YAML has one graph file for each agent port, serve one replica that has a rank for each port."""
     given, count = reading.given.get(AGENT_PORTS), reading.num_rank_graphs
     if given is None or given.is_override or TENSOR_PARALLEL in reading.given:
         return
@@ -321,10 +321,10 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 
 
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
-    """Use the dtype of the MindFormers YAML if `model_dtype` has the older form "DataType.FLOAT32".
+    """Replace a `model_dtype` like "DataType.FLOAT32", the form of older servers, by the dtype that they used.
 
-    Older servers ignored such a value. Without a MindFormers YAML, it is used. Only float32 on Ascend, which lacks it,
-    is then replaced by MindFormers' default.
+    Older servers ignored their `model_dtype` and used `compute_dtype` of the MindFormers YAML, or MindFormers' default.
+    Without a MindFormers YAML, the value is kept, except float32 on Ascend, which does not support it.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):

@@ -32,7 +32,7 @@ from llm_serving.models.spec import ModelSpec
 
 
 class ModelSize(NamedTuple):
-    """The memory of a model as a two-column table, and whether a WorkAgent can load it with any context length."""
+    """The memory of a model as a two-column table, and whether its weights and KV cache (at least one block) fit."""
 
     lines: list[str]
     fits: bool
@@ -172,7 +172,7 @@ class _Verdict(NamedTuple):
 
 
 def _on_npus(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:
-    """Return what fits on NPUs of the usual sizes. Only a WorkAgent can read the memory size of the actual NPU."""
+    """Return how many tokens fit on NPUs of `NPU_SIZES_GB`. Only a WorkAgent can read the actual memory size."""
     given = []
     for gigabytes in NPU_SIZES_GB:
         limit = int((gigabytes * 2**30 - CANN_BYTES) * FREE_NPU_MEMORY_FRACTION)

@@ -78,7 +78,7 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """Number of KV blocks in each disk buffer: those of the longest request, or 0 without a disk cache."""
+        """Number of KV blocks in each disk buffer: enough for the longest request, or 0 without a disk cache."""
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 
     @property
@@ -86,7 +86,7 @@ class ServingConfig:
         return -(-self.model.max_generate_length // self.pa.block_size)
 
     def num_state_slots(self, state_bytes: int) -> int:
-        """Return the number of state slots of each WorkAgent; 0 if `state_bytes`, the size of one slot, is 0."""
+        """Return the number of slots for recurrent states per WorkAgent; 0 if the model has none (`state_bytes` 0)."""
         return num_state_slots(state_bytes, self.model.decode_batch_size, self.pa.num_state_slots)
 
     @property

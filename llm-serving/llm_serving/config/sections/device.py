@@ -144,7 +144,9 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """Return `weights`, or dequantization if it is None and the device cannot multiply GGUF blocks."""
+        """Return how weights are quantized on a device. If `weights` is None and the device cannot multiply GGUF
+        blocks, stored quantized weights are dequantized.
+        """
         return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 
 
