@@ -56,7 +56,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends. An earlier end has no effect."""
+    """Ask the kernel to kill this process when the thread that started it ends, unless it has ended before."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -112,7 +112,7 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Release unmodified library pages, over 200 MB of MindSpore's. A later access reads a page from its file again."""
+    """Release unmodified library pages (MindSpore: over 200 MB). A later access reads a page from its file again."""
     start = size = 0
     with suppress(OSError), Path("/proc/self/smaps").open() as mappings:
         for line in mappings:

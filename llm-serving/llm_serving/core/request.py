@@ -61,9 +61,9 @@ class DiskPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """The KV blocks of a migrating request in the transfer pool, and the request's history.
+    """A migrating request's history, and its KV blocks in the transfer pool, the memory that other replicas read.
 
-    The blocks do not change until the importing replica releases them. Without blocks, it recomputes all tokens.
+    No block changes until the importing replica releases it. Without blocks, that replica recomputes all tokens.
     """
 
     block_ids: tuple[int, ...] = ()

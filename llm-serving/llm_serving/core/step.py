@@ -35,7 +35,7 @@ class BlockMoveKind(enum.IntEnum):
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block to another, in all layers. An epoch (`kvcache.block_table`) identifies the allocation."""
+    """A copy of one block to another, in all layers. Epochs (`kvcache.block_table`) tell reuses of a block apart."""
 
     kind: int
     source: int
@@ -82,7 +82,7 @@ class ResultKind(enum.IntEnum):
 
 
 class ResultToken(NamedTuple):
-    """A token of a step that gives a result. `token`: index among the tokens that the step computes for the row."""
+    """A token at which a step gives a result, such as a sample. `token`: index among the row's tokens in the step."""
 
     row: int
     token: int
@@ -192,7 +192,7 @@ SAMPLE_FIELDS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """The tokens whose log-probabilities a step returns: G tokens in P concatenated lists, one per LOGPROBS result."""
+    """The tokens whose log-probabilities a step returns. `token_ids` concatenates one list of tokens per result."""
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids
@@ -270,7 +270,7 @@ def no_top_tokens(num_results: int) -> TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """P results of kind LOGPROBS, computed before temperature and other sampling parameters."""
+    """The log-probabilities that `ScoringInput` asks for, before temperature and other sampling parameters."""
 
     logprobs: Float32Array  # [G], of the tokens in `ScoringInput`
     ranks: Int32Array  # [G], of the same tokens: 1 is the most likely; of equals the lower id comes first

@@ -90,7 +90,9 @@ class CacheGroups:
         return low * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return a number of prompt tokens of a request that a step can always compute; 1 without sliding windows."""
+        """Return the length in tokens of a prompt chunk that always fits into the blocks that a request may hold. It is
+        1 without sliding windows.
+        """
         chunks = [
             min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)
             for window, most in zip(self.windows, self.max_blocks(block_size, num_blocks), strict=True)
