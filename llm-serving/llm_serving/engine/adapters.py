@@ -26,7 +26,7 @@ class Adapter:
 
     @property
     def number(self) -> int:
-        """Number by which requests and steps name the adapter. Adapters with equal files have the same number."""
+        """Id of the adapter in requests, steps and recordings. Adapters with equal files have the same id."""
         return number_of(self.fingerprint)
 
     @property

@@ -78,7 +78,7 @@ class Auditor:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a request that migrates to another replica. Return its outputs so far."""
+        """Stop recording, for an audit, the outputs of a request that migrates. Return its outputs so far."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
@@ -98,7 +98,9 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Recompute the oldest waiting answer, unless one is being recomputed. Call only while the engine is idle."""
+        """Start to recompute the oldest answer that waits for its audit, unless an audit is running. Call only while
+        the engine is idle.
+        """
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()

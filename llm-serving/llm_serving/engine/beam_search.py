@@ -215,7 +215,9 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Create the request of a beam. `parent` is the request that has computed all its tokens except the latest."""
+        """Create the request of a beam. `parent` is the request that has computed all tokens of the beam but the
+        latest.
+        """
         root = self.request
         beam = Request.derived(
             root,

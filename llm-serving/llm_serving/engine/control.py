@@ -66,7 +66,8 @@ class RequestLookup:
     ) -> dict[int, T | None]:
         """Call a function in the thread of each engine. The result of an engine that does not reply in time is None.
 
-        `question` returns the function for an engine. A call in `asked` that is still pending is awaited, not repeated.
+        `question(engine)` returns the function to call. `asked`: calls of earlier questions. If an engine's earlier
+        call is still pending, it is awaited, and no new call is made.
         """
         living = self._replicas.living()
         for index, engine in living.items():

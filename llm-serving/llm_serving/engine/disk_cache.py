@@ -142,7 +142,8 @@ class DiskCache(StepObserver):
     def find(self, request: Request, add: Callable[[], None]) -> None:
         """Read the blocks of the request's prompt that are on disk, then call `add`.
 
-        A fork is added after its parent. If a request already reads the first of these blocks, it is added first.
+        A fork is added after its parent. If another request is already reading the first of these blocks, this request
+        waits until the other one is added.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -304,7 +305,9 @@ class DiskCache(StepObserver):
             self._add(follower)
 
     def _on_late(self) -> None:
-        """Add all waiting requests without blocks from disk. Until the WorkAgent replies, new requests do not wait."""
+        """Add all waiting requests to the scheduler, without blocks from disk. Until the WorkAgent replies, do not let
+        new requests wait.
+        """
         if not self._is_late:
             self._is_late = True
             logger.warning(

@@ -222,7 +222,7 @@ class EngineRequests:
         return answer
 
     def wake(self) -> None:
-        """Wake the engine's thread, so that it applies what other replicas have changed, such as its slot leases."""
+        """Wake the engine's thread to apply changes by other replicas, for example of a tenant's number of slots."""
         with contextlib.suppress(WorkerDiedError):
             self._inbox.post(lambda: None)
         for listener in self._listeners:

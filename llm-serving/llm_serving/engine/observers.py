@@ -41,7 +41,9 @@ class EngineListener:
         """Called with requests that other replicas must continue. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        """Called with blocks that other replicas exported and this engine no longer needs, so they can be reused."""
+        """Called with transfer pool blocks that this engine no longer reads. The replicas that wrote them can reuse
+        them.
+        """
 
 
 class StepTimes:

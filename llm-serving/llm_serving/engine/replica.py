@@ -52,7 +52,7 @@ def build_scheduler(
     """Create the scheduler of replica `index`, which may record its decisions.
 
     `windows`: attention window of each group of layers. `whole_prompts`: whether a step must compute a prompt at once,
-    because tokens attend to later ones. `num_state_pieces`: transfer pool blocks that one recurrent state occupies.
+    because tokens attend to later ones. `num_state_pieces`: blocks that a recurrent state fills in a transfer.
     """
     scheduler = config.scheduler
     states = None
@@ -90,7 +90,7 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the transfer pool from which replica `index` writes to disk. The pool for reads follows it in memory."""
+    """Create the buffer from which replica `index` writes blocks to disk. In memory, the buffer for reads follows."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

@@ -221,7 +221,7 @@ class Replicas(EngineListener):
         return asked
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Return blocks to the replicas that exported them, for reuse. Thread-safe."""
+        """Return transfer pool blocks to the replicas that wrote them, for reuse. Thread-safe."""
         blocks_of: dict[int, list[TransferBlock]] = {}
         for block in blocks:
             blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
@@ -231,8 +231,8 @@ class Replicas(EngineListener):
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
         """Return the replica that continues a migrating request, preferably `index`.
 
-        Return None if its blocks must first be transferred. `on_migrating` then gets the request again, without blocks
-        if the transfer failed. If too many transfers wait, return the replica that has the blocks.
+        Return None if a transfer of its blocks to `index` has begun. `on_migrating` gets the request again after the
+        transfer, without blocks if it failed. If too many transfers wait, return the replica that computed the blocks.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):

@@ -84,7 +84,7 @@ class RequestDispatcher:
                 opened.engine.ask(partial(opened.engine.extend_deadline, request_id, deadline))
 
     def discard_coalesced(self, opened: OpenRequest) -> None:
-        """Give the answer of a request to no further clients, because it will stay incomplete."""
+        """Stop sharing a request's answer with clients that send the same request, because it will stay incomplete."""
         if isinstance(opened.stream, CoalescedResponse):
             self.coalesced.forget(opened.stream)
 

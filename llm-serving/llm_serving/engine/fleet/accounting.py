@@ -25,7 +25,8 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas have served, by class and tenant. Not thread-safe.
 
-    Each list of counts has one element per (class, tenant), in order of first service. A replica's list may be shorter.
+    Each list of counts has one element per (class, tenant), in order of first service. A replica's list may lack the
+    newest pairs.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class TenantUsage:
         self._version += 1
 
     def has_changed(self, replica: int) -> bool:
-        """Return whether any replica has recorded service since this replica's snapshot. Needs no lock."""
+        """Return whether any replica has recorded service since this replica's last `take_snapshot`. Needs no lock."""
         return self._snapshot_versions.get(replica) not in (None, self._version)
 
     def take_snapshot(self, replica: int) -> None:
@@ -95,7 +96,7 @@ class TenantUsage:
 
 
 class FleetAccounting:
-    """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
+    """Usage by tenants and classes, and the running slots of tenants, on all replicas of a master. Thread-safe.
 
     Before each step, a replica reads the service of the others. Therefore the token counts of two tenants with waiting
     requests differ by at most the bound for one replica, plus the tokens that the other replicas compute in two steps.
@@ -116,7 +117,7 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica. Any thread may call `wake`, which makes the replica's thread apply its changed slot leases."""
+        """Add a replica. `wake` makes the replica's thread apply its new number of slots. Any thread may call it."""
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
         self._leave_classes(replica)
@@ -138,8 +139,8 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add a step's class usage. Return the lowest and highest lead (see `FleetClassUsage`) of each class since this
-        replica's last call.
+        """Add a step's class usage. Return the lowest and highest lead of each class since this replica's last call.
+        The lead is how far a class is ahead of the class with the lowest usage (`FleetClassUsage`).
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -174,7 +175,9 @@ class FleetSync(FairnessObserver):
         self._accounting, self._limits = accounting, accounting.limit_monitor
 
     def synchronize(self) -> None:
-        """Apply remote service, slot leases and deprioritized classes to the scheduler, before it forms a step."""
+        """Pass to the scheduler, before it forms a step, what other replicas have changed: the service of tenants, the
+        number of slots of each tenant here, and the classes to deprioritize.
+        """
         scheduler, accounting = self._scheduler, self._accounting
         accounting.take_snapshot(self._index)
         if scheduler.num_waiting:
@@ -196,7 +199,9 @@ class FleetSync(FairnessObserver):
         super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report new service to other replicas. `schedule` is None if no step was formed or one is fast-forwarded."""
+        """Report new service to other replicas. `schedule` is the new step. It is None if no step was formed, or if the
+        simulator computes the step without a `Schedule`.
+        """
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())
@@ -214,6 +219,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that this replica continues a migrated request. The request keeps its tenant's slot."""
+        """Record that this replica continues a migrated request. The request still counts in its tenant's limit."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

@@ -60,7 +60,7 @@ class MigratingRequest(NamedTuple):
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """The transfer pool's blocks with the request's KV cache. If there are none, the next engine recomputes it."""
+        """KV blocks that another replica fetches from the transfer pool. Without any, it recomputes the KV cache."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
@@ -104,9 +104,9 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
 class RequestMigration(StepObserver):
     """Sends requests of one engine to other engines, and accepts theirs. Only the engine's thread may call it.
 
-    A step exports the request's blocks to the transfer pool. After the reply to that step, the engine publishes all
-    output of the request, then hands the request over. The accepting engine copies the blocks into its KV cache in its
-    first step of the request. After that step, the blocks in the transfer pool are freed.
+    A step copies the request's KV blocks to the transfer pool, which other replicas read. After the reply to that step,
+    the engine publishes all output of the request, then hands the request over. The accepting engine copies the blocks
+    into its KV cache in its first step of the request. After that step, the pool's blocks are freed.
     """
 
     def __init__(
@@ -160,7 +160,9 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Free the transfer pool blocks that the step imported. Remove the requests it exported from the scheduler."""
+        """Free the transfer pool's blocks that the step copied into the KV cache. Remove requests from the scheduler
+        whose KV blocks the step copied to the transfer pool.
+        """
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -309,7 +311,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield `pieces`. Raise WorkerError after the deadline, because each frame's timeout does not limit the sum."""
+    """Yield `pieces`. Raise WorkerError after the deadline, because each frame has only a timeout of its own."""
     for piece in pieces:
         throttle()
         if clock() > deadline:

@@ -21,7 +21,7 @@ _UNKNOWN: Final = ClassLead(0, math.inf)
 
 
 class StepShare(NamedTuple):
-    """A class's shares of all running slots, of the token budget and of all blocks, in units of `FULL_STEP`."""
+    """A class's fraction of all running slots, of the token budget and of all blocks. `FULL_STEP` means 100 %."""
 
     slots: int
     tokens: int
@@ -69,7 +69,11 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return the number of pairs (A, B) that violate the rule of `WeightMonitor`."""
+        """Add a step. Return the number of pairs (A, B) that violate the rule of `WeightMonitor`.
+
+        `leads`: how far each class is ahead across all replicas (`FleetClassUsage`). `shares`: the result of
+        `step_shares`, if the caller has it.
+        """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
             self._queue, self.excess = scheduler.waiting, {}
@@ -130,8 +134,9 @@ class _Tenant(NamedTuple):
 class LimitMonitor:
     """Counts requests that run although their tenant is at its limit, over all replicas. Thread-safe.
 
-    It knows only the limits, and which requests have started and finished, but not the slot leases. It ignores the
-    beams of a search, which run together. After a change of a limit, it counts only requests that start later.
+    It knows only the limits, and which requests have started and finished, but not how many slots each replica may use.
+    It ignores the beams of a search, which run together. After a change of a limit, it counts only requests that start
+    later.
     """
 
     def __init__(self) -> None:

@@ -299,7 +299,7 @@ class Router:
     def _speed_of_another(self) -> ReplicaSpeed | None:
         """Return the measured speed of the first replica that has one, or None.
 
-        `num_slots` is set to `max_num_seqs`, because a full KV cache of that replica does not limit other replicas.
+        `num_slots` is set to `max_num_seqs`: the measured number may be lower because that replica's KV cache is full.
         """
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:

@@ -105,7 +105,7 @@ class ClassLead(NamedTuple):
 
 
 class ClassLeadMonitor:
-    """Recomputes the leads of `FleetClassUsage` from the contents of steps, to check the scheduler. Not thread-safe."""
+    """Recomputes how far each class is ahead (`FleetClassUsage`) from the contents of steps. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
@@ -125,7 +125,7 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step. Return the minimum and maximum lead of each class since the replica's last call."""
+        """Add a step. Return how far each class was ahead since the replica's last call, as minimum and maximum."""
         self._demand.update(replica, usage)
         leads = self._leads
         for name, served in service.items():
@@ -187,10 +187,10 @@ class _Tenant:
 
 
 class TenantSlots:
-    """Leases the slots of each tenant to the replicas of a master. Thread-safe.
+    """Divides the running slots that a tenant's limit allows among the replicas of a master, as leases. Thread-safe.
 
     The leases of a tenant and the slots of its migrating requests never exceed its limit together. A free slot goes to
-    the replica in need with the fewest slots; among equals, to the one whose latest lease is the oldest.
+    the replica in need with the fewest slots; if several have as few, to the one whose latest lease is the oldest.
     """
 
     def __init__(self) -> None:
@@ -230,14 +230,14 @@ class TenantSlots:
             wake()
 
     def start_migration(self, request_id: str, tenant: str) -> None:
-        """Keep the slot of a request that leaves a replica. A second call has no effect."""
+        """Keep the tenant's slot of a request during its migration to another replica. A second call has no effect."""
         with self._lock:
             if request_id not in self.migrating:
                 self.migrating[request_id] = tenant
                 self._num_migrating[tenant] += 1
 
     def finish_migration(self, replica: int, request_id: str) -> None:
-        """Record that a replica continues the request. The replica's next report includes the request's slot."""
+        """Record that a replica continues the request. The replica's next `exchange` includes the request's slot."""
         with self._lock:
             self._arrived.setdefault(replica, []).append(request_id)
 
