@@ -1,4 +1,4 @@
-"""The OpenAPI document, generated from the endpoints, with limits that types do not express."""
+"""The OpenAPI document, generated from the endpoints, with value ranges that the Python types do not express."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ class RequestContext:
 
     @property
     def outputs(self) -> list[RequestOutput | None]:
-        """The latest output of each stream that the server sent or collected, or None."""
+        """For each stream, the latest output that the server sent or collected, or None if there is none yet."""
         return [stream.latest for stream in self.streams]
 
     @property
     def longest_answers(self) -> list[int]:
-        """For each prompt, the number of tokens of its longest stream so far."""
+        """For each prompt, the number of tokens of the longest of its answers so far."""
         lens = [0 if each.latest is None else each.latest.num_output_tokens for each in self.streams]
         return [max(lens[i : i + self.streams_per_prompt]) for i in range(0, len(lens), self.streams_per_prompt)]
 

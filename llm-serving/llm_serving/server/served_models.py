@@ -191,8 +191,9 @@ class ServedModels:
         return self.find(name) if name else self.default, receive_again
 
     def _by_url(self, scope: Scope) -> tuple[ServedModel, Scope]:
-        """Return the model that the URL selects, else the default, and the scope without the query parameter `model`.
-        The URL selects a model by this parameter, by the id of a request or stream, or by a name in an older path.
+        """Return the model that the URL selects, else the default, and the ASGI scope without the query parameter
+        `model`. The URL selects a model by this parameter, by a request id or stream id in the path, or by the model
+        name in a path of the older `llm-serving` server.
         """
         path: str = scope["path"]
         if scope["query_string"]:
@@ -327,7 +328,7 @@ class ServedModels:
             await model.stop()
 
     def begin_shutdown(self) -> None:
-        """End what would delay the end of the server: live views, loads, and requests of models that pause or sleep."""
+        """End what would delay the stop: /v1/live streams, model loads, and requests of paused or sleeping models."""
         self._is_ending = True
         for model in (*self, *self._drains.values()):
             model.routes.live.close()

@@ -87,7 +87,7 @@ EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 
 
 def write_replay_page(story: ReplayPageData, target: Path) -> None:
-    """Write a recording as an HTML file. Raise ConfigError if it cannot be written."""
+    """Write recorded scheduler decisions as an HTML file. Raise ConfigError if the file cannot be written."""
     try:
         target.write_text(replay_page(story), encoding="utf-8")
     except OSError as error:
@@ -95,7 +95,7 @@ def write_replay_page(story: ReplayPageData, target: Path) -> None:
 
 
 def replay_page(story: ReplayPageData) -> str:
-    """Return the HTML file of a recording. Its texts are embedded as data, never as code."""
+    """Return an HTML file that shows recorded scheduler decisions. Its texts are embedded as data, never as code."""
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
     code = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in MODULES)
     code = EXPORT.sub("", IMPORT.sub("", code))

@@ -35,8 +35,9 @@ class TokenBucket:
 
 
 class Quota:
-    """The rate limits of one API key, used by the event loop only. A request withdraws its prompt tokens and all that
-    it may generate; unused ones are refunded. A request above the limit per minute waits for a full bucket.
+    """The rate limits of one API key, used by the event loop only. A request withdraws its prompt tokens and the
+    maximum number of tokens that it may generate. At its end, the tokens that it did not generate are refunded. A
+    request that needs more than the limit per minute waits for a full bucket.
     """
 
     def __init__(self, key: ApiKey, clock: Clock) -> None:

@@ -114,7 +114,9 @@ class PriorityCeiling(NamedTuple):
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """Return the highest class for clients with this key (None: without a key), or None if any class is allowed."""
+    """Return the highest request class for clients with this API key, or for clients without a key if `key` is None.
+    Return None if the configuration allows these clients every class.
+    """
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None

@@ -75,7 +75,7 @@ def legacy_error_response(error: errors.LLMServingError) -> Response:
 
 
 def kind_of(error: errors.LLMServingError) -> str:
-    """Return an error's class and field for logs. Omit a field that may be any text of the client."""
+    """Return an error's class and wrong field for logs. Omit a field whose name the client may have invented."""
     field = error.field if isinstance(error, errors.RequestError) else ""
     return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 

@@ -1,6 +1,6 @@
-"""Runs work outside the event loop: in a thread if it takes long, or in threads that clients share fairly. A call into
-a C library, such as msgspec, keeps the GIL until it returns, which stops the event loop too. Therefore the work in
-threads consists of short calls, or its amount is limited before it starts.
+"""Runs work outside the event loop: `off_loop` in any thread, `FairThreads` in threads that clients share fairly. A
+call into a C library, such as msgspec, keeps the GIL until it returns, which stops the event loop too. Therefore the
+work in threads consists of short calls, or its amount is limited before it starts.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _line(content: JsonObject, prefix: str = "") -> bytes:
 
 
 class LegacyBuilder(ResponseBuilder):
-    """Builds the response of the older routes, which has server-sent events or lines of JSON."""
+    """Builds responses of the older routes. A stream consists of server-sent events or of lines of JSON."""
 
     def __init__(self, parameters: LegacyParameters) -> None:
         self._is_sse = parameters.return_protocol in (None, "sse")

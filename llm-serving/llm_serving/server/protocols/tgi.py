@@ -209,7 +209,7 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return a token with the text that it completes. A special token that shows text is not marked as special."""
+        """Return a token with the text that it completes. A special token with a text is not reported as special."""
         special = token_id in self.tokenizer.special_token_ids and not text
         return {
             "id": token_id,

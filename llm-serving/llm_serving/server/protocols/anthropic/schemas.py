@@ -27,7 +27,7 @@ class ResultBlock(Struct, kw_only=True):
 
 
 class ContentBlock(Struct, kw_only=True):
-    """A part of a message. Types: text; `tool_use` and reasoning for the assistant; `tool_result` for the user."""
+    """A part of a message: text, a tool result of the user, or reasoning or a tool call of the assistant."""
 
     type: str
     text: str | None = None

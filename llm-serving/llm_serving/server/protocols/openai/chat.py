@@ -56,7 +56,7 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
 
 
 async def respond_to_conversation(engine: AsyncEngine, http_request: Request, body: ChatCompletionRequest) -> Response:
-    """Respond to a new request, or to an earlier one that is resumed."""
+    """Respond to a new request, or continue the stream of an earlier request that the client resumes."""
     usage = streamed_usage(body)
     request = _ChatRequest(engine, http_request, body, body)
     started = await start_generation(request)

@@ -63,7 +63,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
 
 
 async def respond_to_completion(engine: AsyncEngine, http_request: Request, body: CompletionRequest) -> Response:
-    """Respond to a new request, or to an earlier one that is resumed."""
+    """Respond to a new request, or continue the stream of an earlier request that the client resumes."""
     usage = streamed_usage(body)
     request = _CompletionRequest(engine, http_request, body)
     request.prompts = await read_prompts(body.prompt, "prompt", MAX_CHOICES, "prompts")
@@ -255,7 +255,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Append logprobs of consecutive tokens to `target`. Move `offset` from the first token past the last."""
+        """Append logprobs of consecutive tokens to `target`. `offset` is at the first token; move it past the last."""
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)

@@ -109,7 +109,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
     @abstractmethod
     async def build(self, usage: Usage) -> Completion | ChatCompletion:
-        """Return the complete response without its receipt, after all outputs have been folded."""
+        """Return the complete response from all outputs. The caller adds the receipt (a verifiable record of it)."""
 
     async def finish(self) -> bytes:
         at_end, receipt, usage = self._streamed_usage.at_end, self._receipt, self.total_usage()
@@ -166,6 +166,6 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def page_of(http_request: Request) -> tuple[int, str | None]:
-    """Return the maximum number of rows on a page, and the id of the row before it, or None for the first page."""
+    """Return the maximum number of rows on a page, and the id of the previous page's last row, or None for page 1."""
     limit = query_integer(http_request, "limit", DEFAULT_ROWS, MAX_ROWS)
     return limit, http_request.query_params.get("after") or None

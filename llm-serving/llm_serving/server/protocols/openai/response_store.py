@@ -42,8 +42,9 @@ def _chars_of(message: ChatMessage) -> int:
 
 
 class ResponseStore:
-    """Stores finished responses, and background responses in progress, each kind up to the whole quota. Beyond it, the
-    oldest finished response of the tenant that uses the most bytes is evicted. Only the event loop may use the store.
+    """Stores finished responses, and background responses in progress. Each of these two kinds may use the whole quota.
+    If finished responses exceed it, the oldest one of the tenant that uses the most bytes is evicted. Only the event
+    loop may use the store.
     """
 
     def __init__(self, quota: TenantQuota) -> None:
@@ -57,7 +58,7 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
-        """Store a background response. Raise RequestError if it exceeds the quota, StoreFullError for lack of room."""
+        """Store a background response. Raise RequestError if it exceeds the quota, StoreFullError if others fill it."""
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
             limit = f"{self._quota.key} {self._max_bytes}"

@@ -134,7 +134,9 @@ def _scores_of_pairs(engine: AsyncEngine, body: PairsRequest, computed: TextVect
 
 
 async def _scores(computed: TextVectors, num_first: int) -> list[float]:
-    """Return the cosine similarity of each second text to the first text with its index, or to the only first text."""
+    """Return the cosine similarity of each second text to the first text at the same index. If there is only one first
+    text, compare all second texts with it.
+    """
 
     def compute() -> list[float]:
         first, second = computed.vectors[:num_first], computed.vectors[num_first:]
