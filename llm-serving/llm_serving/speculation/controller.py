@@ -78,7 +78,7 @@ class GainModel:
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record a decode step. `host_s`: delay of its start, because it was formed only after the reply."""
+        """Record a decode step. `host_s`: by how long the wait for the previous step's reply delayed its start."""
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -234,8 +234,9 @@ class SpeculationController:
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
         """Return (request, draft tokens) for the next step. `synchronous`: whether no step is in flight.
 
-        With a step in flight, or while drafts do not raise the throughput, only requests in `self.waiting` get drafts.
-        Raise WorkerError if the WorkAgent with the draft model has exited.
+        With a step in flight, or while drafts do not raise the throughput, only requests in `self.waiting` get drafts:
+        their steps are formed after the reply to the previous step in any case. Raise WorkerError if the WorkAgent with
+        the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}

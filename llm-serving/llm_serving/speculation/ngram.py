@@ -1,8 +1,8 @@
 """The n-gram proposer: it proposes the tokens that followed an earlier occurrence of the same n-gram.
 
-It searches, in this order, n-grams of twice the length in finished answers, n-grams in the request's own text (Saxena,
-"Prompt Lookup Decoding", 2023), and n-grams in finished answers (Hu et al., "SAM Decoding", 2024). A match is used as
-long as it predicts the output.
+It searches, in this order, finished answers for an n-gram of 2 * `length` tokens, the request's own text for an n-gram
+of `length` tokens (Saxena, "Prompt Lookup Decoding", 2023), and finished answers for an n-gram of `length` tokens (Hu
+et al., "SAM Decoding", 2024). A match is used as long as it predicts the output.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens. A draft that reaches the end of the request's text repeats itself."""
+        """Return at most `count` draft tokens. If the request's own text ends within the draft, repeat the draft."""
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -265,9 +265,9 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store finished answers, each up to its first `FAILED_TOKEN`.
+        """Store finished answers for later lookups, each up to the first `FAILED_TOKEN`, the output of a failed step.
 
-        They are indexed together, once their number is at least `num_rows` / `INDEX_SHARE`.
+        They are indexed together when their number is at least `num_rows` / `INDEX_SHARE`.
         """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
@@ -300,7 +300,7 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return running requests without a draft whose lookup is worth its cost. Drop the others from `unmatched`."""
+        """Return running `unmatched` requests whose lookup is worth its cost. Remove requests whose lookup is not."""
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []

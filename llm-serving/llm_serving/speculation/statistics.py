@@ -119,7 +119,7 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record how many draft tokens forced by the constraint were accepted. If none was forced, both are 0."""
+        """Record how many draft tokens the grammar forced, and how many of them were accepted. Both may be 0."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
@@ -215,8 +215,8 @@ class MeasuredGain:
     def add(self, num_tokens: int, factor: float, seconds: float, *, has_prompts: bool, pays: bool) -> None:
         """Record a step, and pause drafts if they save too little. `seconds`: time since the previous reply.
 
-        `num_tokens`: tokens of the step without drafts. `factor`: its output tokens divided by those expected without
-        drafts. `pays`: whether drafts are in use.
+        `num_tokens`: tokens of the step without drafts. `factor`: number of the step's output tokens, divided by the
+        number expected without drafts. `pays`: whether drafts are in use.
         """
         self._num_steps += 1
         self.prompt_share += (has_prompts - self.prompt_share) / PROMPT_MEMORY
@@ -241,7 +241,9 @@ class MeasuredGain:
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over the steps of one size class. The weights are those at its latest step, number `newest`."""
+    """Weighted sums over the steps of one size class. The weight of a step decays with each later step. `newest`:
+    number of the latest step in these sums, at which its own weight is 1.
+    """
 
     newest: int = 0
     weight: float = 0.0
