@@ -94,7 +94,7 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Replace the matcher by one without lexer states, so that outputs can again create `max_states` states."""
+        """Replace the matcher by one without cached lexer states, because outputs have used up `max_states`."""
         self._matcher = self._compiled()
         return self._matcher
 

@@ -120,8 +120,8 @@ class TokenizersVocabulary:
     """A `tokenizer.json`, whose decoder must join the tokens' bytes.
 
     `added_tokens`: tokens of `tokenizer_config.json`, by id, some of which the file may lack. `special_texts`: texts
-    that the config names as special tokens, for example as `bos_token`. Those that the file has become special tokens.
-    `content`: used instead of the content of the file; then only error messages use `path`.
+    that the config names as special tokens, for example as `bos_token`. A token of the file with such a text becomes a
+    special token. `content`: used instead of the content of the file; then only error messages use `path`.
     """
 
     adds_special_tokens = True

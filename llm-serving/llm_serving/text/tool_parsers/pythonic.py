@@ -48,7 +48,9 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Texts before, after and between calls. `is_list`: calls are a Python list. `fence`: optional texts around."""
+    """Texts before, after and between calls. `is_list`: whether the calls form a Python list. `fence`: delimiters of a
+    code block that may surround all calls.
+    """
 
     opening: str
     closing: str

@@ -77,7 +77,8 @@ def unquoted_rule(closing: str) -> str:
 
 def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing: str, whitespace: str) -> str | None:
     """Return the grammar term for a call's arguments in schema order, or None if the schema has no properties. Of the
-    constraints on strings, only `enum` and `const` are enforced. Raise GrammarError if a strict tool has other ones.
+    constraints on strings, only `enum` and `const` are enforced. Raise GrammarError if a strict tool has a different
+    one, such as `pattern`.
 
     `opening(name, is_unquoted)` returns the term before the value of the argument `name`. `closing`: text after each
     value; white space may follow it. `whitespace`: see `json_grammar`.
