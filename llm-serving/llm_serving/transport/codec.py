@@ -51,8 +51,8 @@ _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
 
-    A draft token's sampling history is the history of its row plus the draft tokens before it. If the history of a
-    sample starts with the whole history of the previous sample, this prefix is sent only once.
+    A sample's history is the tokens that its penalties count. For a draft token, it ends with the draft tokens before
+    it. If the history of a sample starts with the whole history of the previous sample, this prefix is sent only once.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
     if len(sampling.history_token_ids):

@@ -216,7 +216,7 @@ class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
 
 
 class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
-    """Contents of blocks of one transfer pool, to be copied to the same block ids of a second pool."""
+    """KV blocks of one machine's transfer pool, to be copied to the same block ids on another machine."""
 
     block_ids: list[int]
     epochs: list[int]
@@ -231,7 +231,7 @@ class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
-    """Request to read a part of a prompt, whose block hashes are `hashes`, from disk into transfer pool blocks."""
+    """Request to copy a prompt's KV blocks, found by their `hashes`, from the disk cache into the transfer pool."""
 
     hashes: list[bytes]
     start: int

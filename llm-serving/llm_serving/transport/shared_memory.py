@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share: arrays of steps, all-reduce buffers of ranks, and the transfer pool."""
+"""Memory that processes share: arrays of steps, all-reduce buffers, and the transfer pool of KV blocks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer after those that `behind` describes. Raise ProtocolError if they do not fit."""
+        """Copy arrays into a buffer, after arrays with the layout `behind`. Raise ProtocolError if they do not fit."""
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -93,7 +93,9 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays after `behind`, valid until `write`. Raise ProtocolError if they do not fit."""
+        """Return views of arrays in a buffer, which follow earlier arrays with the layout `behind`. The views are valid
+        until the next `write`. Raise ProtocolError if they exceed the buffer.
+        """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)
@@ -188,7 +190,7 @@ def rank_memory(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def transfer_memory() -> Iterator[int]:
-    """Yield the descriptor of a new, empty file for the transfer pool. The first process to map it sets its size."""
+    """Yield the descriptor of a new file for the KV transfer pool. The first process that maps it sets its size."""
     fd = os.memfd_create("llm_serving_transfer", os.MFD_CLOEXEC)
     try:
         yield fd
