@@ -247,7 +247,7 @@ def run_steps(
     buffers: SharedBuffers | InlineArrays,
     throttle: BackgroundThrottle | None = None,
 ) -> None:
-    """Run steps and proposals until the master sends Shutdown. Raise the errors of `serve`."""
+    """Run steps and propose draft tokens until the master sends Shutdown. Raise the errors of `serve`."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
     replies = _Replies(channel, runner)

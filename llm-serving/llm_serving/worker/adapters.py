@@ -27,7 +27,9 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """Holds LoRA adapters in host memory, by number, and copies them to the slots in the network's Parameters."""
+    """Holds LoRA adapters in host memory, and copies them to the slots in the network's Parameters that steps read. An
+    adapter's number, which the server derives from its files, identifies it.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class AdapterMemory:
         self._slots: dict[int, int] = {}
 
     def set(self, number: int, folder: str) -> None:
-        """Read an adapter in a thread. If `folder` is empty, drop it from host memory, but not from its slot."""
+        """Read an adapter into host memory in a thread. If `folder` is empty, drop the adapter from host memory. A copy
+        in a slot of the network stays.
+        """
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
         else:
@@ -139,7 +143,9 @@ def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter],
 
 
 def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
-    """Write an adapter to rows of A and columns of B in a network of Cells, with zeros beyond the adapter's rank."""
+    """Copy an adapter to its slot in a network of MindSpore Cells. One matrix A and one matrix B hold all `slots`
+    there. A slot is a range of rows of A and of columns of B. The part beyond the adapter's rank becomes 0.
+    """
     a, b = parameters
     width = a.shape[0] // slots
     (of_a,), of_b = stored.a, stored.b

@@ -1,4 +1,6 @@
-"""Checks of each step: moves must name existing blocks, and rows may read blocks and states only of the right epoch."""
+"""Checks of each step: copies of KV blocks must name existing blocks, and requests may read only the KV blocks and
+recurrent states that were written for them.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,10 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError if a move has a wrong kind, or a block id outside its memory (see `SOURCE_AND_TARGET`).
+    """Raise WorkerError if a block move (a copy of a KV block or recurrent state) has an unknown kind, or an id that
+    its source or target memory lacks (see `SOURCE_AND_TARGET`).
 
-    If `exports`, each move must be an export (a copy to the transfer pool); otherwise no move may be one.
+    If `exports`, each move must copy to the transfer pool. Otherwise, no move may copy to it.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -94,9 +97,9 @@ class BlockGuard:
     gave its allocation) and the number of tokens written to it.
 
     A row may read a block only if the block has the epoch in the row's block table, and only tokens that were written.
-    Two rows may not write one block. The source of a move must have the epoch and the number of tokens that the move
-    names. So the guard detects a bug in the master before it causes wrong text, for example a block allocated twice, an
-    outdated block table or a skipped position.
+    Two rows may not write one block. The source of a block move, such as a swap-in, must have the epoch and the number
+    of tokens that the move names. So the guard detects a bug in the master before it causes wrong text, for example a
+    block allocated twice, an outdated block table or a skipped position.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class BlockGuard:
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """`transfer`: tags of the transfer pool, which other WorkAgents share. `states`: tags of the state slots."""
+        """`transfer`: tags of the transfer pool, which WorkAgents share. `states`: tags of recurrent-state slots."""
         self._block_size = block_size
         self._groups = groups
         self._num_groups = len(self._groups.windows)
@@ -121,7 +124,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check the sources of the next moves, and tag their targets. Raise WorkerError if a source does not match."""
+        """Check the sources of the next copies, and tag the targets. Raise WorkerError if a source does not match."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -129,27 +132,27 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check the next exports, and tag the targets as empty: no WorkAgent may read them before `finish_exports`."""
+        """Check the next copies to the transfer pool. Tag targets as empty (unreadable) until `finish_exports`."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
             num_written[move.target] = 0
 
     def finish_exports(self, exports: Int32Array) -> None:
-        """Tag the exported blocks in the transfer pool. Other WorkAgents can read them from now on."""
+        """Tag the blocks that were copied to the transfer pool. Other WorkAgents can read them from now on."""
         tags = self._memories[BlockLocation.TRANSFER]
         for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
             tags.num_written[move.target] = min(move.num_tokens, MAX_TOKENS_PER_BLOCK)
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """After imports were executed, raise WorkerError if a source in the transfer pool was overwritten meanwhile."""
+        """After copies from the transfer pool, raise WorkerError if one of their sources was overwritten meanwhile."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind in (BlockMoveKind.IMPORT, BlockMoveKind.IMPORT_STATE):
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that a step's rows read, and tag those that they write. Raise WorkerError on a mismatch."""
+        """Check the blocks that rows read, and tag the blocks that they write. Raise WorkerError on a mismatch."""
         block_size, num_computed = self._block_size, step.num_computed
         num_tokens = num_computed + step.query_lens
         if self._num_groups > 1:
@@ -184,7 +187,7 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if an epoch is not that in `owners`. `reads`: mask of `blocks` in the block tables."""
+        """Raise WorkerError if a block has another epoch than in `owners`. `reads`: mask of `blocks` in the tables."""
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)
@@ -196,14 +199,16 @@ NO_SLOT = -1
 
 
 class StateGuard:
-    """Tags state slots with an epoch and a number of tokens. A row may read a slot only if both match the row."""
+    """Tags each slot of a recurrent state with its epoch (the number of its allocation) and the number of tokens that
+    the state covers. A row may read a slot only if both match the row.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.tags = BlockTags.of_empty(num_slots)
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check a step's state accesses, and tag the slots that it writes. Raise WorkerError for a forbidden access.
+        """Check which state slots a step reads and writes, and tag the written ones. Raise WorkerError on a mismatch.
 
         Return the slot that each row reads, [B], and the slot for the state after each token, [T], or `NO_SLOT`.
         """

@@ -41,7 +41,7 @@ class CompiledNetwork:
     Cell.
 
     Args:
-        inputs: Arguments for `Cell.set_inputs`. If None, those of a step.
+        inputs: Arguments for `Cell.set_inputs`. If None, the arguments of a step.
         is_decode: Whether the graph computes decode steps. On Ascend, MindSpore then keeps the shapes, kernel arguments
             and memory of a step, and uses them again for the next step with the same shapes.
     """
@@ -64,8 +64,8 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph and return its result. That of a `ProgramNetwork` is valid until the next call. The arrays must
-        not change during the call.
+        """Run the graph and return its result. The arrays must not change during the call. If the network is one CPU
+        operator (`ProgramNetwork`), the next call overwrites the result.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -75,7 +75,9 @@ class CompiledNetwork:
         return values
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph and return its result, which a device may still compute. A `ProgramNetwork` waits for it."""
+        """Start the graph and return its result, which a device may still compute. If the network is one CPU operator
+        (`ProgramNetwork`), wait for the result.
+        """
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
         tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
@@ -182,7 +184,9 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that compile at their first call. `num_prompt_rows`: maximum rows of a step of whole prompts."""
+    """Return networks that compile at their first call. `num_prompt_rows`: maximum number of prompts in a step that
+    computes only whole prompts, or 0 for no such graph.
+    """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
     return StepNetworks(

@@ -157,7 +157,7 @@ class DiskStore:
         return Written(is_new=True, num_evicted=num_evicted)
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
-        """Delete the least recently used blocks until `num_bytes` fit. Return remaining bytes and deleted blocks."""
+        """Delete least recently used blocks until `num_bytes` fit. Return (bytes of the rest, number deleted)."""
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
         kept = self._max_bytes if total + num_bytes <= self._max_bytes else int(KEPT_FRACTION * self._max_bytes)

@@ -52,7 +52,9 @@ class DraftSlot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Give the slot the tokens from position `start` on. Return how many are cached; the last never counts."""
+        """Assign the tokens from position `start` on to the slot. Return how many of them are cached. The last token
+        does not count, because the draft model must compute it to propose the next one.
+        """
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):
@@ -82,7 +84,7 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` per request, none if it exceeds a limit. Raise WorkerError on failure."""
+        """Return up to `num_draft_tokens` per request, or none if the request exceeds a limit, or raise WorkerError."""
         proposed: list[list[int]] = [[] for _ in requests]
         try:
             rows = self._rows(requests)
@@ -233,7 +235,9 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request with only the last tokens, which follow kept hidden states. Add these to `_given`."""
+        """Return the request with only its last tokens, each of which follows a token whose hidden state is kept. Store
+        these hidden states in `_given`.
+        """
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:
             return request._replace(token_ids=[])

@@ -59,7 +59,8 @@ PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
 
 
 def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return the possible guarantees of a WorkAgent on Ascend, by the packages that must be installed, or "" for none.
+    """Return the guarantees that a WorkAgent on Ascend may give. A key says which packages must be installed for its
+    guarantee, or is "" if the packages do not matter.
 
     `is_native`: whether the network is this project's own, not read from exported graphs. `has_experts`: see
     `guarantee`.
@@ -78,8 +79,8 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if other rows of a step can change the order in which PagedAttention sums over a row's keys
-    with this block size. `attention_rows`: that of the backend; if it is 0, every size is allowed.
+    """Raise ConfigError if, with this block size, other rows of a step can change the order in which PagedAttention
+    sums over a row's keys. If `Backend.attention_rows` is 0, every size is allowed.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

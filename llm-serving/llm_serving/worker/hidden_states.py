@@ -62,8 +62,8 @@ class HiddenStates:
         self._is_kept[entries[found], offsets[found]] = True
 
     def read(self, block_ids: Sequence[int], first: int, count: int) -> Float32Array:
-        """Return the states [n, H] of the last n of `count` tokens, of which the first is at offset `first` of the
-        first block. n is the largest number without a missing state.
+        """Return the states [n, H] of the last n of `count` tokens, where n is the largest number without a missing
+        state. The first of the `count` tokens is at offset `first` of the first block.
         """
         columns, offsets = np.divmod(np.arange(first, first + count), self._block_size)
         entries = self._entry_of[np.array(block_ids, np.int32)[columns]]

@@ -1,4 +1,4 @@
-"""The KV cache of a WorkAgent: tensors of each layer, host pool, transfer pool, and moves of blocks between them."""
+"""The KV cache of a WorkAgent: device tensors, host pool, transfer pool (for other WorkAgents), and block copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_EPOCH = 2**31 - 1
 
 
 def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
-    """Split moves into runs of the same kind. Yield (kind, [n, 2] of source and target) for each run."""
+    """Split block moves into runs of one kind, such as SWAP_IN. Yield (kind, [n, 2] of source and target block)."""
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
@@ -45,7 +45,8 @@ class TransferMemory:
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
-    The master decides which WorkAgent writes a block, and when. Readers check the epoch.
+    The master decides which WorkAgent writes a block, and when. A block's epoch is the number of its allocation.
+    Readers check it to detect a block that was allocated again.
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
@@ -229,9 +230,10 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return the key and value tensors of a view, which has smaller blocks in the memory of `pair`.
+    """Return key and value tensors for a layer with smaller blocks, in a part of the memory of `pair`.
 
-    A row of the pair has n parts of the size of a view's block. Block n * i of the view is part `view.part` of row i.
+    A row of the pair has n parts of the size of a smaller block. Block n * i of the result is part `view.part` of row
+    i.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):

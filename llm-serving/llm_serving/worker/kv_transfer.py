@@ -147,7 +147,9 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """If a step ran during the work, sleep until its `took_s` CPU seconds are a fraction `SHARE` of the time."""
+        """If a step ran during the work, sleep so long that work and sleep together use the fraction `SHARE` of a core.
+        `took_s`: CPU seconds of the work.
+        """
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))

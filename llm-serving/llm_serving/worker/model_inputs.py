@@ -84,7 +84,7 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Tokens whose hidden states a network returns: those with results, or the first, as kernels need a row."""
+        """Tokens whose hidden states a network returns: all with results, or the first one because kernels need one."""
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
@@ -127,8 +127,8 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace each reference, a token id -1 - j, by `previous[j]`, or by a placeholder if sample j failed (-1). Raise
-    WorkerError if there was no sample j.
+    """Replace each token id -1 - j, which refers to sample j of the previous step, by `previous[j]`. If that sample
+    failed (-1), use a placeholder. Raise WorkerError if there was no sample j.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -192,7 +192,9 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
 
 
 def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) -> Int32Array:
-    """Return the block table column where the first token of each row begins to attend, [G * B] for G groups."""
+    """Return the block table column at which the attention of each row's first token begins, [G * B]. It differs
+    between the G groups of layers, because each group has its own attention window.
+    """
     firsts = []
     for window in groups.windows:
         first = np.zeros(step.num_rows, np.int32)

@@ -396,7 +396,7 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for the previous step, `latest`. Return `inputs` with its tokens instead of references, and these tokens."""
+    """Wait for the previous step, `latest`. Return `inputs` with references replaced by its tokens, and the tokens."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

@@ -1,8 +1,9 @@
 """The group of ranks that compute a replica together.
 
-If a network is one operator on a CPU (`lowering.program`), the ranks add partial sums in shared memory
-(`kernels.ranks`). Other networks use MindSpore's collectives. Their processes find each other through MindSpore's
-*scheduler* process ("Dynamic Cluster" in its documentation), which rank 0 starts, and which computes nothing.
+If one CPU operator computes the whole network (`lowering.program`), the ranks add partial sums in shared memory
+(`kernels.ranks`). Other networks use MindSpore's collectives. The processes of such ranks find each other through
+MindSpore's *scheduler* process ("Dynamic Cluster" in its documentation), which rank 0 starts, and which computes
+nothing.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class SampledTokens:
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row of logits ([S, V], not changed). `history` must not contain references."""
+    """Sample one token for each row of logits ([S, V], not changed). `history` must hold only known token ids."""
     choices = SampledTokens.unset(sampling)
     choices.token_ids.fill(-1)
     choices.failures.fill(SamplingFailure.NONE)

@@ -89,7 +89,7 @@ def _rank(logits: Float32Array, token_id: int) -> int:
 
 
 def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
-    """Return how many hidden states each result of a step needs, or None if each needs one. Only means need several."""
+    """Return how many hidden states each result needs, or None if each needs one. Only mean pooling needs several."""
     of_means = result_tokens[:, 2] == ResultKind.MEAN
     return np.where(of_means, result_tokens[:, 1] + 1, 1).astype(np.int32) if of_means.any() else None
 
@@ -110,7 +110,9 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Split input ids, `token + type * vocab`. Move positions to the rows of the type in `PositionEmbedding.table`."""
+    """Split each input id, `token + type * vocab`, into the token and its type (in BERT: first or second text). Move
+    its position to the rows of `PositionEmbedding.table` for this type.
+    """
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

@@ -1,5 +1,5 @@
-"""The graph of steps in which each row has one token. These are decode steps, and all steps of a backend with
-`attention_rows`, for which each token becomes a row.
+"""The graph of steps in which each row has one token, such as decode steps. On a backend with `attention_rows`, every
+token becomes a row of its own, so the graph computes all steps.
 
 The device chooses the tokens unless `choice_of` says that the host must sample. The device computes a step while the
 host prepares the next one.
@@ -116,8 +116,8 @@ class StartedStep:
 class DeviceLogits:
     """Logits [S, V], float32, in the memory of the device, which computes them while the host continues.
 
-    `token_ids` and `largest` are the results of `Backend.largest_logits`, and `parameters` the arguments of
-    `TokenDrawing`, int32 [S, 15]. They are None if no `TokenGraph` computed the step.
+    `token_ids` and `largest` are the results of `Backend.largest_logits`. `parameters`, int32 [S, 15], says how
+    `TokenDrawing` draws tokens on the device. All three are None if no `TokenGraph` computed the step.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class DeviceLogits:
 
 
 def tokens_of(chosen: Float32Array) -> Int32Array | None:
-    """Return the tokens [S] in a result of `TokenGraph.choose`, or None: the host must report a non-finite logit."""
+    """Return the tokens [S] that the device chose, or None if a logit is not finite and the host must report it."""
     ids, values = chosen.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
 
 def choice_of(sampling: SamplingInput) -> TokenChoice:
-    """Return how a device that can draw tokens chooses those of a step, or `HOST` if the host must sample."""
+    """Return how the device chooses the tokens of a step, or `HOST` if the host must sample them."""
     if not uses_logits_unchanged(sampling):
         return TokenChoice.HOST
     greedy = greedy_samples(sampling)
@@ -161,7 +161,7 @@ def choice_of(sampling: SamplingInput) -> TokenChoice:
 
 
 def drawing_parameters(sampling: SamplingInput) -> Int32Array:
-    """Return the parameters of `TokenDrawing`, int32 [S, 15]."""
+    """Return how `TokenDrawing` draws each token on the device, int32 [S, 15]."""
     greedy = greedy_samples(sampling)
     top_k = np.where((sampling.top_k == 0) & (sampling.top_p < 1), MAX_DRAWN_VOCAB, sampling.top_k)
     scale, scale_power = split_floats(weight_scales(sampling.temperature))
@@ -213,7 +213,9 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether the graph can compute a step. Without `attention_rows`, a row needs one token and result."""
+        """Return whether the graph can compute a step. If the backend has no `attention_rows`, each row of the step
+        must have one token and one result.
+        """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
     def submit(
@@ -280,7 +282,9 @@ class TokenGraph:
         return drawn
 
     def check_drawing(self, choose_tokens: ChooseTokens) -> None:
-        """Compile the graphs that draw tokens. If the sampler draws other tokens, let the host sample."""
+        """Compile the graphs that draw tokens on the device. If they draw other tokens than `choose_tokens` for random
+        logits, let the host draw the tokens of all steps.
+        """
         if not self._drawing:
             return
         random = np.random.default_rng(0)
