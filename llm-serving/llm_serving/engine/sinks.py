@@ -83,19 +83,25 @@ OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
 
 
 def attach_sink(request: Request, context: SinkContext) -> None:
-    """Give a client's request its output sink. The sink adds the request, or its first beam, to the scheduler."""
+    """Create the output sink of a client's request. It adds the request, or the first beam of its search, to the
+    scheduler.
+    """
     request.sink = OUTPUT_SINKS[type(request.beam_search)](request, context)
     request.sink.start()
 
 
 def finish(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    """Finish the client's request for which `request` is computed. Do nothing if it has finished."""
+    """Finish the client's request: `request` itself, or the beam search to which the beam `request` belongs. Do nothing
+    if it has finished.
+    """
     if request.sink is not None:
         request.sink.finish(reason, error)
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-    """Pass each result of a step to the sink of its request. `updated`: what `Scheduler.update` returned."""
+    """Pass each result of a step to the sink of its request. `updated`: requests that got a token in the step, or
+    finished without output tokens.
+    """
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
     all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case: no set of many requests is built
     live = set() if all_are_live else set(updated) - failed
