@@ -76,11 +76,15 @@ class Executor(ABC):
 
     @property
     def needs_allowed_tokens(self) -> bool:
-        """Whether the oldest submitted step can be collected only after `set_allowed_tokens`."""
+        """Whether the oldest submitted step waits for `set_allowed_tokens`. This is so if structured output constrains
+        a sample.
+        """
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
-        """Send the allowed tokens of the oldest submitted step. If that fails, `collect` raises the error."""
+        """Send the tokens that structured output allows for each sample of the oldest submitted step. If sending fails,
+        `collect` raises the error.
+        """
 
     def await_ending(self) -> None:  # noqa: B027
         """Wait until the latest step is about to end, which is the best moment to form the next one.
@@ -102,7 +106,7 @@ class Executor(ABC):
         """Return the memory of the KV cache to the operating system, if possible. No step may be in flight."""
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Load an adapter from `folder`, now and after each restart; an empty `folder` unloads it."""
+        """Load LoRA adapter `number` from `folder`, now and after each restart; an empty `folder` unloads it."""
         raise NotImplementedError
 
     def fileno(self) -> int | None:

@@ -82,7 +82,7 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 async def hash_in_thread(files: ModelFiles) -> ContentHashes:
-    """Call `content_hashes`, which may take minutes, in a thread for which the end of the process does not wait."""
+    """Call `content_hashes`, which may take minutes, in a daemon thread."""
     hashes: Future[ContentHashes] = Future()
     hashes.set_running_or_notify_cancel()
 
@@ -151,7 +151,8 @@ Agent = TypeVar("Agent", bound=LoadedAgent)
 
 
 class SameFiles:
-    """Checks that all WorkAgents of a server read the same model, because any may continue an answer. Thread-safe.
+    """Checks that all WorkAgents of a server read the same model, because one may continue the answer of another.
+    Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
     its files, which must equal that of the master's files.

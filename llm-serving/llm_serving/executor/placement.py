@@ -84,8 +84,8 @@ class Placement(Protocol):
 class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
-    Each rank's process inherits a socket for messages, a memory file for step arrays, the transfer pool's memory
-    (`transfer_fd`), and a pipe as standard input, which closes when the master exits for any reason.
+    Each rank's process inherits a socket for messages, a memory file for step arrays, memory for KV blocks that other
+    replicas fetch (`transfer_fd`), and a pipe as standard input, which closes when the master exits for any reason.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:

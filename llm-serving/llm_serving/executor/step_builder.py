@@ -132,7 +132,9 @@ class StepBuilder:
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """Return the allowed tokens of a step with constraints. The replies to all earlier steps must have arrived."""
+        """Return the tokens that structured output allows for each sample of a step. The WorkAgent must have replied to
+        all earlier steps.
+        """
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
             matcher, output = request.matcher, request.output_token_ids
@@ -261,7 +263,7 @@ class _PackedTables:
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:
-        """Return the block ids and the epochs of all tables, each [tables, longest table], padded with 0."""
+        """Return block ids and allocation numbers (epochs) of all tables, [tables, longest table], padded with 0."""
         sizes = list(zip(map(len, map(IDS, tables)), map(START, tables), strict=True))
         width = max(sizes)[0]
         is_new = tables != self._tables or width != self._arrays.shape[2]

@@ -102,7 +102,7 @@ def start_work_agent(
     cancellation: StartCancellation | None = None,
     placement: Placement = LOCAL_PLACEMENT,
 ) -> WorkAgentProcess:
-    """Start WorkAgent `index` and wait until its model is loaded. One that replaces `previous` gets as many blocks.
+    """Start WorkAgent `index` and wait until its model is loaded. Give it as many KV blocks as `previous`, if given.
 
     `timeout_s` limits the whole start, `load_timeout_s` the time between two messages. Kill the WorkAgent if
     `on_progress` raises an exception or the start is cancelled. Raise ModelError if the model cannot be loaded,
@@ -150,7 +150,7 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Check that the WorkAgent runs the master's code (files may have been upgraded), then make it load the model."""
+    """Check that the WorkAgent runs the master's code (an upgrade may replace files), then let it load the model."""
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
     def receive() -> AgentMessage:
@@ -262,14 +262,16 @@ StartFunction = Callable[[Loaded | None, float | None], WorkAgentProcess]
 
 
 class ConsistencyCheck:
-    """Checks that all WorkAgents have the same compute fingerprint, so that answers are bit-identical. Thread-safe."""
+    """Checks that all WorkAgents report equal kernels, versions and rank counts (`ComputeFingerprint`), so that their
+    answers are bit-identical. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reference: tuple[int, ComputeFingerprint] | None = None
 
     def check(self, agent: WorkAgentProcess) -> WorkAgentProcess:
-        """Return the WorkAgent. If its fingerprint differs, kill it and raise WorkerDiedError."""
+        """Return the WorkAgent. If its fingerprint differs from the first one's, kill it and raise WorkerDiedError."""
         with self._lock:
             if self._reference is None:
                 self._reference = agent.index, agent.loaded.compute_fingerprint

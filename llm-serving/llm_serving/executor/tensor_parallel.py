@@ -29,8 +29,8 @@ from llm_serving.transport.messages import (
 class RankChannels:
     """Sends every message to all ranks. Returns a received message only when all ranks have sent an equal one.
 
-    So no rank still reads the arrays of a step when the master receives the reply, and a rank with different tokens is
-    detected. Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
+    So no rank still reads a step's arrays when the master receives the reply, and a rank that sampled other tokens is
+    found. Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:

@@ -39,7 +39,7 @@ class _PendingConnection:
 class PendingHandshakes:
     """Connections that have not presented a token yet. Thread-safe.
 
-    At the limit, a new connection replaces the oldest one of the address with the most connections. So silent
+    If there are too many, a new connection replaces the oldest one of the address with the most connections. So silent
     connections cannot keep other clients out.
     """
 
@@ -82,7 +82,7 @@ class PendingHandshakes:
 
 
 class PendingStarts:
-    """Starts that wait for their WorkAgent to connect, by token. A token is valid for one connection. Thread-safe."""
+    """Started WorkAgents that have not connected yet, by token. A token is valid for one connection. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs all ranks of one WorkAgent. When the actor exits, its ranks lose their inputs and exit."""
+    """Ray actor that runs all ranks of one WorkAgent. When it exits, the ranks' standard inputs close and they exit."""
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
         found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
