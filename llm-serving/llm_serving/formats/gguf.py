@@ -68,7 +68,7 @@ class GgufFile:
         file: The file or its first part.
         metadata: Metadata of this file by key. Arrays of strings are None, unless `read_gguf` was called with `texts`.
         types: Types of the tensors with two or more dimensions, such as Q4_K.
-        block_elements, block_bytes: Total elements of the tensors in blocks, and their bytes when packed in memory.
+        block_elements, block_bytes: Number of elements of all block-quantized tensors, and their bytes in memory.
     """
 
     file: Path
@@ -293,7 +293,7 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The quantization scheme of GGUF files. Names and layouts depend on the architecture and the numbers of heads."""
+    """The quantization scheme of GGUF files. Names and layouts depend on the architecture and the head counts."""
 
     description: str
     architecture: str = ""

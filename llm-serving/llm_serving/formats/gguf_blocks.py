@@ -1,7 +1,7 @@
 """The quantized block types of GGUF, read in NumPy (layouts: ggml-common.h of ggml).
 
     type     elements    parts of a block, in bytes                                                 value
-    Q4_0     32          d f16, 16 nibbles: low ones for the first 16 elements, high ones after it  (q - 8) d
+    Q4_0     32          d f16, 16 nibbles: low ones are elements 0-15, high ones 16-31             (q - 8) d
     Q4_1     32          d f16, m f16, 16 nibbles                                                   q d + m
     Q5_0     32          d f16, fifth bits u32, 16 nibbles                                          (q - 16) d
     Q5_1     32          d f16, m f16, fifth bits u32, 16 nibbles                                   q d + m
@@ -72,7 +72,7 @@ class BlockType:
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of packed matrices: panels of 16 rows, in chunks of 256 columns, padded to 64 bytes."""
+        """Return the bytes of matrices as kernels read them: panels of 16 rows, padded to 64 bytes per 256 columns."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)

@@ -1,7 +1,7 @@
 """Converts tensors of GGUF files from the layouts of these files to those of Hugging Face's folders.
 
-Block-quantized tensors stay quantized, unless the docstring of a function says that it dequantizes them: a function
-selects consecutive rows (`StoredTensor.part`) or reorders rows (`PackedTensor.order`).
+A function that selects consecutive rows (`StoredTensor.part`) or reorders rows (`PackedTensor.order`) keeps
+block-quantized tensors quantized. A function that must dequantize them says so in its docstring.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
 
 
 def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows head by head: query, key, value. The file has all queries, then all keys, then all values."""
+    """Return the rows of query, key and value of the first head, then of the second, and so on. The file has all
+    queries, then all keys, then all values.
+    """
     own = head_rows(name, tensor, 3 * heads.q)
     return rows_in_order(name, tensor, np.arange(tensor.shape[0]).reshape(3, heads.q, own).swapaxes(0, 1).reshape(-1))
 
@@ -119,7 +121,7 @@ def queries_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> R
 
 
 def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the gates z of all key heads of `in_proj_qkvz`. The file stores head after head."""
+    """Return the rows of the output gate (z) of all key heads of `in_proj_qkvz`. The file stores head after head."""
     return rows_in_order(name, tensor, _grouped(name, tensor, heads)[3])
 
 
@@ -132,7 +134,7 @@ def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array
 
 
 def first_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the first half of the rows of each key head, such as b of the stacked b and a."""
+    """Return the first half of the rows of each key head, such as b of Qwen3-Next's `in_proj_ba`."""
     return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 0].reshape(-1))
 
 
@@ -168,7 +170,7 @@ def untiled_taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
 
 
 def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Reorder columns as `untiled` reorders rows. Dequantize blocks if one may have elements of several heads."""
+    """Reorder columns as `untiled` reorders rows. Dequantize the blocks if a block may span several heads."""
     order, shape = _untiled(heads, heads.linear_dim), tensor.shape
     if len(shape) != 2 or shape[1] != len(order):
         raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")

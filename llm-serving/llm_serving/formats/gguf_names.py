@@ -33,13 +33,13 @@ class Naming:
     """The tensor names and layouts of one architecture.
 
     Attributes:
-        more: Name in the file -> Hugging Face's name, for tensors of a layer that Llama does not have or names
-            differently. `*` stands for the number of an expert. `|` separates the names of matrices that the file
-            stacks in one tensor. A tuple has a name and a layout for each tensor that is made from the file's tensor.
+        more: Name in the file -> Hugging Face's name, for the tensors in layers that have other names than in Llama.
+            `*` stands for the index of an expert. `|` separates the names of matrices that the file stacks in one
+            tensor. A tuple has a name and a layout for each tensor that is made from the file's tensor.
         whole: The same mapping for tensors outside layers.
         layers: Hugging Face's prefix of the names of tensors in layers.
-        pairs, plus_one: Whether the file has the layout that the docstring of `formats.gguf_weights` describes under
-            this name.
+        pairs, plus_one: Whether the file has this layout: `pairs` for query and key rows, `plus_one` for norm weights
+            (see `formats.gguf_weights`).
     """
 
     more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)

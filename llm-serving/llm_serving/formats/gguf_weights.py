@@ -5,9 +5,9 @@ llama.cpp uses the same tensor names for every architecture. It stores some tens
     rows of query and key   With `pairs`, two rows that rotary embedding rotates as a pair are adjacent. In Hugging
                             Face's layout they are half a head apart.
     norm weights            With `plus_one`, the stored weight is Hugging Face's weight plus 1.
-    experts                 All experts of a layer are in one tensor of three dimensions. Until 2024, each had its own.
+    experts                 All experts of a layer are in one tensor. Older files have one tensor for each expert.
     stacked projections     Some files have one tensor for query, key and value.
-    latent keys, values     DeepSeek has two tensors with a matrix for each head. Those of the keys are transposed.
+    latent keys, values     DeepSeek has two tensors with a matrix for each head. Key matrices are transposed.
     other tensors           `more` contains the function of module `gguf_layouts` that converts a tensor.
 """
 
@@ -111,7 +111,7 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return (name, weight) for each weight that a GGUF tensor stacks. `known` has the names, separated by `|`."""
+    """Return (name, weight) for each weight stacked in a GGUF tensor. `known`: their names, separated by `|`."""
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]

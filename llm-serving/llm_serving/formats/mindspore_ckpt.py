@@ -130,7 +130,7 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return number, start and end of the protobuf field at `at`. Start and end are those of its content."""
+    """Return the number of the protobuf field at `at`, and where its content starts and ends."""
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7
     if kind == 0:

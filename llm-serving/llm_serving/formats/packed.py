@@ -25,7 +25,7 @@ class PackedTensor:
 
     Attributes:
         name, shape: Name and shape of the weight in an unquantized model.
-        unpack: Converts the arrays of `stored` to quantized values, or to float32 if no kernel can use quantized ones.
+        unpack: Converts the file's arrays to quantized values, or to float32 if no kernel can use quantized ones.
         order: Indices of this weight's rows in the unpacked matrix, or None if the rows keep their order.
     """
 
@@ -63,8 +63,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return `found` as floating-point values of shape `shape`. Experts are stored as [experts * out, in] if they are
-    quantized, and returned as [experts, in, out].
+    """Return `found` in floating point, in shape `shape`. Quantized experts are [experts * out, in], and the result is
+    [experts, in, out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -97,14 +97,18 @@ class Scheme(Protocol):
     def form(self) -> QValuesForm | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Convert stored tensors to those of an unquantized model. Raise ModelError if parts of a weight do not fit."""
+        """Return the weights of the unquantized model, assembled from the stored tensors. Raise ModelError if the parts
+        of a weight do not fit each other.
+        """
         ...
 
 
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine by `pack` the parts of each weight, whose names differ only in one of `endings`. Keep other tensors."""
+    """Combine the parts of each weight, such as `qweight` and `scales`, by `pack`. `endings`: the names of the parts
+    after the weight's name. Keep other tensors.
+    """
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -124,7 +128,7 @@ def assemble_weights(
 
 
 def check_plain(weights: dict[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-    """Return `weights`. Raise ModelError if the dtype of an unpacked tensor is not a model dtype."""
+    """Return `weights`. Raise ModelError if an unquantized one is not float32, float16 or bfloat16."""
     for name, tensor in weights.items():
         if isinstance(tensor, StoredTensor) and tensor.dtype not in NUMPY_DTYPES:
             raise ModelError(f"{tensor.file}: tensor {name} must be {', '.join(NUMPY_DTYPES)}. Found: {tensor.dtype}")
@@ -132,7 +136,7 @@ def check_plain(weights: dict[str, ReadableTensor]) -> dict[str, ReadableTensor]
 
 
 def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dimensions: int = 2) -> StoredTensor:
-    """Return one part of a weight. Raise ModelError if it is missing, or has the wrong type or number of dimensions."""
+    """Return part `ending` of a weight. Raise ModelError if it is missing, or has the wrong dtype or dimensions."""
     found = parts.get(ending)
     if found is None:
         file = next(iter(parts.values())).file

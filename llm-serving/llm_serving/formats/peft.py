@@ -202,7 +202,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def number_of(fingerprint: str) -> int:
-    """Return the positive number of an adapter in requests, recordings and steps. Equal files have equal numbers."""
+    """Return the positive id of an adapter in requests, recordings and steps. Equal adapter files have equal ids."""
     return int(fingerprint[:8], 16) % (2**31 - 1) + 1
 
 

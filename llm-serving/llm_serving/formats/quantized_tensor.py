@@ -203,10 +203,10 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 
 
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
-    """Quantize each group of `group_size` columns to 4 bits. `weight` and errors are those of `quantize_w8`.
+    """Quantize each group of `group_size` columns to 4 bits. `weight` and the raised errors are as in `quantize_w8`.
 
     Symmetric values are integers from -8 to 7 times a scale. The scale, which may be negative, is the element of
-    largest magnitude divided by one of `STEPS`: the one that gives the smallest squared error of the group.
+    largest magnitude divided by a number in `STEPS`, chosen for the smallest squared error of the group.
 
     Asymmetric values divide the range from the smallest to the largest element into 15 steps. They represent 0 exactly,
     and their zero points are stored.
