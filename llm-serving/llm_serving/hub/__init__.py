@@ -151,7 +151,9 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield each hub's cached models by name: for Hugging Face the main revision, for ModelScope all revisions."""
+    """Yield the models in each hub's cache, by name. For Hugging Face only the main revision counts, for ModelScope
+    each revision.
+    """
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])

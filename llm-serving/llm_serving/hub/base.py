@@ -63,7 +63,7 @@ class Hub(Protocol):
         """Return the number of bytes of these files that interrupted downloads have left on disk."""
 
     def settle(self, listing: Listing) -> None:
-        """Record the commit of a branch or tag in the cache. Call this when the download is complete."""
+        """Record in the cache which commit a branch or tag refers to. Call this when the download is complete."""
 
 
 def is_offline() -> bool:
@@ -121,7 +121,9 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why `text` cannot be a hub's model name, else None. Subfolders of `folders` cannot be a name's owner."""
+    """Return why `text` cannot be a hub's model name (owner/model), or None if it can. It cannot if `owner` is a
+    subfolder of one of `folders`, because `text` is then a path.
+    """
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
@@ -178,7 +180,7 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """Return safetensors files to download, in order, or [] for other formats. `index`: copy of the weight index."""
+    """Return safetensors files to download, in order; [] if there are none. `index`: local copy of the index file."""
     if INDEX_NAME in names:
         return indexed_names(index)
     if SINGLE_NAME in names:
