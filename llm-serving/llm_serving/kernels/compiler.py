@@ -5,7 +5,7 @@ its flags. Only the kernels that this CPU needs are built, so several machines m
 
     python -m llm_serving.kernels.compiler          # compiles what is missing; needs only Python's standard library
     python -m llm_serving.kernels.compiler --all    # compiles for all instruction sets, also those of other machines
-    python -m llm_serving.kernels.compiler --tests  # compiles for all that this CPU runs; the tests compare them
+    python -m llm_serving.kernels.compiler --tests  # compiles for the instruction sets that tests compare on this CPU
 
 Environment:
     CXX: The compiler; otherwise the first of g++, c++ and clang++ that is installed.
@@ -90,7 +90,7 @@ def library_path(on_progress: Progress | None = None) -> Path:
 
 
 def kernels_path(isa: str, on_progress: Progress | None = None) -> Path:
-    """Return the path of the kernels of an instruction set. Arguments and errors are those of `library_path`."""
+    """Return the path of the kernels of an instruction set, built if missing. Raise the errors of `library_path`."""
     return _built([isa], on_progress)[1]
 
 
@@ -124,7 +124,7 @@ def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[st
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
-    """Return the paths of `parts`, all built earlier by one compiler from these sources. Otherwise, raise `error`."""
+    """Return earlier builds of `parts` (library and kernels) by one compiler from these sources, or raise `error`."""
     for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
         found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
         if len(found) == len(parts):
@@ -198,8 +198,8 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources of `targets` (part -> path) in parallel, link them, and move each result to its path
-    atomically. `library`: existing library to which kernels are linked, or None if it is one of the targets.
+    """Compile the sources of `targets` (library or kernel set -> path) in parallel, link them, and move each result to
+    its path atomically. `library`: existing library to which kernels are linked, or None if it is one of the targets.
     """
     started = time.monotonic()
     logger.info("compiling the operator library once: compiler=%s", compiler.version)

@@ -73,7 +73,7 @@ def last_error() -> str:
 
 
 def done(status: int) -> int:
-    """Return the status of a library function. Raise KernelError if the function failed, usually for lack of memory."""
+    """Return the status code of a library function. Raise KernelError for a failure, usually for lack of memory."""
     if status < 0:
         raise KernelError(last_error())
     return status
@@ -191,7 +191,9 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once, in a kernel thread, when the next program is nearly done. The kernels wait for it."""
+    """Call `callback` once, in a kernel thread, when the next step's layers are nearly done. The step waits for the
+    callback to return.
+    """
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())
 
@@ -229,8 +231,8 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The arrays of an operator call, as the C++ class `AddressedCall` reads them: int64 [arrays, 7]. A row has the
-    address, the type, the rank and up to four dimensions of one array. The address of the table never changes.
+    """A table of the arrays of an operator call: int64 [arrays, 7], with address, type, rank and up to four dimensions
+    in each row. The C++ class `AddressedCall` reads it. The address of the table never changes.
     """
 
     def __init__(self, num_parameters: int) -> None:

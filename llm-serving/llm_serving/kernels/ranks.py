@@ -20,8 +20,8 @@ JOIN_S: Final = 3600.0
 
 class Ranks:
     """One of several processes (ranks) that compute the same step at the same time. Methods raise RankLostError if
-    another rank has ended or computes a different step. After an error, do not use the object again: the partial sums
-    of one step could be added to those of another.
+    another rank has ended or computes a different step. After an error, do not use the object again: partial sums of
+    two different steps could be added.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
@@ -42,7 +42,7 @@ class Ranks:
             raise RankLostError(error)
 
     def use(self) -> None:
-        """From now on, let the programs (`network.program`) of this process compute with the other ranks."""
+        """From now on, compute this process's steps (`lowering.program`) together with the other ranks."""
         self._library.llm_use_ranks(self._handle)
 
     def start_step(self, step: int, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks in rank order, [S, width]. `rows` [S, columns] are those of this rank."""
+        """Return the columns of all ranks in rank order, [S, width]. `rows`: this rank's columns, [S, columns]."""
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count
         whole[:, first : first + rows.shape[1]] = rows
