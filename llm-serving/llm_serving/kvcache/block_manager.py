@@ -27,11 +27,11 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 class BlockManager(RequestBlocks):
     """Allocates and frees the blocks for the tokens of each request.
 
-    Only full blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the
-    parent of a fork. A shared block is never written; a fork that starts inside a block gets a copy of it. In a group
-    of layers with a sliding window, a request frees the blocks that the window has passed. If the model has recurrent
-    states, a request with blocks also has a state slot. A shared prefix then ends at a checkpoint, a block after which
-    a state was stored, and a fork recomputes the tokens after it.
+    A request shares only full blocks: with earlier requests of the same namespace and prefix (found by hash), and with
+    the parent of a fork. A shared block is never written; a fork that starts inside a block gets a copy of it. In a
+    group of layers with a sliding window, a request frees the blocks that the window has passed. If the model has
+    recurrent states, a request with blocks also has a state slot. A shared prefix then ends at a checkpoint, a block
+    after which a state was stored, and a fork recomputes the tokens after it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, **options: Any) -> None:
@@ -60,7 +60,7 @@ class BlockManager(RequestBlocks):
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return how many free blocks `admit` needs if the requests `without` are preempted first."""
+        """Return how many free blocks `admit` (same arguments) needs if the requests `without` are preempted first."""
         uses: Counter[int] = Counter()
         num_free = 0
         for other in without:
@@ -84,9 +84,10 @@ class BlockManager(RequestBlocks):
     ) -> int:
         """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
-        Return how many of its tokens are already computed. `parent`: a running request whose prefix is shared. A
-        guaranteed request never lacks a block up to `num_tokens` tokens. With a sliding window it shares no blocks,
-        because it must reuse the blocks that its window has passed, and shared ones would not become free.
+        Return how many of its tokens are already computed. `parent`: a running request whose prefix is shared.
+        `guaranteed`: the request must not be preempted, so it never lacks a block up to `num_tokens` tokens. If a
+        sliding window passes some of its blocks, it shares none, because it must reuse these blocks, and shared ones
+        would not become free.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -238,8 +239,10 @@ class BlockManager(RequestBlocks):
             )
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export those blocks of the first `num_tokens` tokens to which later tokens attend. Return the moves into the
-        transfer pool, for the step that computes the last of these tokens, or None if the pool is full.
+        """Plan the copies of KV blocks into the transfer pool, from which another replica fetches them.
+
+        Return the copies, for the step that computes the last of the first `num_tokens` tokens, or None if the pool is
+        full. Blocks to which no later token attends, such as those before a sliding window, are not copied.
         """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
@@ -257,7 +260,7 @@ class BlockManager(RequestBlocks):
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Import a request's blocks that were read from disk. Return how many of its tokens are then computed."""
+        """Plan copies of blocks read from disk to a request's table. Return how many tokens are then computed."""
         assert self.disk is not None
         table, hashes = self.table(request.request_id), self.prompt_hashes(request)
         moves = self.disk.imports(request.request_id, table, num_shared // self.block_size, hashes, self.pool)
@@ -265,16 +268,17 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return blocks imported since the last call. Owners may reclaim them once the steps formed so far have run."""
+        """Return blocks of other replicas that are no longer needed here, except by the steps formed so far."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []
         return released
 
     def reset(self) -> None:
-        """Drop all tables, hashes and pending moves, because the cache and the host pool are lost.
+        """Drop all tables, hashes and planned block copies, because the WorkAgent has lost the cache and the host pool.
 
-        Blocks handed over to other replicas stay valid. Imports are dropped too: reading them may have caused the loss.
+        Blocks that other replicas may fetch stay valid. Blocks to fetch from other replicas or from disk are dropped
+        too, because reading them may have caused the loss.
         """
         for request_id in [*self.tables, *self._host_tables, *self._import_tables]:
             self.free(request_id)
@@ -296,7 +300,7 @@ class BlockManager(RequestBlocks):
         return self.num_blocks_for(num_tokens) > min(self.max_blocks)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> Tables:
-        """Return the full blocks of the longest shareable prefix, the parent's or found by hash; none if `unshared`."""
+        """Return the full blocks of the longest prefix shared with `parent` or found by hash; none if `unshared`."""
         sources: Tables = ()
         num_common, hashes = 0, list[bytes]()
         if not unshared and parent is not None and parent.request_id not in self._unshared:

@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_touched_blocks(self) -> int:
-        """Number of blocks that were allocated at least once. The time of an access is proportional to `num_blocks`."""
+        """Number of blocks that were allocated at least once. Reading it takes time proportional to `num_blocks`."""
         return self.num_blocks - self._epochs.count(0)
 
     @property
@@ -75,7 +75,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int], *, early: bool = False) -> None:
-        """Drop one reference of each block. `early`: later requests are less likely to look for these blocks."""
+        """Drop one reference of each block. `early`: reallocate them before others, as reuse is less likely."""
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             assert count > 0, f"block {block_id} freed twice"

@@ -82,7 +82,7 @@ Tables = tuple[BlockTable, ...]
 def block_moves(
     kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
 ) -> list[BlockMove]:
-    """Return the moves from `sources` to `targets` of the blocks of `num_tokens` tokens, from entry `start` on."""
+    """Return the copies from `sources` to `targets` of the blocks of `num_tokens` tokens, from block `start` on."""
     moves = []
     for source, target in zip(sources, targets, strict=True):
         for index in range(max(start, target.start), -(-num_tokens // block_size)):
@@ -105,7 +105,7 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the lengths, in blocks, of this prompt's prefixes that later prompts are likely to share."""
+    """Return lengths, in blocks, of prefixes that later prompts may share: shared part, cached part, whole prompt."""
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 
@@ -126,7 +126,7 @@ class PrefixSearch:
         num_common: int,
         hashes: Sequence[bytes],
     ) -> None:
-        """`sources`: tables of a running request whose first `num_common` blocks can be shared, or () without one."""
+        """`sources`: tables of a fork's parent, whose first `num_common` blocks can be shared; () without a parent."""
         self._windows, self._block_size, self._pool = windows, block_size, pool
         self._sources, self._num_common, self._hashes = sources, num_common, hashes
 

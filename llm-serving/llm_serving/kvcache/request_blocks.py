@@ -56,7 +56,7 @@ class RequestBlocks:
         return self.groups.max_blocks_of(num_tokens, self.block_size, self.pool.num_blocks)
 
     def num_blocks_shared(self, request_id: str) -> int:
-        """Return how many blocks at the start of the request's first table are also used by other requests."""
+        """Return the number of blocks at the start of the request's first table that other requests also use."""
         count, ref_count = 0, self.pool.ref_count
         for block_id in self.block_table(request_id):
             if ref_count(block_id) == 1:

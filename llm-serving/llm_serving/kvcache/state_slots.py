@@ -48,8 +48,8 @@ class StateSlots:
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request can continue from a checkpoint after the block with this hash. Unless another
-        request uses the checkpoint, this occupies a free slot, so one must be spare (`num_spare`).
+        """Return whether a request can continue from a state stored after the block with this hash. If no request uses
+        the state's slot, the request takes up a spare slot (`num_spare`), so there must be one.
         """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
@@ -65,7 +65,7 @@ class StateSlots:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
         Plan checkpoints after the last full block of the prompt and after its cached prefix, which later requests
-        probably share. `hashes`: of all blocks that the request may share, or None if it uses no checkpoints.
+        probably share. `hashes`: hashes of all blocks that the request may share, or None if it uses no checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -80,7 +80,7 @@ class StateSlots:
             self._checkpoint_ends[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
 
     def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Give a migrated request its own slot. Return the moves that import its state after `num_tokens` tokens."""
+        """Give a request from another replica its own slot. Return the planned copies of its state into the slot."""
         (slot,) = self.pool.allocate(1)
         self._own[request_id] = slot
         kind, epoch = int(BlockMoveKind.IMPORT_STATE), self.pool.epoch(slot)
@@ -96,7 +96,9 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether one more request can be swapped out and one spare slot is then left for the request replacing it."""
+        """Whether a request can be swapped out. Its state keeps its slot, so another slot must be spare for the request
+        that runs instead.
+        """
         return self.num_spare > 1
 
     def swap_out(self, request_id: str) -> None:
@@ -117,7 +119,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def reset(self) -> None:
-        """Drop all checkpoints and the planned step, because the states are lost."""
+        """Drop all checkpoints and planned state accesses, because the WorkAgent has lost the states."""
         assert not self._own, "a request without blocks has a state"
         self._accesses.clear()
         self.pool.free(self._read)
@@ -131,7 +133,7 @@ class StateSlots:
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan a row that computes `query_len` tokens from `start` on. The last ones are the drafts of `add_drafts`."""
+        """Plan the state reads and writes of a row: `query_len` tokens from `start` on, the drafts last."""
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
             self._access(row, STATE_BEFORE, own if source is None else source)
@@ -148,7 +150,7 @@ class StateSlots:
             self._access(row, last, own)
 
     def pop_accesses(self) -> list[StateAccess]:
-        """Return the reads and writes since the last call, and release the checkpoints that they read."""
+        """Return the planned reads and writes of states since the last call, and release the checkpoints they read."""
         accesses, self._accesses = self._accesses, []
         self.pool.free(self._read)
         self._read.clear()
@@ -184,9 +186,10 @@ class StateSlots:
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan the checkpoints that a row stores: in the prompt, at each number of tokens in `_checkpoint_ends`.
+        """Plan the checkpoints that a request stores in a step.
 
-        In the output, a row of one token that completes a block stores a checkpoint, in place of the output's last one.
+        In the prompt, it stores one after each length in `_checkpoint_ends`. In the output, it stores one when a
+        decoded token completes a block, and drops the output's previous checkpoint.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends

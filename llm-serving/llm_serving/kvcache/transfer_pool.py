@@ -17,11 +17,13 @@ MAX_EXPORTS: Final = 128
 
 
 class TransferPool:
-    """Allocates the blocks of one replica's part of the transfer pool.
+    """Allocates the blocks of one replica's part of the transfer pool, the memory from which other replicas fetch KV
+    blocks.
 
-    A block is free, pending (its exporting step has no reply yet) or handed over. Only this replica's WorkAgent writes
-    it, in the order of steps, so it can be allocated again once its reader has returned it. `first`: id of the first
-    block. `last_epoch`: last epoch of the engine that used this part before, because epochs must not repeat.
+    A block is free, pending (the step that copies a KV block into it has no reply yet) or handed over to its reader:
+    another replica or the disk cache. Only this replica's WorkAgent writes it, in the order of steps, so it can be
+    allocated again once its reader has returned it. `first`: id of the first block. `last_epoch`: last epoch of the
+    engine that used this part before, because epochs must not repeat.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
@@ -40,7 +42,7 @@ class TransferPool:
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """Hand a request's blocks over to another replica, after the reply to the exporting step."""
+        """Let another replica or the disk cache read the blocks, after the reply to the step that copied them here."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
@@ -51,14 +53,14 @@ class TransferPool:
         self.pool.free(each - self._first for each in table)
 
     def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
-        """Free blocks that other replicas have imported. Blocks of an earlier engine are ignored."""
+        """Free blocks that other replicas have read. Ignore blocks that an engine before this one handed over."""
         for block_id, epoch in blocks:
             if self._handed_over.get(block_id) == epoch:
                 del self._handed_over[block_id]
                 self.pool.free([block_id - self._first])
 
     def cancel_all(self) -> None:
-        """Free all pending blocks, because the steps that export them are lost."""
+        """Free all pending blocks, because the steps that copy KV blocks into them are lost."""
         for request_id in list(self._pending):
             self.cancel(request_id)
 
@@ -76,11 +78,12 @@ class StoredBlocks(NamedTuple):
 
 
 class DiskPrefixes:
-    """Blocks in the transfer pool that were read from disk or will be written to it.
+    """KV blocks in the transfer pool (`TransferPool`) that were read from disk or will be written to it.
 
-    The engine reads a prefix from disk before it adds a request. When the request is admitted, it imports those blocks
-    that are not in the KV cache. A step that completes full blocks of a prompt exports those that are not on disk. If
-    the transfer pool is full, the rest of the prompt is not stored, because a prefix is found only from its start.
+    The engine reads a prefix from disk before it adds a request. When the request is admitted, the blocks that the KV
+    cache lacks are copied into it. A step that completes full blocks of a prompt copies those that the disk lacks into
+    the transfer pool. If the transfer pool is full, the rest of the prompt is not stored, because a prefix is found
+    only from its start.
     """
 
     def __init__(self, block_size: int, exports: TransferPool) -> None:
@@ -110,9 +113,10 @@ class DiskPrefixes:
     def imports(
         self, request_id: str, table: BlockTable, num_shared: int, hashes: list[bytes], pool: BlockPool
     ) -> list[BlockMove]:
-        """Return the moves that import a request's blocks into its new table, after its `num_shared` shared blocks.
+        """Return the block copies from the transfer pool to a request's new table, after its `num_shared` shared
+        blocks.
 
-        Other requests can share these blocks at once, because a step executes its moves before it computes tokens.
+        Other requests can share these blocks at once, because a step copies blocks before it computes tokens.
         """
         found = self._found.pop(request_id, None)
         if found is None:
@@ -131,7 +135,8 @@ class DiskPrefixes:
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Export the full prompt blocks that a step completes and the disk lacks. Return None if none is exported.
+        """Return the copies to the transfer pool of full prompt blocks that a step completes and the disk lacks, if
+        any.
 
         `num_computed`: number of computed tokens after this step. `hashes`: hashes of the full blocks of the prompt.
         """
@@ -152,7 +157,7 @@ class DiskPrefixes:
         return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
 
     def pop_released(self) -> list[TransferBlock]:
-        """Return the blocks released since the last call. They can be reused after the steps formed so far."""
+        """Return blocks that were read from disk and are no longer needed, except by the steps formed so far."""
         if not self._released:
             return []
         released, self._released = self._released, []
