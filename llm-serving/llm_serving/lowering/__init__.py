@@ -1,1 +1,1 @@
-"""Networks in MindSpore: as a graph of Cells, as one program operator, or as a network of MindFormers."""
+"""Networks in MindSpore: as a graph of Cells, as one custom operator, or as a network of MindFormers."""

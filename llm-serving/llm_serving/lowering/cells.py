@@ -1,4 +1,4 @@
-"""A network as a graph of Cells, one for each operation."""
+"""A network as a MindSpore graph with one Cell (`nn.Cell`) for each operation."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class NoMask(nn.Cell):
 class TokenNetwork(nn.Cell):
     """A network for steps in which each request computes at most one token.
 
-    It returns the logits, float32 [S, V], the two results of `Backend.largest_logits`, and the parameters for drawing
-    the sampled tokens (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
+    It returns the logits, float32 [S, V], the two results of `Backend.largest_logits`, and the sampling parameters of
+    each sample (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
     """
 
     inputs: Sequence[tuple[str, int]]
@@ -126,8 +126,8 @@ class TokenNetwork(nn.Cell):
         self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
     def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Split `step` into token ids, positions and KV slots, [T] each, and drawing parameters, [T, 15]. Ids that only
-        the device knows come from `previous`, see `SINGLE_TOKEN_INPUTS`.
+        """Split `step` into token ids, positions and KV slots, [T] each, and sampling parameters, [T, 15]. Ids that
+        only the device knows come from `previous`, see `SINGLE_TOKEN_INPUTS`.
         """
         given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
@@ -194,7 +194,7 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on registers, a tuple of `NUM_REGISTERS` tensors that holds the live values of a network.
+    """Runs `cell` on registers, a tuple of `NUM_REGISTERS` tensors with results that later Cells read.
 
     `reads`: indices of the registers that `cell` reads. `writes`: index of a register -> index of the result of `cell`
     that is stored in it. The code has no loop over registers, because MindSpore compiles loops slowly.
@@ -337,8 +337,8 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations as Cells compute them: views come from a split, cosines and sines are looked up once,
-    consecutive rotations by the same tables are merged, and attention depends on the store before it.
+    """Return the operations as Cells compute them: a split cuts column ranges, cosines and sines are looked up once,
+    two rotations by the same tables are merged, and attention waits for the keys and values to be stored.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

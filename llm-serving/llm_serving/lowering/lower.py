@@ -33,9 +33,9 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A network as two graphs, `states` and `head`.
+    """A network as two graphs: `states` computes hidden states, and `head` computes logits from them.
 
-    If one graph of the whole network is faster, `logits` is this graph. Its results are bit-identical.
+    If one graph of the whole network is faster, it is `logits`. Its results are bit-identical.
     """
 
     logits: nn.Cell | None
@@ -74,10 +74,11 @@ def lower(
     Args:
         kv_caches: (keys, values) of each cache layer.
         max_positions: Longest context of a row, in tokens.
-        as_program: Whether one operator runs the network if the backend has one; otherwise it is a graph of Cells.
+        as_program: Whether one custom operator computes the whole network (`lowering.program`), if the backend has it.
+            Otherwise the network is a graph of Cells.
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
         implementation: Only `native` allows `as_program` and `whole_prompts`.
-        states: Memory of the network's states, from `Backend.states`; only programs use it.
+        states: Memory of recurrent states, from `Backend.states`. Graphs of Cells do not use it.
 
     Raises:
         KernelError: MindFormers' network is not available.
@@ -128,7 +129,7 @@ def lower(
 
 
 class LoweredMtp(NamedTuple):
-    """The layer for multi-token prediction (`models.layers`) as two graphs."""
+    """The layer for multi-token prediction (`models.layers`) as two graphs: `embedding`, then `states`."""
 
     embedding: nn.Cell
     """Graph from the step inputs to the model's token embeddings, float32 [S, H]."""
@@ -148,7 +149,7 @@ def lower_mtp(
     quantization: Quantization | None,
     parameters: Parameters,
 ) -> LoweredMtp:
-    """Build the programs of a model's MTP layer `network`, and read its weights from `reader`. See `lower`."""
+    """Build the graphs of a model's MTP layer `network`, and read its weights from `reader`. See `lower`."""
     dtype, operator = backend.dtype, _operator(backend)
     own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)
     of_embedding = build_embedding_program(model, dtype)

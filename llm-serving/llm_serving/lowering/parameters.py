@@ -59,7 +59,7 @@ def parameters_of(
 
     If `quantization` is None or `blocks_a16`, weights have the model dtype, except GGUF blocks that the kernels can
     multiply. Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN
-    element. `as_cells`: create the Parameters of a graph of Cells, not of a program.
+    element. `as_cells`: create Parameters for a graph of Cells, not for one custom operator.
     """
     multiplied = {each.weights[role] for each in network.operations for role in _PRODUCTS.get(each.kind, ())}
     quantized = quantized_weights(network, quantization)
@@ -138,9 +138,9 @@ def _quantized_values(
 ) -> tuple[Stored, QuantizationName]:
     """Return a weight and its quantization scheme.
 
-    If the files store integers that matrix products of one of `schemes` can use, return them. Dequantize other stored
+    If the files store integers that a matmul of one of `schemes` can use, return them. Dequantize other stored
     integers, because rounding them again would lose accuracy. Quantize floating-point values by the first scheme.
-    `as_cells`: also quantize dequantized values, because Cells choose their products before the weights are read.
+    `as_cells`: also quantize dequantized values, because Cells choose their matmuls before the weights are read.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:

@@ -1,4 +1,4 @@
-"""A network as one operator that runs its program."""
+"""A network as one custom operator, which executes a program: the network's operations encoded as integers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class ProgramNetwork(nn.Cell):
     no arguments and only one Parameter.
 
     `operator`: result of `Backend.program`. `weights`, `states`: Parameters in the order of the program. `width`:
-    columns of the result. `rows`: whether `bind_inputs` binds rows as the last weight, which `weights` then lacks.
+    columns of the result. `rows`: whether `bind_inputs` gets hidden states, which take the place of the program's last
+    weight. `weights` then lacks it.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class ProgramNetwork(nn.Cell):
         """Bind the arrays of a step for the next run. Return the array of the result, float32 [S, width], valid until
         the run after the next.
 
-        The arrays are those of `lowering.step_inputs.STEP_INPUTS`, with states `STATE_INPUTS`, with adapters
-        `ADAPTER_INPUT`. For a head program, hidden states come first: float32 [T, H], rounded to the model dtype.
+        The arrays are `STEP_INPUTS` of `lowering.step_inputs`, then `STATE_INPUTS` for recurrent states, then
+        `ADAPTER_INPUT` for adapters. With `rows`, hidden states come first, float32 [T, H].
         """
         step: Sequence[Array] = arrays
         if self._has_rows:

@@ -51,7 +51,7 @@ TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("table_rows
 
 
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
-    """Return the inputs of a step of one request with `count` sampled rows, for networks without attention."""
+    """Return step inputs of one request with `count` sampled rows, for networks without attention (the LM head)."""
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
     whole = np.array([count], np.int32)
     return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows
@@ -62,6 +62,6 @@ def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Return inputs with dynamic shapes for `Cell.set_inputs`, for one compilation. `num_rows`: B, if fixed."""
+    """Return inputs of any size for `Cell.set_inputs`, so that a graph is compiled once. `num_rows`: B, if fixed."""
     sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]
