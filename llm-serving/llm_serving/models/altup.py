@@ -57,7 +57,9 @@ class Streams:
         return active
 
     def normalize(self, streams: Value, name: str) -> Value:
-        """Return the RMS norm of the mean of all streams, with the projected ones scaled to the size of the first."""
+        """Return the RMS norm of the mean of all streams. Before that, scale projected streams to the root mean square
+        of the first stream.
+        """
         net, others = self._net, self.count - 1
         first, rest = net.split(streams, net.hidden, net.hidden * others)
         names = [f"{self._prefix}altup_unembed_projections.{index}" for index in range(others)]

@@ -25,7 +25,7 @@ HeadNorm = Callable[[Value, str, list[int]], Value]
 
 @dataclass(frozen=True)
 class Heads:
-    """The numbers of query and KV heads, and the elements of a head: `own` in the checkpoint, `dim` with padding."""
+    """The numbers of query and KV heads, and the size of a head: `own` in the checkpoint, `dim` with padding."""
 
     q: int
     kv: int
@@ -219,7 +219,9 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the mean over positions of the rotated key bias, which an int8 KV cache subtracts (`Network.store_kv`)."""
+    """Return the key bias after the rotary embedding, averaged over all positions. An int8 KV cache subtracts it from
+    the keys, so that their rounding loses less (`Network.store_kv`).
+    """
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
     rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
@@ -246,7 +248,7 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order`: elements of a value head, by default as stored."""
+    """Return the column order of the output projection. `order`: order within a value head, by default as stored."""
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

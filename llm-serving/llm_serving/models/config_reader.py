@@ -61,7 +61,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number from 1e-30 to 1e30, or within the limits of the key in `_LEAST` and `_LARGEST`."""
+        """Return a number within the key's limits in `_LEAST` and `_LARGEST`, by default 1e-30 to 1e30."""
         value = self.config.get(key)
         value = default if value is None else value
         least, largest = _LEAST.get(key, _LEAST_NUMBER), _LARGEST.get(key, _LARGEST_NUMBER)

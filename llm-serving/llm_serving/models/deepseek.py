@@ -55,7 +55,7 @@ def _num_dense(c: ConfigReader, default: int) -> int:
 
 
 def _shared_layers(c: ConfigReader) -> set[int]:
-    """Return the indices of layers without an indexer. They use the keys that the last indexer before them selected."""
+    """Return the indices of layers that attend to the keys which an earlier layer's indexer selected."""
     count, pattern = c.integer("num_hidden_layers"), c.config.get("index_topk_pattern")
     kinds = c.choices("indexer_types", ("full", "shared"), count)
     if kinds is None and pattern is not None:

@@ -108,11 +108,11 @@ def attention(
     bias: bool,
     keys_are_values: bool = False,
 ) -> tuple[Value, int]:
-    """Add attention with norms of queries, keys and values, and with unscaled scores. Return the result and the number
-    of the cache layer that it reads.
+    """Add attention with norms of queries, keys and values, and with unscaled scores. Return the result and the index
+    of the layer in the KV cache that attention reads.
 
-    `layer`: cache layer of an earlier layer, which is read; None adds a cache layer. `keys_are_values`: whether the
-    values are the keys before norm and rotation, instead of a projection of their own.
+    `layer`: layer of the KV cache that an earlier layer writes and this one reads. None adds a layer to the KV cache.
+    `keys_are_values`: whether the values are the keys before norm and rotation, instead of a projection of their own.
     """
     rows, order, q_rows = qkv_rows(heads, rotary, False), rotary.order(), heads.q * heads.own
     kv_rows = heads.kv * heads.own

@@ -88,7 +88,7 @@ def _baichuan(reader: MetadataReader, config: Config) -> None:
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
-    """Read the routing. If the file names no scoring function, a correction bias shows that it is a sigmoid."""
+    """Read how experts are chosen. If no scoring function is named, a correction bias shows that it is a sigmoid."""
     _latent_attention(reader, config)
     if _scores(reader, 2 if reader.has_in_layer("exp_probs_b.bias") else 1, (1, 2)) == 2:
         config["architectures"] = ["DeepseekV3ForCausalLM"]

@@ -163,7 +163,7 @@ def _end_mtp(net: Network, names: MtpNames, x: Value, at: str) -> Network:
 
 
 def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Network:
-    """End a reranker with its score: the logit of the first token of SCORE_TOKENS, minus that of the second, if any."""
+    """Add a reranker's score as the result: the logit of the first token of SCORE_TOKENS minus the second's, if any."""
     ids = c.token_ids(SCORE_TOKENS)
     if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
         raise c.fail(SCORE_TOKENS, f"must hold one or two token ids less than `vocab_size` {net.vocab}")
@@ -187,8 +187,8 @@ def pre_norm(
     normalize: Norm | None = None,
     mtp_names: MtpNames | None = None,
 ) -> Network:
-    """Add what `decoder` adds, with layers that normalise the input of attention and of the feed-forward block. Call
-    `attention` with the tensor name prefix of its layer, and `feed_forward` with this prefix followed by `mlp.`.
+    """Add a whole network like `decoder`. Its layers normalise the input of attention and of the feed-forward block.
+    `attention` gets the tensor name prefix of its layer, and `feed_forward` this prefix followed by `mlp.`.
     """
     norm = normalize or net.rms_norm
 

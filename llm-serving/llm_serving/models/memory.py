@@ -41,7 +41,7 @@ def readable_size(num_bytes: float) -> str:
 
 
 def num_state_slots(state_bytes: int, max_running: int, given: int | None = None) -> int:
-    """Return the number of slots for recurrent states: `given`, or one for each running request and spare ones."""
+    """Return the number of recurrent-state slots: `given`, or one for each running request plus spare slots."""
     if not state_bytes:
         return 0
     return given or max_running + max(MIN_SPARE_SLOTS, min(max_running, SPARE_STATE_BYTES // state_bytes))
@@ -55,13 +55,13 @@ def num_mask_keys(device_target: str, max_model_len: int) -> int:
 def working_bytes(
     spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int, num_keys: int = 0
 ) -> int:
-    """Return the largest temporary memory in bytes: that of the largest step or of loading the largest weight.
+    """Return the bytes of temporary memory for the largest step or for loading the largest weight, whichever is larger.
 
     For each token a step holds the inputs and outputs of the widest operation. For each sampled row it holds the logits
-    and the sampler's copies of them. The same holds for prompt logits, which are computed in pieces of LOGITS_BYTES. On
-    an NPU there are also an attention mask with `num_keys` columns and further values of the sampler for each logit.
-    Loading holds a weight as stored and a second copy, because its tensors may be stacked. Weights that are quantized
-    in the folder also need memory for float32 values.
+    and the sampler's copies of them. Prompt logits, computed in pieces of LOGITS_BYTES, need the same. On an NPU there
+    are also an attention mask with `num_keys` columns and further values of the sampler for each logit. Loading holds a
+    weight as stored and a second copy, because its tensors may be stacked. Weights that are quantized in the folder
+    also need memory for float32 values.
     """
     token = dtype_bytes * 2 * spec.max_row_elements + MASK_BYTES * num_keys
     row = 4 * (NUM_DRAWING_VALUES if num_keys else 3) * spec.vocab_size

@@ -78,7 +78,7 @@ def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = N
 
 def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
     """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2). `groups` and `scale` are defaults of
-    `n_group`, `topk_group` and `routed_scaling_factor`. Raise ModelError for a different way to score or choose.
+    `n_group`, `topk_group` and `routed_scaling_factor`. Raise ModelError for a configuration that differs from it.
     """
     c.choice("topk_method", ("noaux_tc",), "noaux_tc")
     c.choice("scoring_func", ("sigmoid",), "sigmoid")

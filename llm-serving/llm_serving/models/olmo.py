@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms follow the sublayers, and those of query and key extend over all heads. OLMo 3 has sliding
+"""OLMo 2 and 3: norms follow the sublayers, and the norms of query and key extend over all heads. OLMo 3 has sliding
 windows in most layers. Only its other layers scale the rotary embedding.
 """
 

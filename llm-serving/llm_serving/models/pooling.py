@@ -67,7 +67,7 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
-    """Return the pooling that `mode` selects, or None to only generate text. Raise ModelError if it is unsupported."""
+    """Return the pooling for setting `mode`, or None without pooling. Raise ModelError if it is unsupported."""
     if mode == "none":
         return None
     if spec.network.num_labels:
@@ -161,7 +161,7 @@ def _token_ids(folder: Path, texts: Any) -> list[int]:
 
 
 def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
-    """Return a classifier's pooling, with its activation function. Raise ModelError if that is not supported."""
+    """Return a classifier's pooling with its activation function. Raise ModelError for an unsupported function."""
     mode = PoolingMode.LAST
     if not spec.network.causal:
         pools_all = "ModernBert" in spec.architecture and spec.config.get("classifier_pooling") == PoolingMode.MEAN

@@ -52,7 +52,9 @@ def feed_forward(
     stacks: ExpertStacks | None = None,
     normalise: bool = False,
 ) -> Value:
-    """Add `experts` experts, with a shared one if configured. If layer `index` is dense, add a gated MLP instead."""
+    """Add the feed-forward block of layer `index`: a gated MLP if the layer is dense, otherwise `experts` experts, with
+    a shared one if configured.
+    """
     dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
     if not experts or index in dense or (index + 1) % every:
         return gated_mlp(net, x, at, c.integer("intermediate_size"))

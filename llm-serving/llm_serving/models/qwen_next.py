@@ -115,6 +115,8 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 
 @lru_cache(8)
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
-    """Return the row order that turns parts for each key head into q of all heads, followed by k, v, z, b and a."""
+    """Return the row order of a projection that is stored for each key head in turn. The result has the rows of q of
+    all heads, then k, v, the output gate z, and the inputs b and a of the delta rule's gates.
+    """
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
     return (*parts_order(0, key_heads, first), *parts_order(key_heads * sum(first), key_heads, (ratio, ratio)))

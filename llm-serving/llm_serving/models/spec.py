@@ -93,7 +93,7 @@ class ModelSpec:
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """The groups of layers in the KV cache. A spec that `with_cache_groups` did not return has one group."""
+        """The groups of layers in the KV cache. There is one group unless `with_cache_groups` returned this spec."""
         return self.network.layout or ungrouped(self.network.caches, self._windows)
 
     @cached_property
