@@ -1,1 +1,1 @@
-"""Networks as lists of operations: their description, rewriting rules, sharding rules, and encoding as programs."""
+"""Networks as lists of operations: description, rewriting, sharding, and encoding as integers for the C++ kernels."""

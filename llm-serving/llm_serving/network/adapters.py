@@ -2,8 +2,9 @@
 
 The result of a row x with an adapter is x * weight^T + B * round(A * x). A * x is rounded to the model dtype, and so is
 the sum at the end. A slot holds the matrices A and B of one adapter for every linear operation. If an operation stacks
-several tensors, each tensor is one part, whose columns read only their own rows of A. A rank of a tensor-parallel
-replica holds the columns of A or the rows of B that belong to its part of the weight.
+several tensors, such as q, k and v, each tensor is one part: it has its own A, which affects only its own columns of
+the result. A rank of a tensor-parallel replica holds the columns of A or the rows of B that match its rows or columns
+of the weight.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LowRankChange:
 
 
 class Matrices(NamedTuple):
-    """A [rank, K] and scale * B [N, rank] of one part. Rows of B that belong to other parts are zeros."""
+    """A [rank, K] and scale * B [N, rank] of one part, such as q of a QKV weight. Rows of B for k and v are zeros."""
 
     a: Float32Array
     b: Float32Array
@@ -48,17 +49,17 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """The slots of one linear operation.
+    """The adapter slots of one linear operation. Each tensor that the operation stacks is one part.
 
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
         part_of_panel: Index of the part that each panel of 16 columns of the result belongs to.
-        a, b: The matrices A and B of all slots, where R is the rank of a part. A program (`network.program`) reads them
-            as panels (see `panels`): [slots, parts * R / 16, K, 16] and [slots, N / 16, R, 16], with K, N and R rounded
-            up to multiples of 16. MindSpore Cells read [slots * R, K] and [N, slots * R]; their operations have one
-            part.
+        a, b: The matrices A and B of all slots, where R is the rank of a part. The C++ kernels, which run a network as
+            a program (`network.program`), read them as panels (see `panels`): [slots, parts * R / 16, K, 16] and
+            [slots, N / 16, R, 16], with K, N and R rounded up to multiples of 16. MindSpore Cells, the alternative to
+            programs, read [slots * R, K] and [N, slots * R]; for them, all tensors form one part.
         ranks: float32 [slots, parts], the rank of each part of the adapter in a slot. Only programs read it.
-        parts: float32 [N / 16], `part_of_panel` as a weight. Only programs read it.
+        parts: float32 [N / 16], `part_of_panel` in the form that programs read.
     """
 
     weight: Weight
@@ -101,8 +102,8 @@ def with_adapters(
 ) -> tuple[Network, list[AdaptedLinear]]:
     """Return a copy of the network whose linear operations have adapter slots, and these slots.
 
-    Operations of the head get no slots. Linear operations get none if their weight is transformed, transposed or
-    separate for each head. `as_program` selects the layout of the slots: for programs or for MindSpore Cells.
+    The LM head or classifier gets no slots. Other linear operations get none if their weight is transformed, transposed
+    or separate for each head. `as_program`: use the slot layout of `network.program`, else that of MindSpore Cells.
     """
     adapted = copy(network)
     head = network.head_operations
@@ -133,7 +134,10 @@ def experts_modules(network: Network) -> tuple[str, ...]:
 
 
 def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
-    """Return a matrix [N, K] as zero-padded panels [N / 16, K, 16]. `in_pairs`: interleave two inputs, for bfloat16."""
+    """Return a matrix [N, K] as zero-padded panels [N / 16, K, 16], the layout that the C++ kernels read.
+
+    `in_pairs`: place inputs 2i and 2i + 1 of a row next to each other, as bfloat16 kernels multiply them together.
+    """
     n, k = matrix.shape
     rows, inputs = _padded(n), _padded(k)
     padded = np.zeros((rows, inputs), np.float32)
@@ -182,7 +186,7 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Generates the initial zeros of an operation's slots. `name` is unique, as equal weights share a parameter."""
+    """Generates the zeros of empty slots. `name` is unique, because weights that compare equal share one parameter."""
 
     name: str
     shape: tuple[int, ...]

@@ -88,8 +88,8 @@ class Network:
         """Look up rows of the table [V, width] by token id.
 
         `scale`: factor of the rows, which is rounded to the model dtype if `rounded_scale`. `width`: columns of the
-        table, or 0 for the hidden size. `stored_rows`: rows in the checkpoint, or 0 for the vocabulary size; token ids
-        from there on get row 0.
+        table, or 0 for the hidden size. `stored_rows`: rows in the checkpoint, or 0 for the vocabulary size. Token ids
+        without a row in the checkpoint get row 0.
         """
         attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
         width = width or self.hidden
@@ -202,7 +202,7 @@ class Network:
         eps: float | None = None,
     ) -> Value:
         """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`, but
-        each group has its own gamma and, if `bias`, its own beta. `stored_shape`: shape of each tensor, if no vector.
+        each group has its own gamma and, if `bias`, its own beta. `stored_shape`: shape of tensors that are no vectors.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)

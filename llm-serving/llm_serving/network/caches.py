@@ -56,7 +56,7 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """A part of a pair of key and value tensors, for a layer that needs less memory per token than the pair has."""
+    """A part of a key and a value tensor, for a layer that needs less memory per token than these tensors provide."""
 
     tensors: int
     part: int
@@ -88,7 +88,10 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks fit into the memory of `num_tables` blocks of a cache without groups of layers."""
+        """Return how many blocks of this layout fit into the configured memory.
+
+        The configuration gives it as `num_tables` blocks that would each hold the keys and values of all layers.
+        """
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
         return num_tables * of_layers // sum(shape.num_elements for shape in self.shapes)

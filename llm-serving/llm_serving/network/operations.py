@@ -1,7 +1,7 @@
 """The operations that describe a network, the values they read and write, and the weights they use.
 
 This module computes nothing. A value is a matrix with one row for each token of a step. A weight names the tensors of
-a model folder that it is assembled from. SIGNATURES lists the roles of each operation:
+a model folder that it is assembled from. SIGNATURES lists the inputs, weights and attributes of each operation:
 
     embedding         rows of a table by token id, or by position; zeros for a token whose row another rank holds
     linear            x * weight^T, optionally with a bias, one weight for each head, or adapters (`adapters.py`)
@@ -18,8 +18,8 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     causal_conv       depthwise convolution of a row with the rows before it in its sequence
     delta_rule        linear attention with a state for each head, by the gated delta rule
     ssm               state space model with a state for each head (Mamba-2)
-    mix_streams       residual streams of a row, each plus a weighted sum of the equal parts of another value (AltUp)
-    match_streams     `like` followed by the parts of x, scaled to the root mean square of `like`; or the sum of these
+    mix_streams       several residual streams (AltUp), each plus a weighted sum of the equal parts of another value
+    match_streams     scale the equal parts of x to the root mean square of `like`; join `like` and them, or add all
     sparsify          max(x - threshold, 0), with a threshold of mean + scale * standard deviation of the row
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights

@@ -1,8 +1,8 @@
-"""The encoding of a network as integers, which the operator library executes as a program.
+"""The encoding of a network as integers, a program that the C++ operator library (`kernels/csrc`) executes.
 
 An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
-`SIGNATURES`. -1 marks an absent role. Non-integer numbers are stored as the bits of a float32. Outputs and inputs
-are numbers of operands. An operand is a column range of a buffer. All buffers share one memory block, whose size is
+`SIGNATURES`. -1 marks one that is absent. Non-integer numbers are stored as the bits of a float32. Outputs and inputs
+are indices of operands. An operand is a column range of a buffer. All buffers share one memory block, whose size is
 proportional to the number of rows in a step. So the program stores the offset of a buffer in bytes per row, and the
 operator library multiplies it by the number of rows. Row 0 of the instructions is a header.
 """
@@ -94,12 +94,15 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program of the head. The rows of its last weight are hidden states, which a step's token ids index."""
+    """Build the program that computes logits or scores from given hidden states.
+
+    The hidden states are its last weight. The token ids of a step are indices of their rows.
+    """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network that starts with given rows, such as an MTP layer, like `build_head_program`."""
+    """Build the program of a network such as an MTP layer. It looks up its input rows like `build_head_program`."""
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 
@@ -130,7 +133,7 @@ def assemble(
 ) -> Program:
     """Encode a plan.
 
-    `first`: weights that get the numbers from 0 on, by default those of the last operation. `layer_tensors`: (group, KV
+    `first`: weights to number before all others, by default those of the last operation. `layer_tensors`: (group, KV
     cache) of each layer. If it is empty, all layers form one group, and each layer has its own cache.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])

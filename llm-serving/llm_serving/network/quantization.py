@@ -48,7 +48,7 @@ BITS: Final[Mapping[QuantizationName, int]] = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a network are quantized. `group_size`: inputs that share a scale in 4-bit weights."""
+    """How the weights of a network are quantized. `group_size`: number of inputs per scale of a 4-bit weight."""
 
     name: QuantizationName
     group_size: int = 128
@@ -77,7 +77,7 @@ def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int)
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight. Return None if no matrix product of `scheme` can use them."""
+    """Return the stored quantized values of a weight, or None if the kernels of `scheme` cannot multiply by them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -111,7 +111,7 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight by tensor, or None if no matrix product can use them."""
+    """Return the stored GGUF blocks of a weight by tensor, or None if the kernels cannot multiply by them."""
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
         return None
@@ -139,13 +139,17 @@ def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
 
 
 def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Divide each group into groups whose size is a power of two. A group of 96 inputs becomes three groups of 32."""
+    """Split quantization groups to a power of two, as kernels require. A group of 96 inputs becomes 3 groups of 32."""
     size = _power_of_two_in(tensor.form.group_size)
     return tensor if size in (0, tensor.group_size) or tensor.g_idx is not None else tensor.with_groups_of(size)
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return columns of tensors, with the largest group size that splits no group, or [] below MIN_GROUP_SIZE."""
+    """Return the given columns of quantized tensors.
+
+    If the columns split groups of inputs that share a scale, use groups of half the size, and so on. Return [] if this
+    needs groups below MIN_GROUP_SIZE.
+    """
     while True:
         picked = [each.with_columns(columns) for each in tensors]
         found = [each for each in picked if each is not None]
@@ -206,7 +210,7 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
 
 
 def unsupported_by_cells(network: Network) -> str | None:
-    """Return a feature of the network that MindSpore Cells cannot compute, or None if they can compute the network."""
+    """Return a feature of the network that the backend of MindSpore Cells cannot compute, or None if there is none."""
     if not network.causal:
         return _BIDIRECTIONAL
     if network.num_labels:

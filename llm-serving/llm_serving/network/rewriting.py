@@ -35,7 +35,7 @@ _ROW_BY_ROW: Final = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """Operations in execution order. `selected`: values, not views, that have only the sampled rows of a step."""
+    """Operations in execution order. `selected`: values that have rows only for the sampled tokens of a step."""
 
     operations: Operations
     selected: frozenset[Value]

@@ -31,13 +31,13 @@ class Scaling:
     Attributes:
         kind: A key of `ROPE_SCALINGS`.
         original: Number of positions that the model was first trained on.
-        low, high: Of kind llama3, low_freq_factor and high_freq_factor. Of kind yarn (Peng et al. 2023), beta_slow and
-            beta_fast.
+        low, high: For kind llama3, low_freq_factor and high_freq_factor. For kind yarn (Peng et al. 2023), beta_slow
+            and beta_fast.
         attention_factor: Factor of cosines and sines. None means that `attention_factor()` derives it.
         mscale, mscale_all_dim: Keys of these names in DeepSeek's variant of yarn.
-        short, long: Of kind longrope (Ding et al. 2024), the divisors of all pairs: `short` for contexts of up to
+        short, long: For kind longrope (Ding et al. 2024), the divisors of all pairs: `short` for contexts of up to
             `original` tokens, `long` for longer ones.
-        truncate: Of kind yarn, whether the limits of the interpolation are rounded to whole pairs.
+        truncate: For kind yarn, whether the limits of the interpolation are rounded to whole pairs.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the context length that `factor` multiplies, or None if `own`, the maximum, is scaled already."""
+        """Return the context length that `factor` multiplies, or None if the model's maximum, `own`, includes it."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
@@ -99,7 +99,10 @@ class Rotary:
         return self._table(np.sin, num_positions)
 
     def mean_rotated(self, values: Float32Array) -> Float32Array:
-        """Rotate a vector of heads to each of the first `MEAN_POSITIONS` positions, and return the mean."""
+        """Rotate the bias of the keys to each of the first `MEAN_POSITIONS` positions, and return the mean.
+
+        An int8 KV cache subtracts this mean from all keys before it rounds them (see `Network.store_kv`).
+        """
         cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
         heads = values.reshape(-1, 2, self.head_dim // 2)
         turned = np.stack([-heads[:, 1], heads[:, 0]], axis=1).reshape(-1, self.head_dim)

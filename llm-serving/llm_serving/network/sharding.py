@@ -2,7 +2,7 @@
 
     attention, store_kv  heads, and columns of an output gate, are split: a rank computes its own heads and stores
                          only their keys and values. Latent keys belong to all heads, so every rank stores all of them
-    norm of all heads    every rank computes this norm, and the product before it, for all heads, and then takes its own
+    norm of all heads    every rank computes this norm, and the product before it, for all heads, and uses its own heads
     delta_rule, ssm      heads are split as well, with their states and with the columns of the convolution before
                          them. If there are more ranks than groups of heads, several ranks have the same group
     causal_conv          columns are split, if a gate precedes and another gate follows the convolution (LFM2)
@@ -45,7 +45,7 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network cannot be split over the ranks. The message is a rule for KEY, which the caller puts before it."""
+    """The network cannot be split over the ranks. The message is the rule that the value of `KEY` violates."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
@@ -122,7 +122,7 @@ class _Sharding:
         self._shard_all(split)
 
     def _shard_recurrence(self, scan: Operation) -> None:
-        """Split a `delta_rule` or `ssm` and its convolution, if each rank can get whole groups or a share of one."""
+        """Split a `delta_rule` or `ssm` by heads, with its convolution. Do nothing if heads do not divide evenly."""
         y, (of_groups, of_heads, of_columns) = scan.outputs["y"], _RECURRENCES[scan.kind]
         convolution, after = self._graph.producer(scan.inputs[of_groups[0]].root), self._norms_and_gates(y)
         heads, groups = scan.inputs[of_columns[0]].width, scan.attributes["heads"]
@@ -157,8 +157,8 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of the matrix product that computes the heads in `value`. If a norm over all heads follows
-        the product, also return the norm's result.
+        """Follow `value`, such as the queries of attention, back to the matrix product that computes it. Return these
+        columns of the product. If a norm over all heads follows the product, also return the norm's result.
         """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
@@ -337,7 +337,7 @@ def _is_product_of_heads(operation: Operation) -> bool:
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Split the intermediate columns of each expert. Each part is padded like a whole expert."""
+    """Split the intermediate columns of each expert over the ranks. Pad each share to whole panels of weight rows."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:

@@ -36,7 +36,7 @@ def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
 
 
 def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    """Return an order in the form of `Weight.rows`. Return None if it keeps all `size` rows or columns unchanged."""
+    """Return row or column numbers in the form of `Weight.rows`, or None if they are 0, 1, ..., `size` - 1."""
     order = None if numbers is None else shared_order(tuple(numbers))
     return None if order is None or _is_unchanged(order, size) else order
 
@@ -144,7 +144,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Multiplies a norm weight by sqrt(`share`), because the zero padding of rows reduces their mean square."""
+    """Multiplies a norm weight by sqrt(`share`), because the zero padding of rows reduces their mean square.
+
+    `share`: number of unpadded columns, divided by the number of all columns.
+    """
 
     share: float
     transform: Transform | None
