@@ -239,7 +239,10 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests. `seconds`: for each, from its last step on one replica to its first on the next."""
+        """Count requests that migrated here, and the imports of KV blocks among `moves`.
+
+        `seconds`: time of each request from its last step on the old replica to its first on the new one.
+        """
         with self._lock:
             self._num_requests += len(seconds)
             self._seconds += sum(seconds)

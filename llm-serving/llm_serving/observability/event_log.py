@@ -132,8 +132,8 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """An immutable copy of an event log's steps since `kept_since`, decisions and outages, each in order of time. The
-    last two steps may be in flight; they then end at `now`.
+    """An immutable copy of an event log: steps since `kept_since`, outages, and decisions which waiting request is
+    blocked, each in order of time. The last two steps may be in flight; they then end at `now`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `Step.singles` as a set, which is cached, because consecutive steps often have the same tuple."""
+        """Return `step.singles`, the requests that decoded one token, as a set. Steps with the same tuple share it."""
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""The latency breakdown of a request: consecutive time spans with reasons, their sums, and the bounds of its class."""
+"""The latency breakdown of a request: time spans with reasons, their sums, and the guaranteed maximum waits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def num_accepted_drafts(step: Step, record: RequestRecord) -> int:
 
 
 def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Sequence[OwnRow]) -> int:
-    """Return the maximum number of consecutive steps between two tokens of the request that did not compute it."""
+    """Return the largest number of consecutive steps that left the request out between two of its tokens."""
     breaks = [each.time for each in record.preemptions] + [outage.ended for outage in events.outages]
     gaps = [
         row.step.number - before.step.number - 1
@@ -271,7 +271,7 @@ class ExplainedPart(Struct, kw_only=True):
 
 
 class ExplainedSteps(Struct, kw_only=True):
-    """Numbers of steps between the request's arrival and its end."""
+    """The request's first and last step, and how many steps of each kind ran from its arrival to its end."""
 
     first: int | None
     last: int | None

@@ -53,7 +53,7 @@ Values = Mapping[Any, float]
 
 
 def counters(name: str, text: str, labels: Labels, names: Sequence[str], values: Values) -> CounterMetricFamily:
-    """Return a counter for each of `values`. `names` are its labels besides `labels`."""
+    """Return a counter with one sample for each of `values`. `names`: labels that distinguish the samples."""
     family = CounterMetricFamily(name, text, labels=[*labels, *names])
     for further, value in values.items():
         family.add_metric([*labels.values(), *further], value)

@@ -119,7 +119,7 @@ class Metrics(Collector):
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions that every scrape calls. `machine` returns "" if it is the master's machine."""
+        """Register functions that every scrape calls. `machine` returns the WorkAgent's host, or "" if local."""
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
 

@@ -48,7 +48,7 @@ class RunningRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a running request. The caller must replace `group`, a block id, to hide it from clients."""
+        """Return the row of a running request. Its `group` is a block id, which the caller must hide from clients."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(
@@ -227,7 +227,7 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot. It has the events after `since`, the time of the last one. Only for the engine's thread."""
+    """Return a snapshot with the events after `since`, the previous snapshot's time. Only for the engine's thread."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)

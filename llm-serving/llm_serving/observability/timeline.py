@@ -37,7 +37,7 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the latest `num_steps` steps of each replica, and of requests that were unfinished then."""
+    """Return a trace of the latest `num_steps` steps of each replica, and of the requests unfinished during them."""
     events: list[JsonObject] = []
     spans = [(each, *_shown(each, num_steps)) for each in replicas]
     starts = [start for _, _, _, start in spans if start is not None]
