@@ -67,7 +67,7 @@ class Sink(Protocol):
 
 
 class DecisionEncoder:
-    """Encodes decisions as records. A row contains only blocks that the request got since its previous row."""
+    """Encodes decisions as records. The row of a request lists only the KV blocks that it got since its last step."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -97,7 +97,7 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Writes events and decisions as sealed records, and starts a new file after `max_file_bytes`.
+    """Writes events and decisions as records with a running hash. Starts a new file after `max_file_bytes`.
 
     Each file begins with the scheduler's complete state, so it can be replayed alone. An error ends only the recording.
     """

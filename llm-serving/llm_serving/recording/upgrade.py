@@ -149,7 +149,7 @@ def upgrade_scheduler(version: int, attributes: dict[str, Any]) -> dict[str, Any
 
 
 def _upgrade_blocks(blocks: dict[str, Any]) -> None:
-    """Convert a block manager: all layers form one group, and no block of its pools was freed early."""
+    """Convert a block manager: put all layers into one group, and let no free block be reused before others."""
     groups = blocks["groups"] = CacheGroups((blocks.pop("window"),))
     blocks |= {"num_groups": 1, "has_sliding_window": groups.is_sliding, "max_blocks": [blocks.pop("most_blocks")]}
     blocks["_kept_ends"] = {}
