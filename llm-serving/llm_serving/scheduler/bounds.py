@@ -36,8 +36,8 @@ class ClassBounds:
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
         """Return the maximum number of steps from arrival to first admission.
 
-        `num_ahead`: earlier requests of the class that were never admitted. `num_returning`: those that may be
-        preempted and admitted again.
+        `num_ahead`: earlier requests of the class that were never admitted. `num_returning`: requests that
+        may be preempted and admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -189,8 +189,8 @@ class _Due(NamedTuple):
 class WaitMonitor:
     """Counts the requests whose wait for admission exceeds its bound.
 
-    Each class has a clock, which counts the steps that could have scheduled the class. While a beam search runs, its
-    class's clock stops, because beams may wait for each other without a bound.
+    Each class has a clock, which counts the steps that could have scheduled the class. While a beam search runs, all
+    clocks stop, because beams may wait for each other without a bound.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
@@ -230,7 +230,11 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes except `closed`. Return how many waits have just exceeded their bound."""
+        """Advance the clocks of all classes except `closed`. Return how many waits have just exceeded their bound.
+
+        `closed`: classes that the step could not admit from, for example because they are at their share limit, or all
+        classes while a beam search runs.
+        """
         violations = 0
         for name, due in self._due.items():
             if name not in closed:

@@ -62,7 +62,7 @@ class WeightedFairSharing:
         self.contenders: list[str] = []
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend.
+        """Determine the contending classes, the only ones that may admit requests.
 
         `waiting`: classes with a request to admit. `aged`: classes with a request that has waited `ageing_steps`.
         `held`: class -> number of running slots.
@@ -84,12 +84,12 @@ class WeightedFairSharing:
         self.contenders = contenders
 
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
-        """Return the class of `waiting` that admits the next request, or None if no class of `waiting` contends.
+        """Return the class of `waiting` that admits the next request, or None if none of them may admit one.
 
-        Among the classes below their share of slots and blocks, this is the class with the lowest charge. If no class
-        is below its share, it is the highest class. A class above its share is chosen only if its charge is lower by
-        more than a quantum, the charge for one slot in `quantum_steps` steps. `held`, `blocks`: class -> number of
-        running slots, and of blocks.
+        This is the class with the lowest charge among the classes below their share of slots and blocks. If another
+        class has a charge that is lower by more than a quantum, that class is next. A quantum is the charge for one
+        slot in `quantum_steps` steps. If no class is below its share, the highest class is next. `held`, `blocks`:
+        class -> number of running slots, and of blocks.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -156,7 +156,7 @@ class WeightedFairSharing:
         backlogged: Collection[str],
         unserved: Collection[str],
     ) -> None:
-        """Charge the contending classes for a formed step: for running slots, for tokens of the step, and for blocks.
+        """Charge the classes in `contenders` for a formed step: for slots, for tokens of the step, and for blocks.
 
         `backlogged`: classes with a waiting request or a prompt to compute. `unserved`: classes with a prompt for which
         the step had too few tokens.

@@ -118,7 +118,10 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the smaller `arrival_clock` of the first preempted and the oldest new request, or None if empty."""
+        """Return when the longest-waiting request arrived, by the clock of its class, or None for an empty queue.
+
+        Only the first preempted and the oldest new request are compared.
+        """
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -210,7 +213,7 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend. Return the classes that have waiting requests and are not closed.
+        """Determine which classes may admit requests. Return the classes with waiting requests that are not closed.
 
         `closed`: classes at their share limit. `held`: class -> number of running slots. `aged_prefills`: classes with
         a prompt that is incomplete `ageing_steps` after its admission.

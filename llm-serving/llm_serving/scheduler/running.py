@@ -137,7 +137,7 @@ class RunningSlots:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return how many tokens need blocks now: the maximum length if protected, else the present length."""
+        """Return how many tokens need blocks now: the maximum length if `is_protected`, else the present length."""
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:

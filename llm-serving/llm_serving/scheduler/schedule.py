@@ -197,7 +197,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Return `blocked`, with reason SLOTS if its class and higher ones hold all slots: a larger step cannot help."""
+    """Return `blocked`, with reason SLOTS if all running slots belong to its own class or to higher classes."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -222,9 +222,10 @@ def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 
 
 def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[list[ScheduledRow], list[BlockMove]]:
-    """Return the rows whose requests migrate after this step, and the moves that export their blocks.
+    """Return the rows whose requests migrate after this step, and the copies of their blocks for the next replica.
 
-    A request migrates after its first token. It stays if this token is also its last, or if the transfer pool is full.
+    A request migrates after its first token. It stays if this token is also its last, or if the memory for such copies
+    (`kvcache.transfer_pool`) is full.
     """
     migrating: list[ScheduledRow] = []
     exports: list[BlockMove] = []
@@ -244,7 +245,7 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def plan_stores(
     rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
 ) -> list[StoredBlocks]:
-    """Return the prompt blocks of these rows to store in the disk cache. Append their moves to `exports`."""
+    """Return prompt blocks of these rows to store in the disk cache. Append the copies of these blocks to `exports`."""
     stores = []
     for row in rows:
         request = row.request
@@ -266,7 +267,7 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add drafts to a step without prompts, higher classes first. Recurrent models need a spare state slot for each."""
+    """Add draft tokens to a step without prompts, higher classes first. In recurrent models each takes a state slot."""
     if plan.prefills:
         return
     num_left = plan.budget if blocks.states is None else blocks.states.num_spare
@@ -280,7 +281,7 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 
 
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many tokens a reply adds to a request: one, and one more for each accepted draft token.
+    """Return how many tokens a step adds to a request: one, and one more for each accepted draft token.
 
     A negative id in `token_ids` means that the request's constraint allows no token there.
     """

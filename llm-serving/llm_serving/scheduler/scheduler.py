@@ -157,7 +157,7 @@ class Scheduler:
         )
 
     def _end_step(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Count a formed step for all waiting requests. Return how many requests exceed their bound because of it."""
+        """Advance the waits of all requests by one step. Return how many requests exceed their bound because of it."""
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
         num_violations = self.decode.count_gap_violations(plan, running, has_prompts)
@@ -276,7 +276,7 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request whose blocks a step has exported. Return its state for the next replica."""
+        """Remove a request whose blocks a step has copied for the next replica. Return its state for this replica."""
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)

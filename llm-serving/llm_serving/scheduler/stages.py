@@ -88,7 +88,7 @@ class DecodeStage:
 
 
 class PrefillStage:
-    """Computes incomplete prompts and admits waiting requests, in the order of classes or of fair sharing."""
+    """Computes incomplete prompts and admits waiting requests, by the rank of their class or by fair sharing."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return in how many seconds the waiting requests are admitted even if they do not fill a batch; 0 is now."""
+        """Return after how many seconds the waiting requests are admitted even if they do not fill a batch."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0

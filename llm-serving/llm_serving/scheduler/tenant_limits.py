@@ -168,7 +168,7 @@ class TenantLimiter:
             self.is_active = self.is_active or bool(self._changed_tenants)
 
     def tick(self) -> LimiterChanges:
-        """Charge the classes of each tenant with held requests for the slots that they use in a step."""
+        """Charge the classes of each tenant at its limit for their slots in a step. Return changes of the queue."""
         changes = LimiterChanges([], [])
         for tenant in list(self._full.values()):
             waiting, slots = self._update_contenders(tenant)
@@ -233,7 +233,7 @@ class TenantLimiter:
         return None if not waiting or name == waiting[0] else name
 
     def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
-        """Determine which classes of the tenant contend.
+        """Determine which classes of the tenant may admit requests.
 
         Return its classes with waiting requests, by ascending rank, and the number of admitted requests of each class.
         """

@@ -44,7 +44,7 @@ class WaitingRequests:
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
         """Take over all waiting requests from `before` at a reload, in order of arrival and with new wait bounds.
 
-        `num_waited`: earlier result of `before.num_steps_waited`. `requests`: all unfinished requests.
+        `num_waited`: `Request.sequence` -> number of steps waited before. `requests`: all unfinished requests.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
@@ -108,7 +108,7 @@ class WaitingRequests:
             siblings.remove(request)
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
-        """Remove held requests from the queue. Append released requests to it, except `but`."""
+        """Remove held requests from the queue. Append released requests, except `but`, which the caller has queued."""
         for request in changes.held:
             self.queue.discard(request)
             self.monitor.forget(request)
