@@ -1,1 +1,1 @@
-"""The HTTP server: the routes of OpenAI, Anthropic, TGI and older servers."""
+"""The HTTP server: the routes of OpenAI, Anthropic, TGI and the older `llm-serving` server."""

@@ -90,7 +90,7 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the applications for `engine` and the models `others`. `open_model` is None if there is one model."""
+    """Return the HTTP applications for `engine` and for the further models `others`. `open_model` loads more."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -304,13 +304,13 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota that divides a store among tenants. The field `key` of `serving_config` is the store's size."""
+    """Return the quota that divides a store among tenants. Its size is the `serving_config` field `key`."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
-    """Return the table of accepted requests. With a log, it contains the log's requests and appends new ones."""
+    """Return the store of requests that clients may repeat. It loads requests from `log` and adds new ones."""
     serving, quota = engine.config.serving, tenant_quota_of(engine, "request_log_bytes")
     if serving.request_log == "none":
         quota = replace(quota, num_bytes=0)
@@ -323,7 +323,7 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Open the configured batch database, or `path` without a limit on the bytes of answers. Return None if neither is
+    """Open the configured batch database, or `path`, whose answers may have any size. Return None if neither is
     given. `ask` sends a line's request to the server's routes. Raise ConfigError if the database cannot be used.
     """
     config, serving = engine.config, engine.config.serving

@@ -266,7 +266,7 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response, or None if the store is full, and the seconds for which the line may be retried."""
+        """Return the response, or None if the store is full. Also return `timeout_s`, which limits retries."""
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
@@ -373,7 +373,7 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
 
 
 def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, text) of nonblank lines. A text above `MAX_LINE_BYTES` may be cut, but still exceeds it."""
+    """Yield (number from 1, text) of nonblank lines. A line over `MAX_LINE_BYTES` may be yielded incomplete."""
     rest, number = b"", 0
     for piece in chain(pieces, [b"\n"]):
         *whole, rest = (rest + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""Conversations: the pipeline steps of all chat protocols, and messages in the form that a chat template reads."""
+"""Chat requests: the steps that all chat protocols share, and messages in the form that a chat template reads."""
 
 from __future__ import annotations
 

@@ -80,14 +80,14 @@ class Generation:
 
     def set_fast_path(self, deliver: Callable[[RequestOutput], bool] | None) -> None:
         """Call `deliver` with each new output. If it returns True, it has sent the output to the client. Otherwise,
-        `outputs` yields the output. `deliver` is not called for the final output, nor in a generation that has several
-        sequences, `select` or `on_output`. If `deliver` is None, turn the fast path off.
+        `outputs` yields the output. It is not called for the final output, nor if the generation has several sequences
+        or a callback (`select`, `on_output`). If `deliver` is None, turn the fast path off.
         """
         if len(self.streams) == 1 and self.select is None and self.on_output is None:
             self.streams[0].take = deliver
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
-        """Call `listener` with each change in the number of unread bytes, such as -20. If it is None, stop calling."""
+        """Call `listener` with each change, such as -20, in the bytes of unread outputs. If None, stop calling."""
         for stream in self.streams:
             stream.report_waiting(listener)
 

@@ -1,6 +1,7 @@
 """The single path from a parsed request of any protocol to a running generation.
 
-claim the idempotency key -> prepare -> begin the receipt -> admission pre-check -> encode -> compile -> submit
+claim the idempotency key -> check fields (prepare) -> begin the receipt, a verifiable record of the response ->
+admission pre-check -> tokenize (encode) -> compile the grammar -> submit to the engine
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol. `bodies` are the request body and nested objects that may also have `CallerFields`."""
+    """A request of one protocol. `bodies`: the request body and nested objects that may also describe the caller."""
 
     id_prefix = ""
     route: ClassVar[str] = ""
@@ -86,7 +87,7 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check all fields that need no tokenizer. If the request can be retried, its body already has a seed."""
+        """Check all fields that need no tokenizer. The pipeline has set the seed of a request that can be retried."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:

@@ -1,7 +1,7 @@
 """Generation requests that a client may retry with the same Idempotency-Key, and streams that it may resume.
 
 An event id consists of the id of the stream, a colon, and the number of events sent for each choice, joined by dots.
-Events that follow all choices add a plus sign and their number, and the last event adds `+end`. The order of choices
+Events after the end of all choices append `+` and their number, and the last event appends `+end`. The order of choices
 depends on the load, but the events of each choice do not, so the id determines the remaining events.
 """
 
@@ -136,7 +136,7 @@ class IdempotentRequest:
         return Sharing(key, keeps, self.rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store a new record. Raise GoneError if the prompts of an earlier record now have different tokens."""
+        """Store a new request's record. Raise GoneError if a repeated request's prompts now have different tokens."""
         if self.record is None:
             return
         if self.known:

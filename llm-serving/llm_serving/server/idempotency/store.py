@@ -83,7 +83,7 @@ class Claim:
 
 
 class AcceptedRequests:
-    """The accepted requests that clients may repeat, each for `max_age_s`; none with a `quota` of 0 bytes. Only the
+    """The accepted requests that clients may repeat, each for `max_age_s`. A `quota` of 0 bytes stores none. Only the
     event loop may use it. The age of a record is read from `wall_clock` when it is stored, then measured by `clock`.
     """
 
@@ -153,7 +153,7 @@ class AcceptedRequests:
             await self.log.append(record)
 
     def restore(self, record: AcceptedRequest) -> None:
-        """Store a record, unless it is too old or too large. If memory is full, evict what `StoredSizes` selects."""
+        """Store a record, unless it is too old or too large. If memory is full, evict the largest tenant's oldest."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
         if record.stream_id in self._records or age_s > self._max_age_s:
             return
