@@ -248,7 +248,7 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of a MindFormers YAML: `config` is `model.model_config`, `network` is `model.arch.type`."""
+        """Return the spec of a MindFormers YAML with `model.model_config` `config` and `model.arch.type` `network`."""
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 

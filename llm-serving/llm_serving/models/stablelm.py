@@ -1,4 +1,4 @@
-"""StableLM: layer norms; a quarter of each head rotates. Attention and feed-forward block may share a norm."""
+"""StableLM: layer norms, RoPE on a quarter of each head, and in some models one norm for attention and MLP."""
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
