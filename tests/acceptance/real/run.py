@@ -9,9 +9,14 @@ The models are kept in `--folder`. Exit status: 0 if every part passed, 1 otherw
 from __future__ import annotations
 
 import argparse
+import heapq
+import inspect
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -44,6 +49,14 @@ CODE: Final = (
     "SELECT name, price FROM products WHERE price > 10 ORDER BY price;\n-- The same query in Python with sqlite3:\n",
 )
 """Beginnings of programs that a model continues."""
+EDITS: Final = (
+    ("Rename the parameter `text` to `block` everywhere in this function.", textwrap.dedent),
+    ("Add type hints to the parameters of this function. Change nothing else.", heapq.merge),
+    ("Rename the variable `alpha` to `shape` everywhere in this function.", random.Random.gammavariate),
+    ("Replace the quotes ' in this function by double quotes. Change nothing else.", statistics.quantiles),
+)
+"""Changes that a model makes to functions of the standard library. Its answer repeats most of the prompt."""
+EDITED_TOKENS: Final = 400
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,45 +170,64 @@ def format_parts(model: RealModel, name: str, server: Server) -> Iterator[Outcom
 
 
 def drafts(path: Path, small: Path) -> Iterator[Outcome]:
-    """Complete code with each method of speculation, one stream at a time. The answers must be those without drafts."""
+    """Complete and edit code with each method of speculation, one request at a time. The answers must be those without
+    drafts.
+    """
     method = "scheduler_config.speculative_method"
+    edits = [
+        f"<|im_start|>user\n{change} Return only the code.\n```python\n{inspect.getsource(function)}```<|im_end|>\n"
+        "<|im_start|>assistant\n```python\n"
+        for change, function in EDITS
+    ]
+    tasks = (DraftTask("programs", CODE, LONG_ANSWER), DraftTask("edits", edits, EDITED_TOKENS))
     measured: dict[str, DraftRun] = {}
     for name in ("none", "ngram", "draft_model"):
         settings = [f"{method}={name}"]
         if name == "draft_model":
             settings.append(f"scheduler_config.draft_model_path={small}")
-        yield from with_server(path, settings, partial(draft_parts, name, measured))
+        yield from with_server(path, settings, partial(draft_parts, name, tasks, measured))
+
+
+class DraftTask(NamedTuple):
+    name: str
+    prompts: Sequence[str]
+    max_tokens: int
 
 
 class DraftRun(NamedTuple):
     answers: list[Answer]
     seconds: float
-    drafted: float
-    accepted: float
 
 
-def draft_parts(name: str, measured: dict[str, DraftRun], server: Server) -> Iterator[Outcome]:
-    def part() -> Outcome:
-        bodies = [{"prompt": text, "max_tokens": LONG_ANSWER, "temperature": 0} for text in CODE]
-        ask(server.url, [{"prompt": "a", "max_tokens": 1}])
-        begin = time.monotonic()
-        found = [ask(server.url, [body])[0] for body in bodies]
-        seconds = time.monotonic() - begin
-        drafted, accepted = (
-            metric(server, f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")
-        )
-        run = measured[name] = DraftRun(found, seconds, drafted, accepted)
-        without = measured.get("none", run)
-        different = answers.compare(without.answers, run.answers)
-        rate = f"{run.accepted / run.drafted:.0%}" if run.drafted else "-"
-        row = f"{len(found) - len(different)} of {len(found)}", f"{run.drafted:.0f}", rate, f"{seconds:.1f}"
-        lines = table(
-            ("answers equal", "drafted tokens", "accepted", "seconds", "times as fast"),
-            [(*row, f"{without.seconds / seconds:.2f}")],
-        )
-        return Outcome(f"Speculation: {name}", lines, different)
+def draft_parts(
+    method: str, tasks: Sequence[DraftTask], measured: dict[str, DraftRun], server: Server
+) -> Iterator[Outcome]:
+    """`measured` holds the runs without drafts by the task's name."""
+    ask(server.url, [{"prompt": "a", "max_tokens": 1}])
+    for task in tasks:
+        title = f"Speculation: {method}, {task.name}"
+        yield attempt(title, partial(draft_part, title, task, measured, server))
 
-    yield attempt(f"Speculation: {name}", part)
+
+def draft_part(title: str, task: DraftTask, measured: dict[str, DraftRun], server: Server) -> Outcome:
+    names = [f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
+    before = [metric(server, name) for name in names]
+    begin = time.monotonic()
+    found = [
+        ask(server.url, [{"prompt": prompt, "max_tokens": task.max_tokens, "temperature": 0}])[0]
+        for prompt in task.prompts
+    ]
+    seconds = time.monotonic() - begin
+    drafted, accepted = (metric(server, name) - count for name, count in zip(names, before, strict=True))
+    without = measured.setdefault(task.name, DraftRun(found, seconds))
+    different = answers.compare(without.answers, found)
+    rate = f"{accepted / drafted:.0%}" if drafted else "-"
+    row = f"{len(found) - len(different)} of {len(found)}", f"{drafted:.0f}", rate, f"{seconds:.1f}"
+    lines = table(
+        ("answers equal", "drafted tokens", "accepted", "seconds", "times as fast"),
+        [(*row, f"{without.seconds / seconds:.2f}")],
+    )
+    return Outcome(title, lines, different)
 
 
 def metric(server: Server, name: str) -> float:
