@@ -40,7 +40,6 @@ class ReplicaLoad:
     honours_classes: bool
     in_flight: InFlightSteps = NO_STEPS
     num_cached_tokens: int = 0
-    """Number of prompt tokens of the requests that are in the replica's prefix cache."""
 
 
 class RefusedRequests(NamedTuple):
