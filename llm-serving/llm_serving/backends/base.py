@@ -59,7 +59,7 @@ class Backend(Protocol):
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return a feature that the network needs and this backend's Cells lack, or None if they lack none."""
+        """Return a feature of the network that this backend's Cells do not support, or None if they support all."""
 
     def embedding(self) -> nn.Cell:
         """Token embedding: (token_ids int32[T], table [V, H] from `table` or `tied_weight`) -> rows [T, H]."""
@@ -241,15 +241,11 @@ class Backend(Protocol):
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return the 8-bit KV cache of a layer. The scale of each head follows its values. Raise ModelError if the
-        backend lacks `program`.
-        """
+        """Return the 8-bit KV cache of a layer. The scale of each head follows its values."""
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return recurrent states with value zero, float32 [num_slots, *shape]. Raise ModelError if the backend lacks
-        `program`.
-        """
+        """Return recurrent states with value zero, float32 [num_slots, *shape]."""
         raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

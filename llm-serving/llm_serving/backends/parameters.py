@@ -21,7 +21,6 @@ from llm_serving.core.step import Int32Array
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""
 BlockMemory: TypeAlias = ms.Parameter | Array
-"""Memory of KV blocks: a cache Parameter, or an array in host memory."""
 _ALIGNMENT = 64
 _LARGE_PAGE = 2**21
 
