@@ -315,7 +315,7 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
 
 
 def check_weights(config: ServingConfig) -> None:
-    """Check a model folder as a WorkAgent does, without reading weights. Raise ModelError as `check_folder` does."""
+    """Check that a WorkAgent can load the model folder, without reading the weights. Raise ModelError if it cannot."""
     model = config.hub_model
     complete = model is None or not missing_files(model.folder)
     if config.model.model_path is not None and complete:

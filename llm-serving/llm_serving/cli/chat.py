@@ -70,9 +70,7 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message and yield the answer as it arrives. Append both to `messages`, unless the answer is empty.
-        Raise ServerRefusal if the server answers with an error, UnavailableError if the connection fails.
-        """
+        """Send a message and yield the answer as it arrives. Append both to `messages`, unless the answer is empty."""
         asked = {"role": "user", "content": text}
         answer: list[str] = []
         ended = False

@@ -145,9 +145,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
 
 
 def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> Path:
-    """Start `llm-serving serve` in the background, wait until it is ready, and return its log file. Raise ConfigError
-    if the port is in use or `run_dir` cannot be written, StartError if the server exits.
-    """
+    """Start `llm-serving serve` in the background, wait until it is ready, and return its log file."""
     host, port = config.serving.server_ip, config.serving.server_port
     if port == 0:
         raise ConfigError("serving_config.server_port: must be a fixed port to start in the background. Given: 0")
