@@ -143,11 +143,7 @@ class MindFormersFile:
 
 
 def read_mindformers(path: Path) -> MindFormersFile:
-    """Read a MindFormers YAML. Report unknown keys as notices only.
-
-    Raise ConfigError if the file cannot be read, if it names an adapter, or if it gives one setting two values. Raise
-    ConfigError also if a value that describes the model has a wrong type, and ModelError as `spec_of` does.
-    """
+    """Read a MindFormers YAML. Report unknown keys as notices only."""
     root = read_yaml(path)
     values: dict[str, Located] = {}
     checkpoints: dict[str, Located] = {}

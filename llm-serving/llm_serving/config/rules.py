@@ -53,7 +53,6 @@ class Option:
     rule: Rule
     expert: bool = False
     reloadable: bool = False
-    """Whether a running server applies a new value when it reloads its YAML."""
     derived: bool = False
     """Whether the loader computes a missing value from other keys or from the model."""
     only_with: tuple[str, Any] | None = None

@@ -42,7 +42,6 @@ class ServingConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     api_keys: tuple[ApiKey, ...] = ()
-    """API keys that clients may use. If there are none, the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """"section.key" or "section.row.key" -> source of its value: "default", "file:line", "--set" or "--model"."""
     notices: tuple[str, ...] = ()

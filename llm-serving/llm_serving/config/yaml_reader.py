@@ -31,7 +31,6 @@ class Located:
         yield from self.value.items()
 
     def get(self, key: str) -> "Located | None":
-        """Return the value of a key; None if the key is missing or its value is null."""
         return next((item for name, item in self.items() if name == key and item.value is not None), None)
 
 
