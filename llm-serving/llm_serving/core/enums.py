@@ -161,10 +161,8 @@ class SpeculativeMethodName(enum.StrEnum):
 
 class Proposer(enum.StrEnum):
     NGRAM = "ngram"
-    """Tokens that followed an earlier occurrence of the same n-gram."""
     DRAFT_MODEL = "draft_model"
     MTP = "mtp"
-    """The model's layer for multi-token prediction."""
     FORCED = "forced"
     """Tokens that the constraint forces, because it allows no others."""
 

@@ -122,7 +122,6 @@ class ClientRequest:
     tenant: Final[str] = ""
     """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: Final[str] = ""
-    """Requests share cached prefixes only if tenant and salt are equal."""
     adapter: Final[int] = 0
     """Number of the adapter that computes the answer, or 0 for no adapter."""
     fork_of: Final[str | None] = None
@@ -162,7 +161,6 @@ class ScheduledRequest(ClientRequest):
     """Number of tokens that steps with a reply have computed."""
     num_tokens_in_flight: int = 0
     num_cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache at the first admission."""
     num_new_tokens: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
     """Draft tokens after the latest token. No other step computes the request until one has verified them."""
@@ -172,7 +170,6 @@ class ScheduledRequest(ClientRequest):
     needs_known_output: bool = False
     """Whether each step needs the ids of all earlier tokens, so that it is formed only after the latest reply."""
     is_beam: bool = False
-    """Whether the request is a beam. It pauses after each token until all beams have a token."""
     paused: bool = False
     """Whether the request waits for its beam search. It is not scheduled, and is preempted first."""
 

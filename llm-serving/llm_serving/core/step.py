@@ -72,7 +72,6 @@ def no_adapters() -> Int32Array:
 
 class ResultKind(enum.IntEnum):
     TOKEN = 0
-    """The next token, sampled with the parameters in `SamplingInput`."""
     LOGPROBS = 1
     """Log-probabilities of the next token, for the tokens in `ScoringInput` and the most likely ones."""
     VECTOR = 2
@@ -183,7 +182,6 @@ class SamplingInput:
 SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     name: get_args(get_args(hint)[1])[0] for name, hint in get_type_hints(SamplingInput).items()
 }
-"""Field of `SamplingInput` -> dtype, in the order of the fields."""
 SAMPLE_FIELDS: Final = tuple(
     name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values", "_words"))
 )

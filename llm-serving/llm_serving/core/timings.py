@@ -16,7 +16,6 @@ class HttpTimings:
     arrival_time: float | None = None
     first_token_time: float | None = None
     predicted_ttft_s: float | None = None
-    """Predicted seconds to the first token of the last engine request, at its admission."""
     unfinished_request_ids: set[str] = field(default_factory=set)
     last_finished_time: float = 0.0
     num_coalesced: int = 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 NO_WINDOW: Final = 2**31
-"""A number of tokens that no sequence reaches."""
 
 
 class LayerWindow(NamedTuple):
@@ -19,7 +18,7 @@ class LayerWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The window of one group of layers. Each block holds all layers of a group."""
+    """Which tokens the layers of a group attend to. A KV block of a group holds keys and values of all its layers."""
 
     num_tokens: int = NO_WINDOW
     """Maximum number of tokens, including itself, that a token attends to."""
@@ -90,9 +89,7 @@ class CacheGroups:
         return low * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return the length in tokens of a prompt chunk that always fits into the blocks that a request may hold. It is
-        1 without sliding windows.
-        """
+        """Return the length in tokens of a prompt chunk that always fits into the blocks that a request may hold."""
         chunks = [
             min(window.max_chunk, (most - 1) * block_size + 2 - window.num_tokens)
             for window, most in zip(self.windows, self.max_blocks(block_size, num_blocks), strict=True)
