@@ -1,1 +1,1 @@
-"""The step loop of a replica around its scheduler and WorkAgent, with recovery, audits and beam search."""
+"""The engine of a replica, which schedules steps and runs them on the WorkAgent; recovery, audits and beam search."""

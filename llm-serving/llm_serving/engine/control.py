@@ -203,11 +203,7 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of all requests with this id. Return, by engine id, whether it is in effect now.
-
-        Raise RequestError if it is out of range, RequestNotFoundError if the tenant has no such request, and
-        UnavailableError if an engine did not answer in time.
-        """
+        """Change the priority of all requests with this id. Return, by engine id, whether it is in effect now."""
         check_priority(priority)
         done: dict[str, bool] = {}
         found = self._lookup.find(request_id, tenant)

@@ -105,11 +105,11 @@ AttachSink = Callable[[Request, SinkContext], None]
 class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
-    Any thread may call the methods and properties that stand above `set_priority` in the source. They post a change as
-    a message, which the engine's thread handles between two steps. Only the engine's thread may call the others.
+    Any thread may call `submit`, `abort` and all other methods above `set_priority` in the source. They post messages,
+    which the engine's thread handles between two steps. Only that thread may call the methods from `set_priority` on.
 
-    `audit_every`: one of this many requests is audited; 0 means that none is. `attach_sink` gives a client's request
-    its output sink, which adds the requests that compute the answer to the scheduler.
+    `audit_every`: one of this many requests is audited; 0 means that none is. `attach_sink(request, context)` creates
+    the sink that receives the outputs of a client's request.
     """
 
     disk_cache: DiskCache | None = None

@@ -90,7 +90,7 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the buffer from which replica `index` writes blocks to disk. In memory, the buffer for reads follows."""
+    """Create replica `index`'s buffer of KV blocks to write to disk. Its buffer of blocks read from disk comes next."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

@@ -1,4 +1,4 @@
-"""The engine threads and their health. After each failure, a thread loads its WorkAgent again."""
+"""The engine threads of the replicas, and their health. If a WorkAgent fails for good, its thread loads it again."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ class Events:
     on_migrating: Callable[[list[MigratingRequest]], None]
     on_failure: Callable[[LLMServingError], None]
     on_ended: Callable[[Engine], None] = lambda engine: None
-    """Called after an engine has ended. The engine sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
     """Called when a replica that was drained while it loaded is ready. It must stop once it has no requests."""
 

@@ -133,7 +133,6 @@ class Router:
     ) -> None:
         self.policy = ROUTING_POLICIES[config.serving.routing]()
         self.prefill_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.PREFILL}
-        """Replicas whose requests migrate after their prompts are computed."""
         self._decode_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.DECODE}
         self.has_several = config.num_replicas > 1
         self._config = config

@@ -209,7 +209,7 @@ class TenantSlots:
         return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
     def join(self, replica: int, wake: Callable[[], None]) -> None:
-        """Add a replica. `wake` makes the replica's thread call `exchange`. Any thread may call `wake`."""
+        """Add a replica. Any thread may call `wake()`, which makes the replica call `exchange` to get its leases."""
         self.leave(replica)
         with self._lock:
             self._wakes[replica] = wake
