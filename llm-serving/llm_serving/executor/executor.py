@@ -76,9 +76,7 @@ class Executor(ABC):
 
     @property
     def needs_allowed_tokens(self) -> bool:
-        """Whether the oldest submitted step waits for `set_allowed_tokens`. This is so if structured output constrains
-        a sample.
-        """
+        """Whether the oldest submitted step waits for `set_allowed_tokens`."""
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027

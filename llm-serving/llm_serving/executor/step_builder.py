@@ -50,8 +50,8 @@ _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_F
 class StepBuilder:
     """Builds the input of each step.
 
-    A token that the master does not know yet is always a sample of the previous step. The input refers to it by the
-    position of this sample, which the builder stores.
+    A step may be built before the reply to the previous step. If a token id is not known yet, it is a sample of the
+    previous step, and the input has a negative number that refers to this sample.
     """
 
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:

@@ -48,9 +48,7 @@ class RankChannels:
             channel.send(_to_rank(rank, message))
 
     def receive(self, timeout_s: float | None = None) -> AgentMessage:
-        """Return the next message of all ranks. Raise the errors of `Channel.receive`, and ProtocolError if the
-        messages of the ranks differ.
-        """
+        """Return the next message of all ranks. Raise ProtocolError if the messages of the ranks differ."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not all(self._received):
             for rank in self._ready(deadline):

@@ -91,7 +91,6 @@ class RestartStatus:
     load_s: float
     num_failed: int
     num_restarts: int
-    """Number of consecutive attempts without a completed step, including the latest."""
     max_restarts: int
 
     @property

@@ -78,8 +78,7 @@ COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 class RayStarter:
     """Starts WorkAgents through a Ray process. If that process exits, the next start creates another, which may find a
-    new cluster at the address. Raise ConfigError if Ray is not installed, the address has no cluster, or the cluster
-    has no room.
+    new cluster at the address.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
