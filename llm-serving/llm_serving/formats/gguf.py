@@ -89,9 +89,7 @@ def files_of(file: Path) -> list[Path]:
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file and, if the model is split, of all its parts; with `texts`, also arrays of strings.
-    Raise ModelError if a file is damaged or unsupported, if a part is missing, or if `file` is a later part.
-    """
+    """Read the header of a file and, if the model is split, of all its parts; with `texts`, also arrays of strings."""
     first = _read_file(file, texts)
     count = max(1, _part_number(first, "split.count", 1, _MAX_PARTS))
     files = files_of(file)

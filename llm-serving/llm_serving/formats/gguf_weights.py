@@ -111,7 +111,7 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return (name, weight) for each weight stacked in a GGUF tensor. `known`: their names, separated by `|`."""
+    """Split a GGUF tensor of several matrices, such as Q, K and V, into (name, matrix). `known`: "name|name|name"."""
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]

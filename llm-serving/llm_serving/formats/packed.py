@@ -97,9 +97,7 @@ class Scheme(Protocol):
     def form(self) -> QValuesForm | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Return the weights of the unquantized model, assembled from the stored tensors. Raise ModelError if the parts
-        of a weight do not fit each other.
-        """
+        """Return the weights of the unquantized model, assembled from the stored tensors."""
         ...
 
 

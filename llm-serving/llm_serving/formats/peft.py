@@ -55,7 +55,6 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     is_partial: bool
-    """Whether the adapter applies only to some of the layers."""
 
     @property
     def max_rank(self) -> int:
