@@ -80,8 +80,7 @@ Progress = Callable[[str], None]
 
 def library_path(on_progress: Progress | None = None) -> Path:
     """Return the path of the library for these sources. If it or this CPU's kernels are missing, build them first.
-    Without a compiler, use an earlier library of the same sources, even if this CPU's kernels are missing. Raise
-    KernelError if there is no compiler and no library, no writable folder, or if a source does not compile.
+    Without a compiler, use an earlier library of the same sources, even if this CPU's kernels are missing.
     """
     try:
         return _built(preferred_isas()[:1], on_progress)[0]

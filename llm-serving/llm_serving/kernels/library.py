@@ -64,7 +64,6 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "llm_leave_ranks": (None, [_POINTER]),
     "llm_use_ranks": (None, [_POINTER]),
 }
-"""Function of the library -> types of its result and of its arguments."""
 
 
 def last_error() -> str:
