@@ -38,7 +38,6 @@ class BlockTable:
         self.epochs.extend(map(pool.epoch, block_ids))
 
     def drop_before(self, start: int) -> list[int]:
-        """Remove the blocks of the entries before `start`. Return their ids."""
         first, count = self.start, start - self.start
         if count <= 0:
             return []

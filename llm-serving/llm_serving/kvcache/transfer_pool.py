@@ -135,8 +135,8 @@ class DiskPrefixes:
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Return the copies to the transfer pool of full prompt blocks that a step completes and the disk lacks, if
-        any.
+        """Plan to store the full prompt blocks that a step completes and the disk lacks. Return these blocks and their
+        copies to the transfer pool, or None if there are none.
 
         `num_computed`: number of computed tokens after this step. `hashes`: hashes of the full blocks of the prompt.
         """
