@@ -113,7 +113,6 @@ class TokenNetwork(nn.Cell):
     """
 
     inputs: Sequence[tuple[str, int]]
-    """(name, number of dimensions) of the arguments of `construct`."""
 
     def __init__(self, network: nn.Cell, backend: Backend) -> None:
         super().__init__()

@@ -32,12 +32,10 @@ def topk(x: ms.Tensor, k: int, dim: int) -> tuple[ms.Tensor, ms.Tensor]:
 
 
 def index_select(x: ms.Tensor, dim: int, index: ms.Tensor) -> ms.Tensor:
-    """Return the rows `index` of a dimension of x."""
     return ops.gather(x, index, dim)
 
 
 def masked_fill(x: ms.Tensor, mask: ms.Tensor, value: ms.Tensor) -> ms.Tensor:
-    """Return x with `value` where `mask` is true."""
     return ops.masked_fill(x.astype(ms.float32), mask, value.astype(ms.float32)).astype(x.dtype)
 
 

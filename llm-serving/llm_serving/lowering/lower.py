@@ -79,10 +79,6 @@ def lower(
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
         implementation: Only `native` allows `as_program` and `whole_prompts`.
         states: Memory of recurrent states, from `Backend.states`. Graphs of Cells do not use it.
-
-    Raises:
-        KernelError: MindFormers' network is not available.
-        ModelError: A tensor is missing, unexpected or of the wrong shape, or the backend lacks an operation.
     """
     network = spec.network
     as_program = as_program and backend.program() is not None

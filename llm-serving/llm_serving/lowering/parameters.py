@@ -57,9 +57,9 @@ def parameters_of(
 ) -> Parameters:
     """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory.
 
-    If `quantization` is None or `blocks_a16`, weights have the model dtype, except GGUF blocks that the kernels can
-    multiply. Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN
-    element. `as_cells`: create Parameters for a graph of Cells, not for one custom operator.
+    `quantization`: scheme of matrix products. If it is None or `blocks_a16`, weights have the model dtype, except GGUF
+    blocks that kernels can multiply. `as_cells`: create Parameters for a graph of Cells, not for one custom operator.
+    Raise ModelError if a tensor is missing, unexpected, of the wrong shape, or has an infinite or NaN element.
     """
     multiplied = {each.weights[role] for each in network.operations for role in _PRODUCTS.get(each.kind, ())}
     quantized = quantized_weights(network, quantization)
