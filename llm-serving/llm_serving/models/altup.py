@@ -57,8 +57,8 @@ class Streams:
         return active
 
     def normalize(self, streams: Value, name: str) -> Value:
-        """Return the RMS norm of the mean of all streams. Before that, scale projected streams to the root mean square
-        of the first stream.
+        """Project all streams but the first, and scale them to the root mean square of the first. Return the RMS norm
+        of the mean of all streams.
         """
         net, others = self._net, self.count - 1
         first, rest = net.split(streams, net.hidden, net.hidden * others)
@@ -94,7 +94,7 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Scale each part of x to the root mean square of `like`. Join `like` and the scaled parts; if `sums`, add them."""
+    """Scale the streams in x to the root mean square of `like`. Append the results to `like` or, if `sums`, add all."""
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
 

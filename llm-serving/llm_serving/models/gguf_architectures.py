@@ -104,7 +104,7 @@ def _deepseek32(reader: MetadataReader, config: Config) -> None:
 
 
 def _glm_dsa(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have an indexer. A file without a list is GLM-5.2 if its context has 2^20 tokens or more."""
+    """Read which layers have an indexer of keys. If the file has no list, a context of 2^20 tokens means GLM-5.2."""
     _deepseek32(reader, config)
     flags = reader.found.metadata.get(reader.key("attention.indexer.types"))
     if isinstance(flags, np.ndarray) and len(flags) <= MAX_LAYERS:

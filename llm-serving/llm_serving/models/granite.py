@@ -13,7 +13,6 @@ from llm_serving.network.operations import Value
 
 MAMBA_KIND = "mamba"
 MIXERS = {MAMBA_KIND: True, "linear_attention": True, "attention": False, "full_attention": False}
-"""Kind of a layer -> whether it has Mamba-2 instead of attention."""
 
 
 def granite(c: ConfigReader) -> Network:

@@ -18,7 +18,6 @@ FREE_MEMORY_FRACTION: Final = 0.5
 FREE_NPU_MEMORY_FRACTION: Final = 0.9
 """Fraction of an NPU's free memory that a WorkAgent uses if `max_device_memory` is null. CANN takes the rest."""
 NPU_SIZES_GB: Final = 32, 64
-"""Memory in GB of the NPUs of the series Atlas A2 and A3."""
 CANN_BYTES: Final = 3 * 2**30
 """Estimated bytes that CANN occupies on an NPU before a model is loaded. Not measured on a device."""
 NPU_RESERVE: Final = 2**30

@@ -45,7 +45,6 @@ _PAIR_TEMPLATES: Final[Mapping[str, str]] = {
         "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 }
-"""Architecture -> `Pooling.pair_template`, as the model's card documents it."""
 
 
 @dataclass(frozen=True, slots=True)

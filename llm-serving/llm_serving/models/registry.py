@@ -99,10 +99,7 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first name in `architectures` that is a key of FAMILIES. `Qwen3Model` counts as `Qwen3ForCausalLM`.
-
-    Raise ModelError if no name is known, or if a decoder is configured for bidirectional attention.
-    """
+    """Return the first name in `architectures` that is a key of FAMILIES. `Qwen3Model` counts as `Qwen3ForCausalLM`."""
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
