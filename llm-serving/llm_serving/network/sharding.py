@@ -45,7 +45,7 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network cannot be split over the ranks. The message is the rule that the value of `KEY` violates."""
+    """The network cannot be split over the ranks. The message is the rule that `KEY` violates, such as "must be 1"."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
