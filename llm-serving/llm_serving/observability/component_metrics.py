@@ -34,7 +34,6 @@ REFUSALS: Final = (
     "deadline",
     "never_fits",
 )
-"""Reasons of refusals: limits of the admission queue, the predicted TTFT, the size of the request."""
 TARGETS: Final = ("ttft", "tpot", "all")
 """Service level objectives of a class: time to first token, time per output token, or both (goodput)."""
 

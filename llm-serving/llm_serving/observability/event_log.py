@@ -177,7 +177,6 @@ class EventLog(StepObserver):
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
-        """Whether the log records anything. If not, the engine reports no steps to it."""
         self._num_requests = num_requests
         self._num_submitted = 0
         self._records: dict[str, RequestRecord] = {}

@@ -139,7 +139,6 @@ class BlockUsage(Struct, kw_only=True):
     total: int
     used: int
     cached: int
-    """Free blocks in the prefix cache."""
     free: int
     """Free blocks, including cached ones."""
     host_total: int
@@ -161,7 +160,6 @@ class BlockUsage(Struct, kw_only=True):
 
 class SchedulerState(NamedTuple):
     now: float
-    """Seconds on the engine's clock."""
     step: int
     num_slots: int
     running: dict[int, RunningRequest]
