@@ -55,7 +55,6 @@ class Replay:
     def __init__(self, reader: Reader) -> None:
         self.num_events = self.num_decisions = 0
         self.explanation = ""
-        """Description of the state and the decision at which `run(explain=True)` stopped."""
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
         self.on_request: Callable[[Request], None] = lambda request: None
         self._reader = reader

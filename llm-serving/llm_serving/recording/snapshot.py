@@ -34,7 +34,7 @@ _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value` and all objects it refers to, as (layouts, nodes). Raise TypeError for a class not in `_PARTS`."""
+    """Return (attribute names of each class, nodes) for an object and all objects to which it refers, as above."""
     writer = _Writer()
     writer.cell(value)
     return writer.layouts, writer.nodes
