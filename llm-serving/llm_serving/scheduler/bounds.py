@@ -72,7 +72,7 @@ def class_bounds(
     groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the maximum waits and gaps of each class. `num_running` may exceed the number of slots after a reload."""
+    """Return how many steps requests of each class wait at most for admission, and at most between two tokens."""
     # The bounds follow from these arguments:
     # Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens
     #   fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at

@@ -17,6 +17,8 @@ class PreemptionMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
+    """Limits and settings of one scheduler. `SchedulerConfig` explains those that are keys of the configuration."""
+
     max_num_batched_tokens: int
     """Token budget of a step: prompt and output tokens together. It is at least `max_num_seqs`."""
     max_num_seqs: int
@@ -27,30 +29,23 @@ class SchedulerLimits:
     max_preemptions: int = 8
     """Maximum number of preemptions of a request. After the last one, admission allocates all blocks up to its end."""
     max_overtakes: int = 0
-    """Maximum number of consecutive admissions of a class that bypass its oldest waiting request."""
     max_head_start_steps: int = 256
-    """Maximum number of steps by which a priority moves a request forward or back in its class."""
     quantum_steps: int = 64
-    """Number of steps that a lower class may get above its share before a higher class preempts it."""
     max_steps_in_flight: int = 1
     whole_prompts: bool = False
     """Whether a step computes each prompt at once. `max_num_batched_tokens` is then at least `max_model_len`."""
     max_long_prefill_tokens: int | None = None
-    """Maximum number of tokens of one prompt in a step while other prompts wait."""
     separate: bool = False
     """Whether each step computes only prompts or only decoding requests."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     swap_block_cost_tokens: float = 4.0
-    """Number of tokens that can be computed in the time of swapping one block out and in."""
     static_batching: bool = False
     """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Maximum number of admitted, unfinished requests of a tenant. A beam search counts as one."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
     num_schedulers: int = 1
     """Number of schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0
-    """Maximum seconds that the oldest request waits until the scheduler admits a batch that is not full."""
 
     @property
     def weight_divisor(self) -> int:

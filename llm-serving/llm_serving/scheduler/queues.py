@@ -118,10 +118,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return when the longest-waiting request arrived, by the clock of its class, or None for an empty queue.
-
-        Only the first preempted and the oldest new request are compared.
-        """
+        """Return when the longest-waiting request arrived, by the clock of its class, or None for an empty queue."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest

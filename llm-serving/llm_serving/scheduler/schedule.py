@@ -95,7 +95,6 @@ class Schedule:
     step: int
     rows: list[ScheduledRow]
     block_moves: list[BlockMove] = field(default_factory=list)
-    """Copies, swaps and imports of blocks. The WorkAgent executes them in order before it computes the rows."""
     started: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
@@ -104,7 +103,6 @@ class Schedule:
     migrating: list[ScheduledRow] = field(default_factory=list)
     """Rows whose requests migrate to another replica after the reply, unless the reply finishes the request."""
     exports: list[BlockMove] = field(default_factory=list)
-    """Moves that export blocks. The WorkAgent executes them after it has computed the rows."""
     states: list[StateAccess] = field(default_factory=list)
     stores: Sequence[StoredBlocks] = ()
     """Prompt blocks among `exports` that the disk cache stores after the reply."""

@@ -251,9 +251,9 @@ class Scheduler:
     def set_priority(self, request: Request, priority: int) -> bool:
         """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
 
-        The priority shifts the position relative to the arrival, so repeated changes do not add up. In a new class, the
-        request is queued last, or first if it has ever run. The priority stays the same if a limit on bypasses, or on
-        the share of the new class, forbids the change.
+        The new position counts from the request's arrival, so repeated changes do not add up. In a new class, the
+        request is queued last, or first if it has ever run. The priority stays the same if `max_overtakes` or the new
+        class's share forbids it.
         """
         if request.is_finished:
             return False

@@ -83,7 +83,6 @@ class TenantLimiter:
         self._full: dict[str, _Tenant] = {}
         self.full_tenants: tuple[str, ...] = ()
         self.is_active = limits.max_running_per_tenant is not None or bool(limits.max_running_of_tenant)
-        """Whether any tenant has a limit. If not, the scheduler does not call the limiter."""
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
@@ -194,7 +193,7 @@ class TenantLimiter:
                 yield from (request for _, request in heap)
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
-        """Release or hold requests, so that each class has one queued request for each free slot of the tenant."""
+        """Hold or release requests: each class may have as many in its queue as the tenant has free slots."""
         due = self._class_due(tenant) if any(tenant.held.values()) else None
         changes = LimiterChanges([], [])
         for name in {**tenant.released, **tenant.held}:
