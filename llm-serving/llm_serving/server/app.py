@@ -168,9 +168,7 @@ class Application:
     advisor: Advisor
     response_buffers: ResponseBuffers
     batches: Batches | None = None
-    """None if the server does not run yet, or if batches are not configured."""
     models: ServedModels | None = None
-    """None if the server has one model."""
 
     def __post_init__(self, routes: Sequence[Route]) -> None:
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
@@ -286,7 +284,6 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of recordings. Raise ConfigError if another server uses it."""
     if folder is None:
         yield
         return

@@ -164,7 +164,6 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Return `start` and the names of all schemas to which these refer, directly or indirectly."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:

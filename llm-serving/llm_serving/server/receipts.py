@@ -66,9 +66,7 @@ class ReceiptHook:
     async def start_receipt(
         self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
     ) -> ReceiptDraftProtocol:
-        """Start a response's receipt. The first one waits until the model's files are hashed. Raise RequestError if
-        receipts are off, UnavailableError if the package is missing or a file has changed.
-        """
+        """Start a response's receipt. The first one waits until the model's files are hashed."""
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)
         try:

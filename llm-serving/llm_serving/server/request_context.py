@@ -30,7 +30,6 @@ class RequestContext:
     """The string "other" if no endpoint has the path."""
     client: str = ""
     status: int | None = None
-    """None if the response has not begun."""
     error: str = ""
     """Kind of the error and the name of the wrong field, if any. Empty if there is no error."""
     request_id: str = ""

@@ -143,7 +143,6 @@ class ServedModels:
         return next(iter(self._models.values()))
 
     def find(self, name: str) -> ServedModel:
-        """Return the model with this name or alias. Raise ModelNotFoundError, which lists the models."""
         if name in self._models:
             return self._models[name]
         for alias in (name, ANY_MODEL):

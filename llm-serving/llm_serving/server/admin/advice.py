@@ -51,7 +51,6 @@ class Advisor:
 
     config: Callable[[], ServingConfig]
     clock: Clock
-    """The clock of the recordings."""
     command: Sequence[str] = COMMAND
     """Command of the simulator process, which reads a request from its input and writes advice to its output."""
     refused: Callable[[float], Sequence[RefusedRequests]] = lambda since: ()
@@ -62,10 +61,7 @@ class Advisor:
     """Number of clients that wait for `_task`. At 0, `_task` has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
-        """Return advice on the last `minutes`. If the last waiting client disconnects, the simulation is cancelled.
-        Raise RequestError if too few requests were recorded, CapacityError if advice on a different period is being
-        computed, UnavailableError if the simulator exceeds its time or memory limit or is not installed.
-        """
+        """Return advice on the last `minutes`. If the last waiting client disconnects, the simulation is cancelled."""
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")
         folder = self.config().scheduler.record_path

@@ -66,9 +66,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
 
 
 class Explanations(Long):
-    """Explanations of all engine requests with one id. There are several if the request has several choices, or if
-    several clients chose the same id.
-    """
+    """Explanations of all engine requests with one id."""
 
     request_id: str
     requests: list[Explanation]

@@ -26,10 +26,8 @@ class InternalClient:
 
     app: ASGIApp
     keys: Mapping[str, ApiKey]
-    """Tenant -> its API key. Empty if the server requires no keys."""
     quotas: Mapping[str, Quota]
     ready: Callable[[], bool]
-    """Requests wait while this returns False."""
 
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:
         """Send a POST and return the response. Its status is 401 if the tenant's key no longer exists."""

@@ -73,7 +73,6 @@ class Batches:
     priority_class: str
     """Request class of lines that name no class."""
     shares: TenantQuota
-    """Quota for files that are being uploaded."""
     bounds_answers: bool = True
     """Whether lines wait until the store has room for their answers."""
     now: Callable[[], float] = time.time

@@ -48,7 +48,6 @@ class Generation:
     select: Select | None = None
     """Selects the sequences that become choices. If None, each sequence is a choice."""
     on_output: Callable[[int, RequestOutput], None] | None = None
-    """Called with each output of a choice before it is yielded."""
     on_close: Callable[[int], None] | None = None
     """Called once, at the end, with the number of generated tokens."""
     on_read: Callable[[RequestOutput], None] | None = None

@@ -144,7 +144,6 @@ class MessageBlock:
     id: str = ""
     name: str = ""
     parts: list[str] = field(default_factory=list)
-    """Pieces of the text or, for a call, of its arguments."""
 
     @property
     def text(self) -> str:

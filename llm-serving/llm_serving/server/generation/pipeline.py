@@ -48,7 +48,6 @@ Prompt = str | list[int]
 class PrecheckInput(NamedTuple):
     prompts: Sequence[Prompt]
     max_tokens: int
-    """Number of output tokens for which each prompt must leave room."""
     field_names: Mapping[str, str] = NO_RENAMES
     """Field name in errors of the engine -> field name in the protocol."""
     num_choices: int = 1
@@ -107,9 +106,7 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline, after a wait while the model is paused or asleep. Raise ClientGoneError if the
-    client disconnects during this wait, LLMServingError if the request is invalid or the engine refuses it.
-    """
+    """Run all steps of the pipeline, after a wait while the model is paused or asleep."""
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
     may_be_shared = serving.coalesce_identical_requests or serving.resume_streams
@@ -169,8 +166,9 @@ async def _start(
 
 
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
-    """Refuse a request early if admission control would refuse it for any number of prompt tokens. Raise CapacityError
-    if it cannot be admitted now, UnavailableError if no WorkAgent is ready, RequestError if it can never be admitted.
+    """Refuse a request before tokenization if admission control would refuse even the fewest tokens that its prompts
+    can have. Raise CapacityError, UnavailableError if no WorkAgent is ready, or RequestError if it can never be
+    admitted.
     """
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     min_lens = []

@@ -96,7 +96,6 @@ class BufferedResponse:
     source: str
     cancel: Callable[[], None]
     failure: LLMServingError | None = None
-    """The error with which the response was evicted. None if it was not evicted."""
     num_bytes: int = 0
 
 

@@ -40,9 +40,7 @@ COUNT: Final = Whole(1, MAX_N)
 class Choices(NamedTuple):
     n: int = 1
     best_of: int = 1
-    """Number of sequences generated for each prompt; at least `n`."""
     beams: BeamSearchParams | None = None
-    """None if the sequences are sampled."""
 
     @property
     def counted_by(self) -> str:

@@ -48,9 +48,7 @@ class StructuredOutput:
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for. Return None if any text is allowed. Raise RequestError if
-    the request asks for several, or if one is invalid. `check_compatible` explains `names`.
-    """
+    """Return the structured output that a request asks for. Return None if any text is allowed."""
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
     for name, read in _READERS.items():
@@ -81,9 +79,7 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output in a thread. Clients, which `source` identifies, share the compiler threads fairly.
-    Raise RequestError if the output cannot be compiled. Raise CapacityError if that takes longer than `MAX_WAIT_S`.
-    """
+    """Compile a structured output in a thread. Clients, identified by `source`, share the compiler threads fairly."""
     if not engine.constraints.can_end:
         raise RequestError(output.field, "is not supported: the model has no token that ends an answer")
     try:

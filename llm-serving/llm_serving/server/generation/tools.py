@@ -67,7 +67,6 @@ class ReasoningBudget(NamedTuple):
 
 
 def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
-    """Return the reasoning budget of a request, or None if it sets none. Raise RequestError if it is invalid."""
     given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
     if not given:
         return None
@@ -101,12 +100,10 @@ _TAIL_TOKENS: Final = 16
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
     schemas: dict[str, dict[str, Any]]
-    """Tool name -> JSON schema of its arguments."""
     for_template: list[dict[str, Any]]
     format: ToolFormat
     callees: tuple[Callee, ...] = ()
     must_call: bool = False
-    """Whether the output must consist only of calls."""
     max_calls: int | None = None
 
     @property

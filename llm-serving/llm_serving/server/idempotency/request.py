@@ -94,7 +94,6 @@ class IdempotentRequest:
 
     rules: SharingRules
     seeded: bool
-    """Whether the client gave a seed."""
     record: AcceptedRequest | None = None
     """The record of the request, or None if the client can neither retry nor resume it."""
     known: bool = False

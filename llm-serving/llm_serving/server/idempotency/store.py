@@ -51,7 +51,6 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     route: str
     tenant: str
     key: str
-    """The `Idempotency-Key`. Empty if there is none."""
     digest: bytes
     request: bytes
     seed: int
@@ -59,7 +58,6 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     streams: bool
     request_id: str
     created: int
-    """Seconds since the epoch, as in the response."""
     model: bytes
     """Digest of what the response depends on: the model, its configuration and kernels."""
     prompts: bytes

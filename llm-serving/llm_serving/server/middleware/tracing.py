@@ -45,7 +45,6 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str = ""
-    """Id of the client's span from `traceparent`. Empty if there is none."""
 
     @property
     def header(self) -> bytes:

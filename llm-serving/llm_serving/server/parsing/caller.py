@@ -37,14 +37,11 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class HttpCaller(Caller):
     context: RequestContext | None = field(default=None, compare=False)
-    """None if there is no HTTP request."""
     quota: Quota | None = field(default=None, compare=False)
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
-    """Return the caller of a request. `bodies` are the request body and nested objects that may have the same fields.
-    Raise RequestError if a field is invalid, PermissionDeniedError if the API key does not allow the priority.
-    """
+    """Return the caller of a request. `bodies`: the request body and nested objects that may have the same fields."""
     key, context = api_key_of(http_request), request_context_of(http_request)
     names = {}
     for name in ("user", "cache_salt"):

@@ -48,7 +48,7 @@ def messages_of(system: str | list[ContentBlock] | None, turns: list[Conversatio
 
 
 def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
-    """Return the tools of chat completions. Raise RequestError for a tool that the server would have to run."""
+    """Convert Anthropic's tools to those of OpenAI's chat completions. Raise RequestError for a server-side tool."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
