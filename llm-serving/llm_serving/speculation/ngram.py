@@ -300,7 +300,7 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return running `unmatched` requests whose lookup is worth its cost. Remove requests whose lookup is not."""
+        """Return running requests whose lookup saves more than it costs. Drop the less promising from `unmatched`."""
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []

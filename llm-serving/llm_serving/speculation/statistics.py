@@ -241,8 +241,8 @@ class MeasuredGain:
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over the steps of one size class. The weight of a step decays with each later step. `newest`:
-    number of the latest step in these sums, at which its own weight is 1.
+    """Weighted sums over the recorded steps of one size class, see `SMALLEST_SIZE`. The latest of these steps, number
+    `newest`, has weight 1 when it is added. Each later step multiplies the weights of earlier ones by `STEP_DECAY`.
     """
 
     newest: int = 0
