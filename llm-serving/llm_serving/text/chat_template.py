@@ -185,10 +185,7 @@ class ChatTemplate:
         self._processes = ConfinedPool(NUM_PROCESSES, partial(_started, source), "of a chat template")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
-        """Return the prompt text of a conversation. This waits for a process, so it must not run on the event loop.
-
-        Raise RequestError if the template rejects the messages, fails, or exceeds a limit of length, time or memory.
-        """
+        """Return the prompt text of a conversation. This waits for a process, so it must not run on the event loop."""
         question = Render([dict(message) for message in messages], variables)
         try:
             answer = self._processes.ask(question)

@@ -36,9 +36,7 @@ class AnswerReasoning:
 def answer_grammar(
     form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, delimiters: Delimiters
 ) -> Grammar:
-    """Return the grammar of an answer. `form`: grammar of the response format, or None to allow any text. `delimiters`
-    creates the grammar terms of delimiters. Raise GrammarError if a tool's schema or the budget is unsupported.
-    """
+    """Return the grammar of an answer. `form`: grammar of the response format, or None to allow any text."""
     if form is not None and calls is None and reasoning is None:
         return form
     content = "TEXT?" if form is None else "@form"

@@ -192,7 +192,7 @@ def _whole_answer(part: _Part) -> Grammar:
 
 
 def _exact(text: str) -> int:
-    """Return an integer up to `MAX_INT`, which llguidance represents exactly. Raise ValueError for a larger one."""
+    """Return the integer in `text`. Raise ValueError beyond `MAX_INT`, because llguidance rounds larger integers."""
     value = int(text) if len(text) <= MAX_INT_CHARS else MAX_INT + 1
     if abs(value) > MAX_INT:
         raise ValueError(f"integers must be from -{MAX_INT} to {MAX_INT}")

@@ -49,7 +49,6 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", TEKKEN_FILE, "qwen.tiktoken
 
 
 def find_vocabulary(folder: Path) -> Path:
-    """Return the tokenizer file of a folder. Raise ModelError if there is none."""
     for name in FILES:
         if (folder / name).exists():
             return folder / name
@@ -162,10 +161,7 @@ class Tokenizer:
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, which must have no lone surrogates. Special tokens in it are recognised.
-
-        `add_special_tokens`: add the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
-        """
+        """Return the token ids of a text, which must have no lone surrogates. Special tokens in it are recognised."""
         by_hand = self._add_bos is not None
         ids = self._vocabulary.encode(text, add_special_tokens and not by_hand)
         if add_special_tokens and by_hand:

@@ -19,10 +19,10 @@ _FILLERS: Final = ("", "\n", "a")
 
 
 class TypedText:
-    """Inserts sentinels into special tokens in messages, and tokenizes the rendered prompt.
+    """Tokenizes prompts so that special tokens which clients type in messages, such as `<|im_end|>`, remain plain text.
 
-    `encode(text, add_special_tokens)` tokenizes a text. If the flag is True, it adds the special tokens that the model
-    expects. `special`: text of each special token -> its id. `token_bytes(id)` returns the bytes of a token.
+    Before the chat template is rendered, a random text (the sentinel) is inserted into each typed special token. It
+    shows `encode` where to cut. `special`: text of each special token -> its id. `token_bytes(id)`: bytes of a token.
     """
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:

@@ -111,7 +111,6 @@ def call_of(value: Any) -> Call:
 
 
 def arguments_of(value: Any) -> str:
-    """Return the arguments as JSON text. Raise NotACallError if they are not an object."""
     if value is not None and not isinstance(value, dict):
         raise NotACallError
     try:

@@ -48,9 +48,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Texts before, after and between calls. `is_list`: whether the calls form a Python list. `fence`: delimiters of a
-    code block that may surround all calls.
-    """
+    """Texts before, after and between calls.  `fence`: delimiters of a code block that may surround all calls."""
 
     opening: str
     closing: str

@@ -76,12 +76,12 @@ def unquoted_rule(closing: str) -> str:
 
 
 def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing: str, whitespace: str) -> str | None:
-    """Return the grammar term for a call's arguments in schema order, or None if the schema has no properties. Of the
-    constraints on strings, only `enum` and `const` are enforced. Raise GrammarError if a strict tool has a different
-    one, such as `pattern`.
+    """Return the grammar term for the arguments of a call, in the order of the tool's schema, or None if the schema has
+    no properties. The grammar enforces `enum` and `const` of strings. Raise GrammarError if a strict tool has another
+    constraint on strings, such as `pattern`.
 
-    `opening(name, is_unquoted)` returns the term before the value of the argument `name`. `closing`: text after each
-    value; white space may follow it. `whitespace`: see `json_grammar`.
+    `callee`: the called tool. `opening(name, is_unquoted)` returns the term before an argument's value. `closing`: text
+    after each value; white space may follow it. `whitespace`: see `json_grammar`.
     """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
