@@ -68,7 +68,7 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
     """Return the step that `step_arrays` converted. `allowed_follow`: whether a later message brings its allowed
-    tokens. Raise ProtocolError if the arrays belong to a different step.
+    tokens.
     """
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)

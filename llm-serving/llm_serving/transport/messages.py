@@ -100,9 +100,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     disk_cache_path: str | None = None
     disk_cache_bytes: int = 0
     memory_share: float = 1.0
-    """Share of the machine's memory that the WorkAgents of this model may use together."""
     log_name: str = ""
-    """Name of the model at the start of its log lines. Empty if the server has only one model."""
     max_loras: int = 0
     max_lora_rank: int = 0
     rank_table: str | None = None
