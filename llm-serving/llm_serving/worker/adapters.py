@@ -27,9 +27,7 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """Holds LoRA adapters in host memory, and copies them to the slots in the network's Parameters that steps read. An
-    adapter's number, which the server derives from its files, identifies it.
-    """
+    """Holds LoRA adapters in host memory, and copies them to the slots in the network's Parameters that steps read."""
 
     def __init__(
         self,

@@ -254,9 +254,9 @@ class TokenGraph:
         return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
 
     def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
-        """Return, for each row of the step, the row of the block tables that it reads, and the rows with results.
+        """Return `table_rows` and `sample_indices` of `TOKEN_ROW_INPUTS` for a step.
 
-        In decode steps, both depend only on the number of tokens, so they stay on the device for the next step.
+        If every token is sampled, they depend only on the number of tokens, and stay on the device for later steps.
         """
         table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
         table_rows[num_tokens:] = 0
