@@ -28,7 +28,6 @@ MAX_PENDING_BYTES: Final = 16 * 2**20
 """Maximum bytes of lines that wait to be written. Further lines are dropped."""
 RETRY_S: Final = 1.0
 CLOSE_S: Final = 5.0
-"""Maximum seconds that `close` waits for the disk."""
 
 
 def get_logger(name: str) -> logging.Logger:

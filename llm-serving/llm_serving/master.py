@@ -40,13 +40,7 @@ logger = get_logger(__name__)
 
 
 def run(config: ServingConfig) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code: 0 after a graceful shutdown.
-
-    Raises:
-        ConfigError: The model, its tokenizer or the port cannot be used.
-        WorkerDiedError: No WorkAgent could be started.
-        NoWorkAgentsError: All WorkAgents have exhausted their restarts, and `exit_without_work_agents` is set.
-    """
+    """Serve until SIGINT or SIGTERM, and return the exit code: 0 after a graceful shutdown."""
     if config.models:
         return _run_several(config.models)
     with open_placement(config) as placement:

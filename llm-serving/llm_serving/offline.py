@@ -82,7 +82,6 @@ class LLM:
             self.model_spec.vocab_size,
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
-        """Compiles grammars for `SamplingParams(constraint=grammar.text)`."""
         self._counter = itertools.count()
         self._pieces: list[RequestOutput] = []
 
@@ -150,8 +149,7 @@ class LLM:
     ) -> list[list[RequestOutput]]:
         """Return the best sequences of each prompt, best first.
 
-        `sampling` gives `max_tokens`, stop conditions and `logprobs`; it must be greedy and not change logits. Raise
-        RequestError, before any request starts, if one can never be served.
+        `sampling` gives `max_tokens`, stop conditions and `logprobs`; it must be greedy and not change logits.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search, adapter=adapter) for prompt in prompts]

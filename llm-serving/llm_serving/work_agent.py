@@ -117,10 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine, which expects `token` from the WorkAgent that it has started.
-
-    Raise ConfigError for a wrong secret, ChannelClosedError if the master cannot be reached or rejects the token.
-    """
+    """Connect to the master on another machine, which expects `token` from the WorkAgent that it has started."""
     identity = ClusterIdentity(read_secret(secret_file))
     host, _, port = address.rpartition(":")
     try:
@@ -156,10 +153,6 @@ def serve(
         ranks_fd, transfer_fd, group_port: See `worker.loading.load_runner`.
         blocks: Connection for KV transfers and the disk cache. None if the configuration has neither.
         model_path: Folder of the model on this machine. None if it is the path in `LoadModel`.
-
-    Raises:
-        TransportError: The connection failed, or the master has exited.
-        RankLostError: Another rank has exited, or computes a different step.
     """
     hello = channel.receive()
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
