@@ -367,7 +367,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input, a pipe from the parent, ends, even if the parent exited before `die_with_parent`."""
+    """Exit when standard input ends, a pipe from the parent. This also works if the parent exited very early."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

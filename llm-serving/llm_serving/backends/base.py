@@ -94,7 +94,9 @@ class Backend(Protocol):
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """(x [T, H], both tensors of `route`, gate_up and down from `expert_weights`) -> weighted sums [T, H]."""
+        """Return a Cell that computes the chosen experts of each token and adds their results by weight: (x [T, H],
+        both tensors of `route`, gate_up and down from `expert_weights`) -> [T, H].
+        """
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
         """The same as `experts`, with weights from `quantized_expert_weights` and activations in 8 bits."""
@@ -197,9 +199,9 @@ class Backend(Protocol):
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
-        """Return a weight that keeps its GGUF quantization blocks, from `segments` of consecutive rows. All segments
-        except the last must have a multiple of 16 rows. `weight_only`: see `packed_quantized_weight`. Raise ModelError
-        if the backend lacks the operator `program`.
+        """Return a weight that keeps its GGUF quantization blocks. `segments`: tensors whose rows follow each other in
+        the weight; all except the last must have a multiple of 16 rows. `weight_only`: multiply by bfloat16 rows
+        instead of 8-bit rows. Raise ModelError if the backend has no kernel for such weights.
         """
         raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
 

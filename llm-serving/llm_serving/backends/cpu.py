@@ -241,7 +241,7 @@ class CpuQuantizedLogits(nn.Cell):
 
 
 class CpuColumns(nn.Cell):
-    """Replaces `AscendColumns`, whose primitive MindSpore lacks on a CPU."""
+    """Cut out the columns `start` to `end` of a matrix. MindSpore lacks the primitive of `AscendColumns` on a CPU."""
 
     def __init__(self, start: int, end: int | None) -> None:
         super().__init__()

@@ -92,7 +92,9 @@ def _read_row(name: str, content: Located) -> ModelRow:
 
 
 def combine(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> tuple[ServingConfig, ...]:
-    """Return the configurations, which divide memory, threads and devices. Raise ConfigError if models conflict."""
+    """Return `configs` with the memory, threads and devices of the machine divided among them. `rows`: their entries
+    in the YAML list. Raise ConfigError if models conflict.
+    """
     _check_names(rows, configs)
     for row, config in zip(rows, configs, strict=True):
         if config.cluster.engine != EngineName.LOCAL:

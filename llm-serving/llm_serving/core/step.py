@@ -81,7 +81,9 @@ class ResultKind(enum.IntEnum):
 
 
 class ResultToken(NamedTuple):
-    """A token at which a step gives a result, such as a sample. `token`: index among the row's tokens in the step."""
+    """The token of a request after which a step returns a result, such as a sample. `row`: index of the request in
+    the step. `token`: index among its tokens in the step.
+    """
 
     row: int
     token: int

@@ -82,7 +82,7 @@ class Inbox:
         return other_fd in ready
 
     def end(self, reason: str) -> None:
-        """Accept no more messages. `handle` still calls those that have arrived."""
+        """Accept no more calls. `handle` still makes the calls that were posted before."""
         with self._lock:
             self.ended = self.ended or reason
         self.on_end()

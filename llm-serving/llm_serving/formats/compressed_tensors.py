@@ -164,7 +164,9 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return name ending -> array of a symmetric tensor, as `pack-quantized` if `packed`, else as `int-quantized`."""
+    """Return the arrays that store a symmetric tensor, by the ending of their names, in the format `pack-quantized`
+    if `packed`, otherwise `int-quantized`.
+    """
     assert tensor.zeros is None
     assert tensor.g_idx is None
     if not packed:

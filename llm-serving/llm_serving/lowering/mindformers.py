@@ -244,7 +244,7 @@ def _typed(c: ConfigReader, key: str) -> Any:
 
 
 def _expert_arguments(network: Network, dtype: str, num_experts: str) -> Mapping[str, Any]:
-    """`num_experts` is the name of the argument for the number of experts."""
+    """Return the arguments of MindFormers' config for experts. `num_experts`: the name of that for their number."""
     found: dict[str, Any] = {}
     for each in network.operations:
         if each.kind == "route":

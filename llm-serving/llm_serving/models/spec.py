@@ -136,8 +136,8 @@ class ModelSpec:
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
         """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens.
 
-        In an int8 cache each head of a token also has a scale, so the memory of a layer does not divide into that of
-        smaller layers. Therefore all layers form one group if they have different shapes.
+        Layers of an int8 cache that have different shapes stay in one group. With their scales, the bytes of a large
+        layer are no multiple of those of a small one, so they cannot share blocks.
         """
         spec = replace(self)
         spec.__dict__["network"] = network = copy(self.network)
@@ -248,7 +248,7 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of a MindFormers YAML with `model.model_config` `config` and `model.arch.type` `network`."""
+        """`config`: the section `model.model_config` of a MindFormers YAML. `network`: its `model.arch.type`."""
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 

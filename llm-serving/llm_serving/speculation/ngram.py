@@ -300,7 +300,9 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return running requests whose lookup saves more than it costs. Drop the less promising from `unmatched`."""
+        """Return running requests whose lookup should save more than it costs, and give up the lookup of the others.
+        `step_s`: seconds of a step.
+        """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []

@@ -187,7 +187,9 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if a block has another epoch than in `owners`. `reads`: mask of `blocks` in the tables."""
+        """Raise WorkerError if a block was allocated again since its table was sent: its number of allocations, the
+        epoch, differs from `owners`. `reads` marks which entries of the block tables `blocks` come from.
+        """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0] % (len(reads) // self._num_groups)

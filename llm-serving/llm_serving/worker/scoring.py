@@ -40,7 +40,9 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of the hidden states [P, H] independently, with the softmax sums that `choose_tokens` uses."""
+    """Return log-probabilities and ranks of the given tokens after each row of the hidden states [P, H]. A row's
+    result does not depend on the other rows.
+    """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []

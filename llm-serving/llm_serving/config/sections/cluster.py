@@ -188,7 +188,7 @@ def _check_sent_weights(values: Values) -> None:
         raise values.error(name, "must be `path` for a GGUF file: only folders are sent")
     for outside in _OUTSIDE_MODEL:
         if values[outside] is not None:
-            raise values.error(name, f"must be `path` with `{outside}`, which lies outside the model's folder")
+            raise values.error(name, f"must be `path` with `{outside}`: only files of the model's folder are sent")
 
 
 def _check_ranks(values: Values, spec: ModelSpec | None) -> None:

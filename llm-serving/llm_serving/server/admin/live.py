@@ -219,7 +219,7 @@ class Viewer:
 
 @dataclass(eq=False)
 class LiveFeed:
-    """Takes snapshots while clients watch, and passes them to the clients. Only the event loop may use it."""
+    """Takes snapshots of the scheduler while clients watch, and sends them. Only the event loop may use it."""
 
     lookup: RequestLookup
     metrics: Metrics
