@@ -43,26 +43,27 @@ def start(processor, **fields):
 
 
 def take(processor, request, token_id, reason=None, **output):
-    """Add a token to the request, which finishes with it if a `reason` is given."""
+    """Return the output of a token, with which the request finishes if a `reason` is given."""
     request.output_token_ids.append(token_id)
     if reason is not None:
         end(request, reason)
-    return processor.add_token(request, 0, step_output(token_id, **output))
+    piece = processor.add_token(request, 0, step_output(token_id, **output), 0)
+    if reason is not None:
+        processor.complete(request, piece)
+    return piece
 
 
 def end(request, reason):
     request.status, request.finish_reason = RequestStatus.FINISHED, reason
 
 
-def test_output_processor_returns_the_output_since_the_last_call(processor):
+def test_output_processor_returns_the_output_of_each_token(processor):
     request = start(processor, num_prompt_tokens=3, request_id="r")
     take(processor, request, 5)
-    take(processor, request, 6)
-    piece = processor.pop_output(request)
-    assert (piece.request_id, piece.text, piece.token_ids, piece.logprobs) == ("r", "5 6 ", (5, 6), ())
+    piece = take(processor, request, 6)
+    assert (piece.request_id, piece.text, piece.token_ids, piece.logprobs) == ("r", "6 ", (6,), ())
     assert (piece.num_prompt_tokens, piece.num_output_tokens, piece.finish_reason) == (3, 2, None)
-    take(processor, request, 7, FinishReason.LENGTH)
-    piece = processor.pop_output(request)
+    piece = take(processor, request, 7, FinishReason.LENGTH)
     assert (piece.text, piece.token_ids) == ("7 ", (7,))
     assert (piece.num_output_tokens, piece.finish_reason) == (3, FinishReason.LENGTH)
 
@@ -72,68 +73,53 @@ def test_output_processor_assigns_logprobs_by_sample(processor):
     output = step_output(5, 6, 7, num_top=[2, 0, 0])
     for sample, request in enumerate(requests):
         request.output_token_ids.append(5 + sample)
-        processor.add_token(request, sample, output)
-    assert [processor.pop_output(request).logprobs for request in requests] == [
+    assert [processor.add_token(request, sample, output, 0).logprobs for sample, request in enumerate(requests)] == [
         (TokenLogprobs(5, -0.5, (0, 1), (-1.0, -2.0)),),
         (TokenLogprobs(6, -1.5, (), ()),),
         (),
     ]
 
 
-def test_output_processor_returns_logprobs_once(processor):
-    request = start(processor, logprobs=1)
-    take(processor, request, 5, num_top=[1])
-    assert [token.token_id for token in processor.pop_output(request).logprobs] == [5]
-    take(processor, request, 6, num_top=[1])
-    assert [token.token_id for token in processor.pop_output(request).logprobs] == [6]
-
-
 def test_output_processor_sends_a_stop_token_without_text(processor):
     request = start(processor, stop_token_ids=frozenset({2}))
     take(processor, request, 5)
-    take(processor, request, 2, FinishReason.STOP)
-    piece = processor.pop_output(request)
-    assert (piece.text, piece.token_ids, piece.num_output_tokens) == ("5 ", (5, 2), 2)
+    piece = take(processor, request, 2, FinishReason.STOP)
+    assert (piece.text, piece.token_ids, piece.num_output_tokens) == ("", (2,), 2)
 
 
 def test_output_processor_keeps_the_text_of_the_last_token_at_the_limit(processor):
     request = start(processor, stop_token_ids=frozenset({2}))
-    take(processor, request, 5, FinishReason.LENGTH)
-    assert processor.pop_output(request).text == "5 "
+    assert take(processor, request, 5, FinishReason.LENGTH).text == "5 "
 
 
 def test_output_processor_reports_and_removes_a_stop_string(processor):
     request = start(processor, stop=("6 7",))
-    assert take(processor, request, 5) is None
-    assert take(processor, request, 6) is None
-    assert processor.pop_output(request).text == "5 "
-    assert take(processor, request, 7) == "6 7"
+    pieces = [take(processor, request, token_id) for token_id in (5, 6, 7)]
     end(request, FinishReason.STOP)
-    piece = processor.pop_output(request)
-    assert (piece.text, piece.token_ids) == ("", (7,))
+    assert [piece.stop_reason for piece in pieces] == [None, None, "6 7"]
+    processor.complete(request, pieces[-1])
+    assert [(piece.text, piece.token_ids) for piece in pieces] == [("5 ", (5,)), ("", (6,)), ("", (7,))]
 
 
 def test_output_processor_flushes_held_text_with_the_last_output(processor):
     request = start(processor, stop=("6 7",))
-    take(processor, request, 6)
-    assert processor.pop_output(request).text == ""
+    assert take(processor, request, 6).text == ""
     end(request, FinishReason.ABORT)
     assert processor.pop_output(request).text == "6 "
 
 
-def test_output_processor_sends_pending_output_with_an_error(processor):
+def test_output_processor_sends_an_error_with_the_last_output(processor):
     request = start(processor)
     take(processor, request, 5)
     end(request, FinishReason.ERROR)
     piece = processor.pop_output(request, "the WorkAgent is gone")
-    assert (piece.text, piece.token_ids) == ("5 ", (5,))
+    assert (piece.text, piece.token_ids) == ("", ())
     assert (piece.finish_reason, piece.error) == (FinishReason.ERROR, "the WorkAgent is gone")
 
 
 def test_output_processor_knows_a_request_until_its_last_output(processor):
     request, other = start(processor, request_id="r"), start(processor)
     take(processor, request, 5)
-    processor.pop_output(request)
     assert processor.knows(request)
     assert processor.find("r") is request
     assert processor.unfinished() == [request, other]
@@ -160,7 +146,6 @@ def test_output_processor_records_the_phases_of_a_request():
         take(processor, request, token_id)
         processor.flush_token_gaps()
     take(processor, request, 7, FinishReason.LENGTH)  # at 2
-    processor.pop_output(request)
     samples = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
     seconds = [
         samples[f"vllm:request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode", "inference")
@@ -171,8 +156,6 @@ def test_output_processor_records_the_phases_of_a_request():
 
 def test_request_without_detokenization_gets_tokens_only(processor):
     request = start(processor, detokenize=False)
-    take(processor, request, 5)
-    take(processor, request, 6, FinishReason.LENGTH)
-    piece = processor.pop_output(request)
-    assert (piece.text, piece.token_ids) == ("", (5, 6))
+    pieces = [take(processor, request, 5), take(processor, request, 6, FinishReason.LENGTH)]
+    assert [(piece.text, piece.token_ids) for piece in pieces] == [("", (5,)), ("", (6,))]
     assert processor.text_of(request, [5, 6]) == ""

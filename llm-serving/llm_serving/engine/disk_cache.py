@@ -80,7 +80,7 @@ class DiskPrefixSink(SequenceSink):
         self._context.scheduler.add(self.request)
         self._disk_cache.on_added(self.request)
 
-    def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if self.active_requests:
             super()._finish(reason, stop_reason)
             return

@@ -23,9 +23,6 @@ logger = get_logger(__name__)
 class ProducedOutput:
     request: Request
     detokenizer: Detokenizer
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     num_results: int = 0
     vector: Float32Array | None = None
@@ -34,7 +31,7 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects each request's output until it is sent. Without `metrics`, it records neither metrics nor events."""
+    """Makes outputs from the sampled tokens of requests. Without `metrics`, it records neither metrics nor events."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -83,21 +80,25 @@ class OutputProcessor:
     def unfinished(self) -> list[Request]:
         return [state.request for state in self._states.values()]
 
-    def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Add a sampled token, with index `sample` in `output`. Return the stop string that it completes, if any."""
+    def add_token(self, request: Request, sample: int, output: StepOutput, num_pending: int) -> RequestOutput:
+        """Return the output of a sampled token, with index `sample` in `output`. Its `stop_reason` is the stop string
+        that the token completes, if any. `num_pending`: number of later tokens that the request already has.
+        """
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
-        state.token_ids += (token_id,)
+        if self._metrics is not None:
+            self._record_token_time(state, self._metrics)
+        text, detokenizer = "", state.detokenizer
+        # A stop token is not part of the text.
+        if not (token_id in request.stop_token_ids and request.status is FINISHED):
+            text = detokenizer.add_token(token_id)
+        piece = _new_output(state, request, text, (token_id,), num_pending)
+        piece.stop_reason = detokenizer.stop_string
         if request.sampling.logprobs is not None:
             top_ids, top_logprobs = output.top.of(sample)
             logprob = float(output.logprobs[sample])
-            state.logprobs += (TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs)),)
-        if self._metrics is not None:
-            self._record_token_time(state, self._metrics)
-        # A stop token is not part of the text.
-        if not (token_id in request.stop_token_ids and request.status is FINISHED):
-            state.text += state.detokenizer.add_token(token_id)
-        return state.detokenizer.stop_string
+            piece.logprobs = (TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs)),)
+        return piece
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
@@ -112,38 +113,41 @@ class OutputProcessor:
         if vector is not None:
             state.vector = vector
 
-    def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call. It is final if the request has finished and no token is pending.
-        `num_pending`: number of sampled tokens that were not yet added to the output.
-        """
-        state = self._states[request.request_id]
-        reason = stop_reason = None
-        if not num_pending and request.status is FINISHED:
-            reason, stop_reason = request.finish_reason, request.stop_reason
-            del self._states[request.request_id]
-            state.text += state.detokenizer.flush()
-            self._record_finished(state)
-            request.sink = None  # breaks a reference cycle, which would stay in memory until a garbage collection
-        first = request.first_scheduled_time
-        output = RequestOutput(
-            request.request_id,
-            state.text,
-            state.token_ids,
-            state.logprobs,
-            len(request.prompt_token_ids),
-            request.num_cached_tokens,
-            len(request.output_token_ids) - num_pending,
-            reason,
-            stop_reason,
-            error,
-            0.0 if first is None else first - request.arrival_time,
-            vector=state.vector,
+    def pop_output(self, request: Request, error: str | None = None) -> RequestOutput:
+        """Return an output without tokens. It is final if the request has finished."""
+        piece = _new_output(self._states[request.request_id], request)
+        if request.status is FINISHED:
+            self.complete(request, piece, error)
+        return piece
+
+    def complete(self, request: Request, piece: RequestOutput, error: str | None = None) -> None:
+        """Make `piece` the final output of a request that has finished."""
+        piece.finish_reason, piece.stop_reason, piece.error = request.finish_reason, request.stop_reason, error
+        state = self._states.pop(request.request_id)
+        piece.text += state.detokenizer.flush()
+        request.sink = None  # breaks a reference cycle, which would stay in memory until a garbage collection
+        if self._metrics is None:
+            return
+        now = self._clock()
+        self._event_log.ended(request, now)
+        arrived, first_token = request.arrival_time, state.first_token_time
+        scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
+        assert request.finish_reason is not None
+        num_output = len(request.output_token_ids)
+        if num_output > self._max_token_len:
+            self._max_token_len = num_output
+            logger.info("{'max_token_len': %d}", num_output)  # operators search the log for the longest output
+        self._metrics.record_finished(
+            request.finish_reason,
+            e2e_s=now - arrived,
+            ttft_s=None if first_token is None else first_token - arrived,
+            num_prompt=request.num_prompt_tokens,
+            num_output=num_output,
+            queued_s=scheduled - arrived,
+            decode_s=None if first_token is None else state.last_token_time - first_token,
+            num_cached=request.num_cached_tokens,
+            priority=request.priority,
         )
-        if state.prompt_logprobs:
-            output.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
-            state.prompt_logprobs = []
-        state.text, state.token_ids, state.logprobs = "", (), ()
-        return output
 
     def record_token_time(self, request: Request) -> None:
         if self._metrics is not None:
@@ -172,30 +176,26 @@ class OutputProcessor:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []
 
-    def _record_finished(self, state: ProducedOutput) -> None:
-        if self._metrics is None:
-            return
-        request = state.request
-        now = self._clock()
-        self._event_log.ended(request, now)
-        arrived, first_token = request.arrival_time, state.first_token_time
-        scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
-        assert request.finish_reason is not None
-        num_output = len(request.output_token_ids)
-        if num_output > self._max_token_len:
-            self._max_token_len = num_output
-            logger.info("{'max_token_len': %d}", num_output)  # operators search the log for the longest output
-        self._metrics.record_finished(
-            request.finish_reason,
-            e2e_s=now - arrived,
-            ttft_s=None if first_token is None else first_token - arrived,
-            num_prompt=request.num_prompt_tokens,
-            num_output=num_output,
-            queued_s=scheduled - arrived,
-            decode_s=None if first_token is None else state.last_token_time - first_token,
-            num_cached=request.num_cached_tokens,
-            priority=request.priority,
-        )
+
+def _new_output(
+    state: ProducedOutput, request: Request, text: str = "", token_ids: tuple[int, ...] = (), num_pending: int = 0
+) -> RequestOutput:
+    first = request.first_scheduled_time
+    piece = RequestOutput(
+        request.request_id,
+        text,
+        token_ids,
+        (),
+        len(request.prompt_token_ids),
+        request.num_cached_tokens,
+        len(request.output_token_ids) - num_pending,
+        queued_s=0.0 if first is None else first - request.arrival_time,
+        vector=state.vector,
+    )
+    if state.prompt_logprobs:
+        piece.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
+        state.prompt_logprobs = []
+    return piece
 
 
 @dataclass(frozen=True, slots=True)

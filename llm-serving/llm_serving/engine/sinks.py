@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request import FINISHED, FinishReason, Request
 from llm_serving.core.request_output import OutputSink, PromptLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import Float32Array, Scores, StepOutput
@@ -19,6 +19,8 @@ __all__ = ["OUTPUT_SINKS", "SequenceSink", "SinkContext", "attach_sink", "delive
 
 class SequenceSink:
     """The sink of a request with one sequence. A stop string in the text finishes the request."""
+
+    __slots__ = ("_context", "active_requests", "request")
 
     def __init__(self, request: Request, context: SinkContext) -> None:
         self.request = request
@@ -36,14 +38,16 @@ class SequenceSink:
         context, num_pending = self._context, len(samples)
         processor = context.processor
         for sample in samples:
-            stop_string = processor.add_token(request, sample, output)
             num_pending -= 1
-            if stop_string is not None:
-                self._finish(FinishReason.STOP, stop_string)
+            piece = processor.add_token(request, sample, output, num_pending)
+            if piece.stop_reason is not None:
+                self._finish(FinishReason.STOP, piece.stop_reason)
                 del request.output_token_ids[len(request.output_token_ids) - num_pending :]
                 request.num_new_tokens -= num_pending
                 num_pending = 0
-            context.emit(processor.pop_output(request, num_pending=num_pending))
+            if not num_pending and request.status is FINISHED:
+                processor.complete(request, piece)
+            context.emit(piece)
             if not num_pending:
                 break
 
@@ -66,7 +70,7 @@ class SequenceSink:
     def set_priority(self, priority: int) -> bool:
         return self._context.scheduler.set_priority(self.request, priority)
 
-    def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Finish the request with this reason, even if its latest token has finished it for another reason."""
         self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
