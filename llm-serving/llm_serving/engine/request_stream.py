@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason
@@ -16,22 +16,22 @@ MAX_READ_AT_ONCE: Final = 16
 """Maximum number of outputs that a reader gets in a row before the event loop runs other tasks."""
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class RequestStream:
     """The outputs of one answer, in order, for at most one reader. If it is closed early, the request is aborted."""
 
-    def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
-        self.request_id = request_id
-        self.predicted_s = predicted_s
-        self._abort = abort
-        self._pieces: deque[RequestOutput] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        self.take: Callable[[RequestOutput], bool] | None = None
-        """Called with each output but the last while the reader waits. If it returns False, the reader gets it."""
-        self.latest: RequestOutput | None = None
-        """The latest output that the response got: from `take`, or from its generator, which sets this attribute."""
-        self._on_waiting: Callable[[int], None] | None = None
-        self._finished = False
-        self._num_at_once = 0
+    request_id: str
+    _abort: Callable[[str], None]
+    predicted_s: float | None = None
+    take: Callable[[RequestOutput], bool] | None = field(default=None, init=False)
+    """Called with each output but the last while the reader waits. If it returns False, the reader gets it."""
+    latest: RequestOutput | None = field(default=None, init=False)
+    """The latest output that the response got: from `take`, or from its generator, which sets this attribute."""
+    _pieces: deque[RequestOutput] = field(default_factory=deque, init=False)
+    _reader: asyncio.Future[None] | None = field(default=None, init=False)
+    _on_waiting: Callable[[int], None] | None = field(default=None, init=False)
+    _finished: bool = field(default=False, init=False)
+    _num_at_once: int = field(default=0, init=False)
 
     def __aiter__(self) -> RequestStream:
         return self

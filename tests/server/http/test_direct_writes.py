@@ -27,10 +27,10 @@ class Stream:
         await send({"type": "http.response.body", "body": b"end"})
 
     def write(self, text: bytes) -> bool:
-        return self.scope[WRITE_KEY](lambda piece: piece, text)
+        return self.scope[WRITE_KEY](lambda index, piece: piece, 0)(text)
 
 
-def never(piece):
+def never(index, piece):
     raise AssertionError("nothing may be made of it")
 
 
@@ -59,7 +59,7 @@ def test_direct_write_does_not_serialize_a_piece_that_must_wait(why):
             server.app = stream = Stream()
             connection.data_received(GET % 1)
             await settle()
-            write = stream.scope[WRITE_KEY]
+            write = stream.scope[WRITE_KEY](never, 0)
             if why == "the client does not read":
                 connection.pause_writing()
             elif why == "the client has left":
@@ -72,7 +72,7 @@ def test_direct_write_does_not_serialize_a_piece_that_must_wait(why):
                     connection.data_received(GET % 2)
                     await settle()
             before = transport.written
-            assert not write(never, b"piece")
+            assert not write(b"piece")
             assert transport.written == before
             stream.is_complete.set()
 
@@ -88,7 +88,7 @@ def test_direct_write_is_not_used_for_responses_without_chunks(request_):
             server.app = stream = Stream()
             connection.data_received(request_)
             await settle()
-            assert not stream.scope[WRITE_KEY](never, b"piece")
+            assert not stream.scope[WRITE_KEY](never, 0)(b"piece")
             stream.is_complete.set()
 
     asyncio.run(run())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -38,6 +37,8 @@ def named_event(name: str, content: object) -> bytes:
 
 class TextEvents:
     """Encodes the event with the JSON of `content_of(text)` for many texts. Only the text is encoded for each event."""
+
+    __slots__ = ("_after", "_before")
 
     def __init__(self, content_of: Callable[[str], object]) -> None:
         empty, other = event(content_of("")), event(content_of("x"))  # equal up to the opening quotation mark
@@ -117,9 +118,8 @@ class StreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._generation.report_unread_bytes(scope.get(UNSENT_KEY))
-        write = scope.get(WRITE_KEY)
-        if write is not None:
-            self._generation.set_fast_path(partial(write, partial(self._chunks.chunk, 0)))
+        if (chunk_writer := scope.get(WRITE_KEY)) is not None:
+            self._generation.set_fast_path(chunk_writer(self._chunks.chunk, 0))
         try:
             with contextlib.suppress(ClientGoneError):
                 await run_until_client_leaves(receive, self._send_all(send))
