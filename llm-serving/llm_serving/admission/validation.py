@@ -75,7 +75,8 @@ def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) ->
 
 
 def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
-    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
+    model_ids = frozenset[int]() if sampling.ignore_eos else end_ids
+    return model_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model_ids
 
 
 def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from llm_serving.core.enums import PoolingMode
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request import FINISHED, FinishReason
 from llm_serving.core.step import StepInput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.engine_requests import AttachSink, EngineRequests, Publish
@@ -33,7 +33,6 @@ logger = get_logger(__name__)
 
 BuildStep = Callable[[Schedule, int], StepInput]
 
-IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
 """Step duration in seconds up to which the next step is formed at once, so that the WorkAgent never waits."""
@@ -200,7 +199,7 @@ class Engine(EngineRequests):
         if self.migration is not None:
             self.migration.complete_step(schedule, now)
         self.num_steps += 1
-        finished = list(filter(IS_FINISHED, updated))
+        finished = [request for request in updated if request.status is FINISHED]
         accepted = accepted_drafts(schedule, updated) if schedule.has_draft_tokens else NO_DRAFTS
         completed = CompletedStep(schedule, schedule.num_tokens, finished, accepted, self._in_flight, now)
         for observer in self._observers["on_completed"]:

@@ -16,6 +16,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 
 QUEUE_KEY: Final = attrgetter("queue_key")
 ADMISSION_NUMBER: Final = attrgetter("admission_number")
+LAST_SCHEDULED_STEP: Final = attrgetter("last_scheduled_step")
 
 
 class RunningSlots:
@@ -176,7 +177,6 @@ class RunningSnapshot:
         """Requests with more than one known token to compute, in order of admission."""
         self.num_decoding = 0
         """Number of requests whose prompt is complete, including those that cannot get a token in this step."""
-        self.least_scheduled_step: int | None = None
         for request in requests:
             in_flight = request.num_tokens_in_flight
             num_output = len(request.output_token_ids) + in_flight
@@ -193,9 +193,7 @@ class RunningSnapshot:
                 self.prefilling.append(request)
         if len(self.prefilling) > 1:
             self.prefilling.sort(key=ADMISSION_NUMBER)
-        for request in self.decoding:
-            if self.least_scheduled_step is None or request.last_scheduled_step < self.least_scheduled_step:
-                self.least_scheduled_step = request.last_scheduled_step
+        self.least_scheduled_step: int | None = min(map(LAST_SCHEDULED_STEP, self.decoding), default=None)
 
 
 def preemption_order(running: Sequence[Request]) -> Iterator[Request]:

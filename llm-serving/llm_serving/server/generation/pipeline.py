@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, cast
 
 from starlette.requests import Request
 
@@ -197,15 +197,14 @@ async def read_prompts(value: PromptField, field: str, max_count: int, noun: str
 
 
 def _split(value: list[str | int | list[int]], field: str, max_count: int, noun: str) -> list[Prompt]:
-    ids = [item for item in value if isinstance(item, int)]
-    if len(ids) == len(value) > 0:
-        return [ids]
-    prompts = [item for item in value if isinstance(item, str | list)]
-    if ids or not prompts or len({type(item) for item in prompts}) > 1:
+    kinds = set(map(type, value))
+    if len(kinds) != 1:
         raise RequestError(field, "must be a text, a list of texts, token ids or a list of lists of token ids")
-    if len(prompts) > max_count:
-        raise RequestError(field, f"must hold at most {max_count} {noun}", len(prompts))
-    return prompts
+    if kinds == {int}:
+        return [cast(list[int], value.copy())]
+    if len(value) > max_count:
+        raise RequestError(field, f"must hold at most {max_count} {noun}", len(value))
+    return cast(list[Prompt], value.copy())
 
 
 async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
