@@ -5,11 +5,12 @@
     P   microseconds per step of each part of the engine loop, while many requests decode, requests of several classes
         and tenants wait, and finished requests are replaced. The median is a step that only decodes; the mean includes
         admissions and finished requests
-    H   microseconds of CPU time of the serving process for each token streamed over HTTP (another process reads as many
-        streams as run at once; submitting them is included), and for each request of one token. Tokens per second of
-        all replicas together: with 16 replicas, as many as one master can stream; the start of the reader counts. Add
-        `--set serving_config.access_log=FILE` for the cost of the access log, `--set cluster_config.replicas=N` for N
-        replicas with that many streams each, `--set scheduler_config.record_path=FOLDER` for the cost of recording
+    H   microseconds of CPU time of the serving process, without the replaced WorkAgent, for each token streamed over
+        HTTP (another process reads as many streams as run at once; submitting them is included), and for each request
+        of one token. Tokens per second of all replicas together: with 16 replicas, as many as one master can stream;
+        the start of the reader counts. Add `--set serving_config.access_log=FILE` for the cost of the access log,
+        `--set cluster_config.replicas=N` for N replicas with that many streams each, `--set
+        scheduler_config.record_path=FOLDER` for the cost of recording
 
 Engine, scheduler, server, frames and tokenizer are the shipped ones. The WorkAgent is replaced by one that chooses
 tokens at random.
@@ -223,14 +224,21 @@ def cpu_seconds_per_request(config: ServingConfig, num_blocks: int, num_streams:
 def _seconds(
     config: ServingConfig, num_blocks: int, num_streams: int, output_len: int, repeats: int
 ) -> tuple[float, float]:
-    """Return CPU seconds of this process and elapsed seconds, while another process reads `num_streams` streams."""
+    """Return CPU seconds and elapsed seconds of this process, while another process reads `num_streams` streams. The
+    CPU time of the WorkAgents' replacements does not count.
+    """
     assert config.model.model_path is not None
     tokenizer = Tokenizer.load(config.model.model_path)
     metrics = Metrics("demo", config.request_classes)
+    agents: list[RandomAgent] = []
+
+    def cpu_s() -> float:
+        return time.process_time() - sum(agent.cpu_s for agent in agents)
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
-        executor, _ = random_executor(config, FIRST_PLAIN_TOKEN, tokenizer.vocab_size, STEP_S)
+        executor, agent = random_executor(config, FIRST_PLAIN_TOKEN, tokenizer.vocab_size, STEP_S)
+        agents.append(agent)
         yield build_engine(config, num_blocks, executor, tokenizer, metrics, publish, index)
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
@@ -245,9 +253,9 @@ def _seconds(
         async def measure() -> None:
             try:
                 for _ in range(2):  # the first run is a warm-up
-                    start, began = time.process_time(), time.perf_counter()
+                    start, began = cpu_s(), time.perf_counter()
                     await asyncio.to_thread(_read_elsewhere, port, num_streams, output_len, repeats)
-                    seconds.append((time.process_time() - start, time.perf_counter() - began))
+                    seconds.append((cpu_s() - start, time.perf_counter() - began))
             finally:
                 server.should_exit = True
 

@@ -35,12 +35,15 @@ class RandomAgent:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RunStep)
         self._rng = np.random.default_rng(0)
+        self.cpu_s = 0.0
+        """CPU time of `receive`, which a real WorkAgent spends in its own process."""
 
     def send(self, message: RunStep) -> None:
         self._steps.append(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None = None) -> StepDone:
         del timeout_s
+        began = time.thread_time()
         message = self._decoder.decode(self._steps.popleft())
         step = step_from_arrays(message.step, self._buffers.read(message.buffer, message.layout))
         num_samples = step.sampling.num_samples
@@ -48,7 +51,9 @@ class RandomAgent:
         logprobs = np.zeros(num_samples, np.float32)
         if self._step_s:
             time.sleep(self._step_s)
-        return encode_output(StepOutput(message.step, token_ids, logprobs, no_top_tokens(num_samples)))
+        reply = encode_output(StepOutput(message.step, token_ids, logprobs, no_top_tokens(num_samples)))
+        self.cpu_s += time.thread_time() - began
+        return reply
 
     def fileno(self) -> None:
         return None
