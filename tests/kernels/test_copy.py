@@ -115,3 +115,21 @@ def test_reshape_keeps_the_elements(dtype: str) -> None:
         assert np.array_equal(y.array, x.array.reshape(shape))
     assert status_of("Reshape", x, integers((5, 5), "int64"), empty((5, 5), dtype)) != 0
     assert library.last_error() == "Reshape: the result must be like the input"
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "int32", "float64"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (0, -1, 1), (2, 1, 0)])
+def test_transpose_reorders_axes(dtype: str, order: tuple[int, ...]) -> None:
+    x = empty((4, 300, 6), dtype)
+    x.array[...] = np.random.default_rng(8).integers(0, 100, x.array.shape).astype(x.array.dtype)
+    expected = x.array.transpose(order)
+    y = empty(expected.shape, dtype)
+    call("Transpose", x, integers(order, "int64"), y)
+    assert np.array_equal(y.array, expected)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1), (0, 1, 3), (0, 1, -4)])
+def test_transpose_refuses_an_order_without_each_axis(order: tuple[int, ...]) -> None:
+    x = Typed(np.zeros((2, 3, 4)), "float64")
+    assert status_of("Transpose", x, integers(order, "int64"), empty((2, 3, 4), "float64")) != 0
+    assert library.last_error() == "Transpose: the order must have each axis once"

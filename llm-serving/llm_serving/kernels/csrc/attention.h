@@ -33,7 +33,8 @@ class AttentionTile {
         shared_(args.num_heads / args.num_kv_heads),
         rows_(item.count * shared_),
         dim_(args.head_dim),
-        stored_dim_(dim_ + (args.quantized ? kScaleBytes : 0)),
+        key_dim_(args.key_dim > 0 ? args.key_dim : dim_),
+        stored_dim_(key_dim_ + (args.quantized ? kScaleBytes : 0)),
         rope_dim_(args.q_rope == nullptr ? 0 : args.rope_dim),
         reach_(args.causal       ? 0
                : args.window > 0 ? args.window - 1
@@ -43,7 +44,7 @@ class AttentionTile {
         of_segment_(nullptr, 0, 0),
         of_all_(nullptr, 0, 0) {
     char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
-    q_ = take<Activation>(memory, rows_ * dim_);
+    q_ = take<Activation>(memory, rows_ * key_dim_);
     scores_ = take<float>(memory, rows_ * kChunkTokens);
     weights_ = take<Activation>(memory, rows_ * kChunkTokens);
     const size_t size = AttentionSums::size(rows_, dim_);
@@ -53,9 +54,9 @@ class AttentionTile {
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
     if (args.quantized) quantized_ = QuantizedTile(memory, rows_, dim_);
-    if (rope_dim_ == 0) return;
-    q_rope_ = take<Activation>(memory, rows_ * rope_dim_);
+    if (!is_latent()) return;
     latent_values_ = take<Element>(memory, kChunkTokens * dim_);
+    q_rope_ = take<Activation>(memory, rows_ * rope_dim_);
     rope_keys_ = take<Element>(memory, kChunkTokens * rope_dim_);
   }
 
@@ -97,12 +98,15 @@ class AttentionTile {
     size_t offset[kChunkGroups];
   };
 
+  // Whether the values are elements of the keys.
+  bool is_latent() const { return rope_dim_ > 0 || key_dim_ > dim_; }
+
   size_t bytes() const {
-    return rows_ *
-               (dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) + 2 * sizeof(float)) +
+    return rows_ * (key_dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
+                    2 * sizeof(float)) +
            2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 13 * 64 +
            (args_.quantized ? QuantizedTile::bytes(rows_, dim_) : 0) +
-           (rope_dim_ == 0
+           (!is_latent()
                 ? 0
                 : rows_ * rope_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + rope_dim_) * sizeof(Element));
   }
@@ -175,8 +179,8 @@ class AttentionTile {
     }
     for (size_t i = 0; i < groups.count; i++) {
       keys_[i] = static_cast<const Element*>(args_.key_cache) + groups.offset[i];
-      values_[i] = rope_dim_ > 0 ? transpose_latent(groups.offset[i], i)
-                                 : static_cast<const Element*>(args_.value_cache) + groups.offset[i];
+      values_[i] = is_latent() ? transpose_latent(groups.offset[i], i)
+                               : static_cast<const Element*>(args_.value_cache) + groups.offset[i];
     }
     const size_t last = next.count > 0 ? next.count - 1 : 0;
     for (size_t i = 0; i < kChunkGroups; i++) {
@@ -185,7 +189,8 @@ class AttentionTile {
     }
   }
 
-  // Converts group i of latent keys to the layout of values, which is returned, and its rotary part to that of keys.
+  // Converts group i of latent keys to the layout of values, which is returned. If the value cache has their rotary
+  // part, converts it to the layout of keys.
   const Element* transpose_latent(size_t offset, size_t i) {
     constexpr bool kPairs = Operand<Element>::kInputs == 2;
     const Element* keys = static_cast<const Element*>(args_.key_cache) + offset;
@@ -195,6 +200,7 @@ class AttentionTile {
         values[value_offset(token, dim, kPairs)] = keys[key_offset(token, dim, kPairs)];
       }
     }
+    if (rope_dim_ == 0) return values;
     const Element* rope = static_cast<const Element*>(args_.value_cache) + offset / dim_ * rope_dim_;
     Element* rope_keys = rope_keys_ + i * kGroupTokens * rope_dim_;
     for (size_t dim = 0; dim < rope_dim_; dim++) {
@@ -207,17 +213,17 @@ class AttentionTile {
   }
 
   void load_queries() {
-    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * dim_;
+    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * key_dim_;
     const size_t head = item_.kv_head * shared_;
     for (size_t position = 0, row = 0; position < item_.count; position++) {
       const size_t from = item_.first_row + position;
-      const Element* q = static_cast<const Element*>(args_.q) + from * stride + head * dim_;
+      const Element* q = static_cast<const Element*>(args_.q) + from * stride + head * key_dim_;
       const Element* rope = static_cast<const Element*>(args_.q_rope) + from * args_.rope_stride + head * rope_dim_;
       for (size_t i = 0; i < shared_; i++, row++) {
         if (args_.quantized) {
           quantized_.load_query(row, q + i * dim_);
         } else {
-          to_activations(q + i * dim_, dim_, q_ + row * dim_);
+          to_activations(q + i * key_dim_, key_dim_, q_ + row * key_dim_);
         }
         if (rope_dim_ > 0) to_activations(rope + i * rope_dim_, rope_dim_, q_rope_ + row * rope_dim_);
       }
@@ -263,7 +269,7 @@ class AttentionTile {
 
   void compute_scores() {
     if (args_.quantized) return quantized_.compute_scores(first_row_, end_row_, scores_);
-    Product<Element> product(end_row_ - first_row_, q_ + first_row_ * dim_, keys_, num_groups_, dim_,
+    Product<Element> product(end_row_ - first_row_, q_ + first_row_ * key_dim_, keys_, num_groups_, key_dim_,
                              scores_ + first_row_ * kChunkTokens);
     product.c_stride = kChunkTokens;
     product.c_panel = kPanelWidth;
@@ -571,12 +577,13 @@ class AttentionTile {
   const AttentionItem& item_;
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
+  const size_t key_dim_;               // elements of a key; more than dim_ if its first dim_ elements are its value
   const size_t stored_dim_;            // elements of a head in the caches, including its scales
-  const size_t rope_dim_;              // 0: keys are not latent
+  const size_t rope_dim_;              // elements of the rotary part of keys in the value cache
   const size_t reach_;                 // most later tokens that a row attends to; 0 if causal
   const bool has_score_mod_;           // whether scores are modified before the softmax
   const float scale_;                  // factor of scores, in units of log 2
-  Activation* q_;                      // [rows, dim]
+  Activation* q_;                      // [rows, key_dim]
   float* scores_;                      // [rows, kChunkTokens]
   Activation* weights_;                // [rows, kChunkTokens]
   AttentionSums of_segment_;           // the current segment

@@ -323,7 +323,7 @@ constexpr size_t rotation_block(size_t size) {
 
 // Attention of packed query rows over a paged cache (kv_layout.h).
 struct AttentionArgs {
-  const void* q;  // [rows, num_heads * head_dim]
+  const void* q;  // [rows, num_heads * head_dim], or key_dim in place of head_dim
   const void* key_cache;
   const void* value_cache;
   void* y;                      // [rows, num_heads * head_dim], with layout y_layout
@@ -336,7 +336,7 @@ struct AttentionArgs {
   float scale;
   TiledLayout y_layout = {};
   bool quantized = false;  // the caches hold qvalues and scales; not with latent keys
-  size_t q_stride = 0;     // elements from a row of q to the next; 0: num_heads * head_dim
+  size_t q_stride = 0;     // elements from a row of q to the next; 0: those of all heads
   // Whether a row sees only tokens up to its own. Otherwise it sees the whole request, or with a window all tokens that
   // are closer than the window, before and after its own.
   bool causal = true;
@@ -354,6 +354,9 @@ struct AttentionArgs {
   const void* q_rope = nullptr;
   size_t rope_stride = 0;  // elements from a row of q_rope to the next
   size_t rope_dim = 0;
+  // Latent attention with one cache: keys, and heads of q, have so many elements, and the first head_dim elements of a
+  // key are its value; value_cache is not read. 0: heads of q, keys and values have head_dim elements.
+  size_t key_dim = 0;
 };
 
 // The sequences of a step. Each has consecutive rows, which are processed in order, and state slots.

@@ -78,28 +78,34 @@ class MaskedRow {
         residual_(residual),
         shared_(args.num_heads / args.num_kv_heads),
         dim_(args.head_dim),
-        group_(kGroupTokens * dim_),
-        queries_(shared_ * dim_),
+        key_dim_(args.key_dim > 0 ? args.key_dim : dim_),
+        group_(kGroupTokens * key_dim_),
+        queries_(shared_ * key_dim_),
         weights_(shared_ * row.context),
         sums_(shared_ * dim_) {}
 
   void run() {
-    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * dim_;
-    widen(static_cast<const Element*>(args_.q) + row_.row * stride + head_ * shared_ * dim_, queries_.data(),
+    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * key_dim_;
+    widen(static_cast<const Element*>(args_.q) + row_.row * stride + head_ * shared_ * key_dim_, queries_.data(),
           queries_.size());
-    for_keys(args_.key_cache, [&](size_t key, size_t lane) {
+    for_keys(args_.key_cache, key_dim_, [&](size_t key, size_t lane) {
       for (size_t head = 0; head < shared_; head++) {
+        const float* query = queries_.data() + head * key_dim_;
         float score = 0.0f;
-        for (size_t i = 0; i < dim_; i++) score += queries_[head * dim_ + i] * group_[key_offset(lane, i, kPairs)];
+        for (size_t i = 0; i < key_dim_; i++) score += query[i] * group_[key_offset(lane, i, kPairs)];
         weights_[head * row_.context + key] = score * args_.scale + residual_[key];
       }
     });
     for (size_t head = 0; head < shared_; head++) online_softmax(weights_.data() + head * row_.context);
-    for_keys(args_.value_cache, [&](size_t key, size_t lane) {
+    const bool is_latent = key_dim_ > dim_;
+    for_keys(is_latent ? args_.key_cache : args_.value_cache, key_dim_, [&](size_t key, size_t lane) {
       for (size_t head = 0; head < shared_; head++) {
         const float weight = weights_[head * row_.context + key];
         if (weight == 0.0f) continue;  // a hidden value may be NaN
-        for (size_t i = 0; i < dim_; i++) sums_[head * dim_ + i] += weight * group_[value_offset(lane, i, kPairs)];
+        for (size_t i = 0; i < dim_; i++) {
+          const size_t at = is_latent ? key_offset(lane, i, kPairs) : value_offset(lane, i, kPairs);
+          sums_[head * dim_ + i] += weight * group_[at];
+        }
       }
     });
     Element* y = static_cast<Element*>(args_.y) + (row_.row * args_.num_heads + head_ * shared_) * dim_;
@@ -113,14 +119,15 @@ class MaskedRow {
     for (size_t i = 0; i < count; i += kLanes) store(target + i, load(source + i));
   }
 
-  // Calls body(key, its index in the group) with each group of a cache in `group_`, if any of it is visible.
+  // Calls body(key, its index in the group) with each group of a cache of heads of `dim` elements in `group_`, if any
+  // of it is visible.
   template <class Body>
-  void for_keys(const void* cache, Body body) {
+  void for_keys(const void* cache, size_t dim, Body body) {
     const int64_t* table = args_.block_tables + row_.request * args_.table_width;
     for (size_t first = 0; first < row_.context; first += kGroupTokens) {
       const auto block = static_cast<size_t>(table[first / args_.block_size]);
       const size_t group = first % args_.block_size / kGroupTokens;
-      const size_t at = group_offset(block, group, head_, args_.block_size, args_.num_kv_heads, dim_);
+      const size_t at = group_offset(block, group, head_, args_.block_size, args_.num_kv_heads, dim);
       widen(static_cast<const Element*>(cache) + at, group_.data(), group_.size());
       const size_t count = std::min(kGroupTokens, row_.context - first);
       for (size_t lane = 0; lane < count; lane++) body(first + lane, lane);
@@ -145,8 +152,9 @@ class MaskedRow {
   const size_t head_;
   const float* residual_;  // [context]
   const size_t shared_, dim_;
+  const size_t key_dim_;        // elements of a key; more than dim_ if its first dim_ elements are its value
   std::vector<float> group_;    // keys or values, in the layout of the cache
-  std::vector<float> queries_;  // [shared, dim]
+  std::vector<float> queries_;  // [shared, key_dim]
   std::vector<float> weights_;  // [shared, context], scores first
   std::vector<float> sums_;     // [shared, dim]
 };

@@ -20,22 +20,27 @@ int read_slots(const Call& call, const KvCache& cache, int parameter, std::vecto
 }
 
 // k, v, key_cache, value_cache, slot_mapping | k
+//
+// Without v and value_cache, only keys are stored, whose values are a part of them.
 int reshape_and_cache(const Call& call) {
   if (call.count() < 6) return call.fail("expects 6 parameters, got %d", call.count());
   const DType dtype = call.dtype(0);
-  if (!is_float(dtype) || call.dtype(1) != dtype) return call.fail("k and v must be floats of one type");
-  KvCache cache;
-  if (!read_cache(call, 2, 3, dtype, cache) || cache.quantized || cache.key_dim != cache.value_dim) {
-    return call.fail("%s", kCacheRule);
+  const bool is_latent = !call.present(1);
+  if (!is_float(dtype) || (!is_latent && call.dtype(1) != dtype)) {
+    return call.fail("k and v must be floats of one type");
   }
+  KvCache cache;
+  const bool fits = is_latent ? read_latent_cache(call, 2, 0, dtype, cache) : read_cache(call, 2, 3, dtype, cache);
+  if (!fits || cache.quantized || (!is_latent && cache.key_dim != cache.value_dim)) return call.fail("%s", kCacheRule);
   const size_t tokens = call.elements(4);
   const size_t width = cache.heads * cache.key_dim;
-  if (call.elements(0) != tokens * width || call.elements(1) != tokens * width) {
+  if (call.elements(0) != tokens * width || (!is_latent && call.elements(1) != tokens * width)) {
     return call.fail("k and v must have %zu rows of %zu elements", tokens, width);
   }
   std::vector<int64_t> slots;
   if (const int status = read_slots(call, cache, 4, slots)) return status;
-  store_kv(cache, {call.data<const char>(0), width, call.data<const char>(1), width, slots.data()}, tokens);
+  const int values = is_latent ? 0 : 1;
+  store_kv(cache, {call.data<const char>(0), width, call.data<const char>(values), width, slots.data()}, tokens);
   return 0;
 }
 
@@ -43,13 +48,15 @@ int reshape_and_cache(const Call& call) {
 // mode of a quantized cache, mode of the mask, width of latent values | y
 //
 // The mask, or its mode, says which keys of its request a row sees. Caches of qvalues are only supported without a
-// mask.
+// mask. With a width of latent values, the first elements of a key are its value, and value_cache is not read.
 int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   KvCache cache;
   const bool is_trapezoidal = call.integer(14) == kTrapezoidal;
-  const bool fits = read_cache(call, 1, 2, call.dtype(0), cache) && cache.key_dim == cache.value_dim;
+  const auto value_dim = static_cast<size_t>(call.integer(15));
+  const bool fits = value_dim > 0 ? read_latent_cache(call, 1, value_dim, call.dtype(0), cache)
+                                  : read_cache(call, 1, 2, call.dtype(0), cache) && cache.key_dim == cache.value_dim;
   if (!fits || (cache.quantized && !is_trapezoidal)) return call.fail("%s", kCacheRule);
   const size_t num_heads = static_cast<size_t>(call.integer(10));
   const size_t width = num_heads * cache.key_dim;
@@ -58,6 +65,9 @@ int paged_attention(const Call& call) {
                      cache.key_dim, cache.heads);
   }
   const size_t rows = call.elements(0) / width;
+  if (call.elements(16) != rows * num_heads * cache.value_dim) {
+    return call.fail("rows of y must hold %zu heads of %zu elements", num_heads, cache.value_dim);
+  }
   std::vector<Requests> of_groups;
   if (const int status = read_requests(call, 3, 8, 4, rows, 1, of_groups)) return status;
   const Requests& requests = of_groups[0];

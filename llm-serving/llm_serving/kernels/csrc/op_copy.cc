@@ -1,4 +1,4 @@
-// Gather, SplitWithSize, StridedSlice, Reshape and MoveTo: operators that only copy.
+// Gather, SplitWithSize, StridedSlice, Transpose, Reshape and MoveTo: operators that only copy.
 #include <algorithm>
 #include <vector>
 
@@ -109,6 +109,43 @@ LLM_OPERATOR(Gather) {
   for_copies(outer * count, inner, [&](size_t i) {
     const size_t row = static_cast<size_t>(call.integer(1, i % count));
     std::memcpy(y + i * inner, table + (i / count * rows + row) * inner, inner);
+  });
+  return 0;
+}
+
+// x, order of its axes | y. MindSpore has no kernel for it in bfloat16.
+LLM_OPERATOR(Transpose) {
+  using namespace llm;
+  if (call.count() < 3) return call.fail("expects 3 parameters, got %d", call.count());
+  const int rank = call.rank(0);
+  if (call.elements(1) != static_cast<size_t>(rank)) return call.fail("the order must have %d axes", rank);
+  std::vector<int> order;
+  for (int i = 0; i < rank; i++) {
+    const int64_t axis = call.integer(1, static_cast<size_t>(i));
+    order.push_back(static_cast<int>(axis < 0 ? axis + rank : axis));
+    if (order[i] < 0 || order[i] >= rank || std::count(order.begin(), order.end(), order[i]) > 1) {
+      return call.fail("the order must have each axis once");
+    }
+  }
+  // Trailing axes that keep their places are copied as a whole.
+  size_t inner = call.element_bytes(0);
+  if (inner == 0) return call.fail("the type of x is not supported");
+  int outer = rank;
+  for (; outer > 0 && order[outer - 1] == outer - 1; outer--) inner *= call.dim(0, outer - 1);
+  std::vector<size_t> strides(rank, 1);
+  for (int i = outer - 2; i >= 0; i--) strides[i] = strides[i + 1] * call.dim(0, i + 1);
+  size_t count = 1;
+  for (int i = 0; i < outer; i++) count *= call.dim(0, i);
+  const char* x = call.data<const char>(0);
+  char* y = call.data<char>(2);
+  for_copies(count, inner, [&](size_t i) {
+    size_t from = 0, rest = i;
+    for (int axis = outer - 1; axis >= 0; axis--) {
+      const size_t size = call.dim(0, order[axis]);
+      from += rest % size * strides[order[axis]];
+      rest /= size;
+    }
+    std::memcpy(y + i * inner, x + from * inner, inner);
   });
   return 0;
 }

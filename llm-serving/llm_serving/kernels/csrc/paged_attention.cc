@@ -62,6 +62,7 @@ void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t
   for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
     store_key<Element, kInputs>(k + token * rows.k_stride + head * cache.key_dim, cache.key_dim, lane,
                                 keys + group(cache.key_dim));
+    if (cache.values_in_keys) return;
     store_value<Element, kInputs>(v + token * rows.v_stride + head * cache.value_dim, cache.value_dim, lane,
                                   values + group(cache.value_dim));
   });
@@ -251,6 +252,13 @@ bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& ca
   return true;
 }
 
+bool read_latent_cache(const Call& call, int keys, size_t value_dim, DType dtype, KvCache& cache) {
+  if (!read_cache(call, keys, keys, dtype, cache) || cache.quantized) return false;
+  cache.value_dim = value_dim;
+  cache.values_in_keys = true;
+  return value_dim % kPanelWidth == 0 && value_dim <= cache.key_dim;
+}
+
 void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens) {
   for_token_runs(tokens, [&](size_t first, size_t last) { store_run(cache, rows, first, last); });
 }
@@ -258,22 +266,24 @@ void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens) {
 AttentionArgs plain_attention(const AttendArgs& args, const void* q) {
   const KvCache& cache = args.cache;
   const Requests& requests = *args.requests;
-  return {q,
-          cache.keys,
-          cache.values,
-          args.y,
-          requests.block_tables.data(),
-          requests.query_lens.data(),
-          requests.context_lens.data(),
-          cache.dtype,
-          args.tokens,
-          requests.query_lens.size(),
-          requests.table_width,
-          cache.block_size,
-          args.num_heads,
-          cache.heads,
-          cache.key_dim,
-          args.scale};
+  AttentionArgs attention = {q,
+                             cache.keys,
+                             cache.values,
+                             args.y,
+                             requests.block_tables.data(),
+                             requests.query_lens.data(),
+                             requests.context_lens.data(),
+                             cache.dtype,
+                             args.tokens,
+                             requests.query_lens.size(),
+                             requests.table_width,
+                             cache.block_size,
+                             args.num_heads,
+                             cache.heads,
+                             cache.values_in_keys ? cache.value_dim : cache.key_dim,
+                             args.scale};
+  if (cache.values_in_keys) attention.key_dim = cache.key_dim;
+  return attention;
 }
 
 void attend(const AttendArgs& args) {

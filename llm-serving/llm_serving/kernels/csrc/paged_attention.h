@@ -34,12 +34,16 @@ struct KvCache {
   DType dtype;  // type of the rows
   size_t num_blocks, block_size, heads, key_dim, value_dim;
   bool quantized;
+  bool values_in_keys = false;  // the first value_dim elements of a key are its value; `values` is not used
 
   size_t slots() const { return num_blocks * block_size; }
 };
 
 // Reads a cache from two parameters; false if they have neither this type nor qvalues.
 bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache);
+
+// Reads a cache of latent keys, whose first `value_dim` elements are their values; false if it has another type.
+bool read_latent_cache(const Call& call, int keys, size_t value_dim, DType dtype, KvCache& cache);
 
 extern const char kCacheRule[];
 
