@@ -34,6 +34,12 @@ V3: dict[str, Any] = {key: value for key, value in V2.items() if key not in ("au
 KIMI_K2 = V3 | {
     "first_k_dense_replace": 2, "n_group": 1, "num_nextn_predict_layers": 0, "rope_scaling": None, "topk_group": 1,
 }  # fmt: skip
+WIDE = V3 | {
+    "kv_lora_rank": 512, "n_routed_experts": 16, "num_attention_heads": 2, "num_experts_per_tok": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "num_nextn_predict_layers": 0, "qk_rope_head_dim": 64,
+    "v_head_dim": 16,
+}  # fmt: skip
+"""Latent vectors and rotary keys as wide as published, which MindFormers' class requires."""
 V32 = V3 | {
     "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 32, "index_n_heads": 12, "index_topk": 24,
     "model_type": "deepseek_v32", "topk_group": 2,
@@ -117,6 +123,7 @@ def models() -> dict[str, Model]:
         "deepseek-v2": _deepseek(V2, {"topk_method": "greedy"}, {"topk_group": 3}),
         "deepseek-v2-lite": _deepseek(LITE),
         "deepseek-v3": _deepseek(V3, {"topk_group": 3}, {"norm_topk_prob": False}),
+        "deepseek-v3-wide": _deepseek(WIDE, {"topk_group": 3}),
         "kimi-k2": _deepseek(KIMI_K2),
         "deepseek-v3.2": _deepseek(V32, {"index_topk": 40}),
         "glm-4.7-flash": _deepseek(FLASH, {"norm_topk_prob": False}),
