@@ -57,9 +57,9 @@ def check(call: str) -> None:
     without rules pass. Raise ArgumentError.
     """
     name, *given = call.split()
-    if name in RULES:
+    if name in ALL_RULES:
         try:
-            RULES[name](*map(_parse, given))
+            ALL_RULES[name](*map(_parse, given))
         except (ArgumentError, TypeError, ValueError, AttributeError) as error:
             raise ArgumentError(f"{call}: {error}") from error
 
@@ -199,8 +199,44 @@ def _sum(x: Tensor, y: Tensor, factor: Tensor, out: Tensor) -> None:
 
 
 def _product_with_scalar(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    _require(factor == Tensor(x.dtype, ()) and x.dtype in _FLOATS, "the factor must be a scalar of the same type")
+    # A2 and A3 multiply in the type of the tensor, in float32 for bfloat16, whatever the type of the scalar is.
+    _require(x.dtype in _FLOATS, "the tensor must be of floats")
+    _require(factor.shape == () and factor.dtype in (*_NUMBERS, "float64"), "the factor must be a scalar number")
     _require(out == x, "the result must be like the tensor")
+
+
+def _sum_with_scalar(x: Tensor, other: Tensor, factor: Tensor, out: Tensor) -> None:
+    _product_with_scalar(x, other, out)
+    _require(factor == Tensor("int64", ()), "the factor of the scalar must be an int64 scalar")
+
+
+def _copied(target: Tensor, source: Tensor) -> None:
+    _require(target.dtype in _TYPE_NUMBERS and source.dtype in _TYPE_NUMBERS, "the tensors must have known types")
+    _require(target.shape == _broadcast(target.shape, source.shape), "the source must broadcast to the target")
+
+
+def _filled(x: Tensor, mask: Tensor, value: Tensor) -> None:
+    _require(mask.dtype == "bool" and x.shape == _broadcast(x.shape, mask.shape), "the mask must be bool, like x")
+    _require(value in (Tensor(x.dtype, ()), Tensor(x.dtype, (1,))), "the value must be one element of the type of x")
+
+
+def _selected(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
+    _require(index.dtype in ("int32", "int64") and len(index.shape) <= 1, "the index must be integers in a row")
+    size = index.shape[0] if index.shape else 1
+    _require(out == Tensor(x.dtype, _resized(x, dim, size)), "there must be a slice for each index")
+
+
+def _matmul(x: Tensor, y: Tensor, out: Tensor, _: int) -> None:
+    _require(x.dtype == y.dtype == out.dtype and x.dtype in _FLOATS, "all must have the same type")
+    _require(len(x.shape) >= 2 and len(y.shape) >= 2 and x.shape[-1] == y.shape[-2], "inner dimensions must be equal")
+    batch = _broadcast(x.shape[:-2], y.shape[:-2]) if len(x.shape) + len(y.shape) > 4 else ()
+    _require(out.shape == (*batch, x.shape[-2], y.shape[-1]), "the result must be [.., rows, columns]")
+
+
+def _permuted(x: Tensor, order: Sequence[int], out: Tensor) -> None:
+    axes = [_dimension(x, each) for each in order]
+    _require(sorted(axes) == list(range(len(x.shape))), "the order must have each dimension once")
+    _require(out == Tensor(x.dtype, tuple(x.shape[axis] for axis in axes)), "the dimensions must be in this order")
 
 
 def _of_each_element(types: Sequence[str], x: Tensor, out: Tensor) -> None:
@@ -389,3 +425,18 @@ RULES: Final[Mapping[str, Callable[..., None]]] = {
 """Operator -> the check of its arguments, in CANN's order. `FlashAttentionScore` is MindSpore's node, and
 `atbFlashAttention` the plan of its kernel.
 """
+MINDFORMERS_RULES: Final[Mapping[str, Callable[..., None]]] = {
+    **dict.fromkeys(
+        ("aclnnCos", "aclnnNanToNum", "aclnnReciprocal", "aclnnSigmoid", "aclnnSin"), partial(_of_each_element, _FLOATS)
+    ),
+    "aclnnAdds": _sum_with_scalar,
+    "aclnnDivs": _product_with_scalar,
+    "aclnnIndexSelect": _selected,
+    "aclnnInplaceCopy": _copied,
+    "aclnnInplaceMaskedFillTensor": _filled,
+    "aclnnMatmul": _matmul,
+    "aclnnPermute": _permuted,
+    "aclnnPowTensorTensor": partial(_pair, _FLOATS, None),
+}
+"""The same for the operators that only MindFormers' classes call."""
+ALL_RULES: Final = {**RULES, **MINDFORMERS_RULES}

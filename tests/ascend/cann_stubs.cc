@@ -225,7 +225,8 @@ void trace_flash(const void *source, size_t size) {
 std::string type_name(int type) {
   static const std::map<int, std::string> names = {
       {0, "float32"}, {1, "float16"}, {2, "int8"},    {3, "int32"},
-      {9, "int64"},   {12, "bool"},   {18, "uint64"}, {27, "bfloat16"}};
+      {9, "int64"},   {11, "float64"}, {12, "bool"},   {18, "uint64"},
+      {27, "bfloat16"}};
   const auto found = names.find(type);
   return found == names.end() ? "type" + std::to_string(type) : found->second;
 }
