@@ -18,7 +18,7 @@ if [ "${1:-}" = --mindformers ]; then
     for dtype in bfloat16 float16; do
         PYTHONPATH=tests "$python" -m families.exactness --kernels mindformers --dtype $dtype \
             llama2 llama3.1 llama3.2 llama-yarn-told qwen3 qwen3-tied qwen3-yarn qwen3-moe glm4 \
-            glm4-moe
+            glm4-moe deepseek-v3-wide
         PYTHONPATH=tests "$python" -m families.exactness --kernels mindformers-legacy --dtype $dtype llama2 llama3.1
     done
     exit

@@ -39,6 +39,7 @@ _OF_CANN: Final = {
     "Less": "aclnnLtTensor",
     "LessEqual": "aclnnLeTensor",
     "MaskedFill": "aclnnInplaceMaskedFillTensor",
+    "MatMulExt": "aclnnMatmul",
     "Maximum": "aclnnMaximum",
     "Minimum": "aclnnMinimum",
     "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
@@ -57,6 +58,7 @@ _OF_CANN: Final = {
     "Sub": "aclnnSub",
     "SumExt": "aclnnReduceSum",
     "TopkExt": "aclnnTopk",
+    "Transpose": "aclnnPermute",
     "Zeros": "aclnnInplaceZero",
 }
 """Operation -> the function of CANN that computes it."""

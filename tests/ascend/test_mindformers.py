@@ -6,6 +6,7 @@
 import importlib.util
 
 import pytest
+from ascend.arguments import ALL_RULES, MINDFORMERS_RULES, check
 from ascend.kernels import kernels_of
 from ascend.models import write_models
 from ascend.processes import DECODES, PROMPT, Process, start
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     reason="MindFormers is not installed: scripts/install_mindformers.sh",
 )
 EXPERTS = "qwen3, experts"
-FAMILIES = ("demo", "qwen3", "glm4", EXPERTS, "glm4-moe")
+FAMILIES = ("demo", "qwen3", "glm4", EXPERTS, "glm4-moe", "deepseek-v3-wide")
 """A model for each class of MindFormers; the demo model is a Llama."""
 NOT_OF_A_LIBRARY = {"ExpandDims", "Range", "ReshapeExt", "ScalarMul", "Shape", "StridedSlice"}
 """Operations of the mask and of MindFormers' own code that CANN compiles or the CPU computes."""
@@ -38,6 +39,19 @@ def ended(cann, tmp_path_factory):
 def test_classes_of_mindformers_start_on_ascend(ended):
     assert ended.returncode == 0, ended.output[-3000:]
     assert set(ended.jobs) == {*FAMILIES, "legacy"}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "legacy"])
+def test_calls_of_mindformers_satisfy_the_rules_of_cann(ended, name):
+    for call in set(ended.jobs[name].calls):
+        check(call)
+        assert not call.endswith("without an executor")
+
+
+def test_every_operator_that_mindformers_calls_has_a_rule(ended):
+    called = {call.split()[0] for job in ended.jobs.values() for call in job.calls} - {"aclop"}
+    assert called <= set(ALL_RULES)
+    assert set(MINDFORMERS_RULES) <= called
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "legacy"])

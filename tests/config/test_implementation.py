@@ -85,6 +85,15 @@ def test_a_choice_of_experts_that_only_mindformers_computes_is_accepted(tmp_path
         load_config(None, [*settings, "device_config.kernels=primitives"], tmp_path)
 
 
+def test_latent_keys_of_mindformers_have_their_own_block_sizes_on_ascend(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(models.model("deepseek-v3-wide").config))
+    settings = [GIVEN, "device_config.device_target=Ascend", "model_config.model_dtype=float16"]
+    assert load_config(None, settings, tmp_path).pa.block_size == 32
+    assert load_config(None, [*settings, "pa_config.block_size=128"], tmp_path).pa.block_size == 128
+    with pytest.raises(ConfigError, match="must be at most 128 on Ascend for latent keys"):
+        load_config(None, [*settings, "pa_config.block_size=256"], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

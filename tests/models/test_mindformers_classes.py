@@ -6,6 +6,7 @@ from llm_serving.models.mindformers import (
     unsupported_by_mindformers_llama,
     without_key_offsets,
 )
+from llm_serving.models.mindformers_latent import joined_caches, with_latent_weights
 from llm_serving.models.spec import ModelSpec
 
 WIDER = {"qwen2": {"hidden_size": 96}, "qwen2-tied": {"hidden_size": 96}}
@@ -19,6 +20,7 @@ SERVED = {
     "qwen3-moe",
     "glm4",
     "glm4-moe",
+    "deepseek-v3-wide",
     *WIDER,
 }
 
@@ -31,7 +33,7 @@ def spec_of(name, **changes):
 def test_mindformers_parameters_are_unique_for_each_weight(name):
     spec = spec_of(name, **WIDER.get(name, {}))
     assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
-    weights = without_key_offsets(spec.network).weights
+    weights = with_latent_weights(without_key_offsets(spec.network)).weights
     names = [mindformers_parameter(weight) for weight in weights if weight.generate is None]
     assert None not in names
     assert len(set(names)) == len(names)
@@ -52,9 +54,58 @@ def test_unsupported_by_mindformers_names_the_family(name, reason):
     assert unsupported_by_mindformers(spec.architecture, spec.network, 256).startswith(reason)
 
 
-def test_a_class_that_is_not_served_is_refused_by_its_own_name():
-    reason = unsupported_by_mindformers("DeepseekV3ForCausalLM", spec_of("qwen3").network, 256)
-    assert reason.startswith("MindFormers' InferenceDeepseekV3ForCausalLM is not served: it ")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 256}, "has latent vectors of 512 elements; those of the model have 256"),
+        ({"rms_norm_eps": 1e-5}, "normalises latent vectors with rms_norm_eps, and the model with 1e-06"),
+        (
+            {"v_head_dim": 12},
+            "takes heads as they are stored, of a multiple of 16 elements: model.layers.0.self_attn.k",
+        ),
+        ({"norm_topk_prob": False}, "always normalises the weights of experts that it chooses in groups"),
+        (
+            {"n_routed_experts": 64},
+            "chooses experts in 8 groups of at most 32, or at most 32 experts; the model has 64",
+        ),
+    ],
+)
+def test_latent_attention_that_the_class_of_mindformers_lacks_is_refused(changes, reason):
+    spec = spec_of("deepseek-v3-wide", **changes)
+    found = unsupported_by_mindformers(spec.architecture, spec.network, 256)
+    assert found is not None
+    assert found.startswith(f"MindFormers' class {reason}")
+
+
+def test_experts_without_limits_of_groups_need_no_fused_operator():
+    spec = spec_of("deepseek-v3-wide", n_group=1, topk_group=1, n_routed_experts=64, norm_topk_prob=False)
+    assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 40])
+def test_weights_of_latent_attention_are_those_of_the_model(q_lora_rank):
+    spec = spec_of("deepseek-v3-wide", q_lora_rank=q_lora_rank)
+    read = with_latent_weights(without_key_offsets(spec.network))
+    assert {name for weight in read.weights for name in weight.names} == set(spec.tensors)
+    shapes = {mindformers_parameter(weight): weight.shape for weight in read.weights if weight.generate is None}
+    at = "decoder.layers.0.self_attention."
+    down = "linear_qkv_down_proj" if q_lora_rank else "linear_kv_down_proj"
+    assert shapes[f"{at}{down}.weight"] == (576 + (q_lora_rank or 0), 64)
+    assert shapes[f"{at}q_absorb"] == (2 * 512, 16)
+    assert shapes[f"{at}out_absorb"] == (2 * 16, 512)
+    transposed = with_latent_weights(without_key_offsets(spec.network), transposed_values=True)
+    shapes = {mindformers_parameter(weight): weight.shape for weight in transposed.weights if weight.generate is None}
+    assert shapes[f"{at}out_absorb"] == (2 * 512, 16)
+
+
+def test_cache_of_mindformers_has_latent_keys_in_one_tensor():
+    spec = spec_of("deepseek-v3-wide")
+    joined = spec.of_mindformers()
+    assert {(each.kv_heads, each.key_width, each.value_width) for each in joined.caches} == {(1, 576, 0)}
+    assert joined.kv_bytes_per_token(2) == spec.kv_bytes_per_token(2)
+    assert joined.head_dims == {576}
+    assert joined_caches(joined.network) == list(joined.caches)
+    assert spec_of("qwen3").of_mindformers().caches == spec_of("qwen3").caches
 
 
 def test_unsupported_by_mindformers_names_the_feature():
@@ -75,10 +126,12 @@ def test_unsupported_by_mindformers_refuses_layers_without_experts():
     assert reason == "MindFormers' class has no layers without experts"
 
 
-def test_unsupported_by_mindformers_refuses_groups_of_experts():
+def test_unsupported_by_mindformers_refuses_groups_with_other_scores_than_the_model():
     spec = spec_of("glm4-moe-groups")
     reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)
-    assert reason == "MindFormers' class chooses experts in groups by operations that MindSpore lacks on a CPU"
+    assert reason == "MindFormers' class scores a group of experts by its best 1, and the model by its best 2"
+    spec = spec_of("glm4-moe-groups", num_experts_per_tok=4)
+    assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
 
 
 def test_unsupported_by_mindformers_refuses_a_normalised_single_expert():

@@ -63,6 +63,8 @@ class GraphModel:
         quantization: Quantization | None = None,
         implementation: ImplementationName = ImplementationName.NATIVE,
     ) -> None:
+        if implementation != ImplementationName.NATIVE:
+            spec = spec.of_mindformers()
         kv_tensors = KVTensors.allocate(
             spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks, num_state_slots=num_blocks
         )

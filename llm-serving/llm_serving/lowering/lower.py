@@ -13,7 +13,7 @@ from llm_serving.backends.base import Backend
 from llm_serving.core.enums import ImplementationName
 from llm_serving.errors import ModelError
 from llm_serving.lowering.cells import CellLmHead, CellNetwork, SingleTokenNetwork, TokenNetwork, TokenRowsNetwork
-from llm_serving.lowering.mindformers import MindFormersLlamaNetwork, MindFormersNetwork
+from llm_serving.lowering.mindformers import MindFormersLlamaNetwork, MindFormersNetwork, network_to_read
 from llm_serving.lowering.parameters import Parameters, parameters_of
 from llm_serving.lowering.program import ProgramNetwork
 from llm_serving.lowering.step_inputs import KVCaches, dynamic_inputs
@@ -91,14 +91,16 @@ def lower(
         if (lacks := unsupported_by_int8_cache(network)) is not None:
             raise ModelError(f"an int8 KV cache does not support {lacks}; set `quant_config.kv_cache_dtype: auto`")
     is_legacy = implementation == ImplementationName.MINDFORMERS_LEGACY
-    read = split_stacked_weights(network) if is_legacy else network
+    read = network
+    if implementation != ImplementationName.NATIVE:
+        read = split_stacked_weights(network) if is_legacy else network_to_read(network, backend)
     parameters = parameters_of(read, backend, reader, max_positions, as_cells=not as_program, quantization=quantization)
     if not as_program:
         if implementation != ImplementationName.NATIVE:
             built: nn.Cell = (
                 MindFormersLlamaNetwork(spec, read, backend, parameters, kv_caches, max_positions)
                 if is_legacy
-                else MindFormersNetwork(spec, backend, parameters, kv_caches, max_positions)
+                else MindFormersNetwork(spec, read, backend, parameters, kv_caches, max_positions)
             )
             return Lowered(None, built, CellLmHead(network, backend, parameters))
         settings = network, backend, parameters, kv_caches, max_positions

@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from mindspore import nn, ops
 
 from llm_serving.backends.base import Backend
 from llm_serving.errors import KernelError, ModelError
-from llm_serving.lowering import experts_for_cpu
+from llm_serving.lowering import operators_for_cpu
 from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import KVCaches
 from llm_serving.models.attention import attention_heads
@@ -41,6 +41,8 @@ from llm_serving.models.mindformers import (
     unsupported_by_mindformers_llama,
     without_key_offsets,
 )
+from llm_serving.models.mindformers_arguments import config_arguments
+from llm_serving.models.mindformers_latent import latent_attentions, with_latent_weights
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.network.builder import Network
 
@@ -146,13 +148,25 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
     setattr(cell, attribute, value)
 
 
+def network_to_read(network: Network, backend: Backend) -> Network:
+    """Return a network with the weights of MindFormers' class."""
+    return with_latent_weights(without_key_offsets(network), transposed_values=backend.name != "cpu")
+
+
 class MindFormersNetwork(nn.Cell):
-    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`. Raise
-    KernelError without MindFormers or the operator library, ModelError if MindFormers has no class for the model.
+    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`. `read`: result
+    of `network_to_read`. Raise KernelError without MindFormers or the operator library, ModelError if MindFormers has
+    no class for the model.
     """
 
     def __init__(
-        self, spec: ModelSpec, backend: Backend, parameters: Parameters, kv_caches: KVCaches, max_positions: int
+        self,
+        spec: ModelSpec,
+        read: Network,
+        backend: Backend,
+        parameters: Parameters,
+        kv_caches: KVCaches,
+        max_positions: int,
     ) -> None:
         super().__init__()
         lacks = unsupported_by_mindformers(spec.architecture, spec.network, max_positions)
@@ -163,11 +177,13 @@ class MindFormersNetwork(nn.Cell):
                 "MindFormers' network needs `kernels: primitives`, because MindSpore has no PagedAttention"
             )
         self.model = _build(spec, backend, max_positions)
-        _set_weights(self.model, spec.network, parameters)
+        _set_weights(self.model, read, parameters)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
         self.embedding = backend.embedding()
         self.key_caches = ms.ParameterTuple([keys for keys, _ in kv_caches])
-        self.value_caches = ms.ParameterTuple([values for _, values in kv_caches])
+        # Without values of their own, keys hold them.
+        values = [values for _, values in kv_caches]
+        self.value_caches = ms.ParameterTuple(values) if all(each.shape[-1] for each in values) else None
 
     def construct(
         self,
@@ -198,70 +214,33 @@ def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     make_config = getattr(module_of_mindformers(classes.config_module), classes.config)
     make_network = getattr(module_of_mindformers(classes.module), classes.network)
     if backend.name == "cpu":
-        for module, names in experts_for_cpu.REPLACED.items():
-            vars(module_of_mindformers(module)).update(dict.fromkeys(names, experts_for_cpu))
+        for module, replaced in operators_for_cpu.REPLACED.items():
+            vars(module_of_mindformers(module)).update(replaced)
     with silently():
-        network = make_network(make_config(**_config_arguments(spec, backend.dtype, max_positions)))
+        network = make_network(make_config(**config_arguments(spec, backend.dtype, max_positions)))
     network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention in every step
     model: nn.Cell = network.model
+    if latent_attentions(spec.network):
+        _prepare_latent_attention(model, backend)
     model.return_hidden_states = True
     model.move_lens_to_cpu = False  # Ascend's attention finds lengths by the names of the graph's parameters
     return model
 
 
-def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]:
-    c, classes = ConfigReader(spec.config, CONFIG_NAME), MINDFORMERS_CLASSES[spec.architecture]
-    heads = attention_heads(c)
-    has_bias = any("bias" in each.weights for each in spec.network.operations if each.kind == "linear")
-    types = ("params_dtype", "compute_dtype", "layernorm_compute_dtype", "rotary_dtype")
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.network.hidden,
-        "intermediate_size": c.integer("intermediate_size"),
-        "num_hidden_layers": len(spec.caches),
-        "num_attention_heads": heads.q,
-        "num_key_value_heads": heads.kv,
-        "head_dim": heads.own,
-        "rms_norm_eps": c.number("rms_norm_eps", 1e-6),
-        "hidden_act": "silu",
-        "attention_bias": has_bias,
-        "tie_word_embeddings": c.boolean("tie_word_embeddings"),
-        # The rotary tables are replaced by ours, which cover every RoPE scaling.
-        "position_embedding_type": "rope",
-        "max_position_embeddings": max_positions,
-        "use_flash_attention": True,
-        "softmax_compute_dtype": "float32",
-        **dict.fromkeys(types, dtype),
-        **_expert_arguments(spec.network, dtype, classes.num_experts),
-        **classes.config_arguments,
-        **{key: _typed(c, key) for key in classes.copied if c.has(key)},
-    }
-
-
-def _typed(c: ConfigReader, key: str) -> Any:
-    """Return a value of config.json, with a number that is written as text converted to a number."""
-    return c.number(key) if isinstance(c.config[key], str) else c.config[key]
-
-
-def _expert_arguments(network: Network, dtype: str, num_experts: str) -> Mapping[str, Any]:
-    """Return the arguments of MindFormers' config for experts. `num_experts`: the name of that for their number."""
-    found: dict[str, Any] = {}
-    for each in network.operations:
-        if each.kind == "route":
-            found |= {"num_experts_per_tok": each.attributes["top_k"], "norm_topk_prob": each.attributes["normalise"]}
-        elif each.kind == "experts":
-            found |= {"moe_intermediate_size": each.weights["down"].shape[1], "moe_router_dtype": dtype}
-            found[num_experts] = each.attributes["experts"]
-        elif each.kind == "linear" and ".shared_experts.down_proj." in each.weights["weight"].names[0]:
-            found["moe_shared_expert_intermediate_size"] = each.weights["weight"].shape[1]
-    return found
+def _prepare_latent_attention(model: nn.Cell, backend: Backend) -> None:
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        del attention.linear_kv_up_proj  # PagedAttention reads latent vectors, which no step expands
+        if backend.name == "cpu":
+            products = operators_for_cpu.HeadProducts(attention.num_attention_heads)
+            attention.q_no_pe_batch_matmul = attention.out_absorb_matmul = products
 
 
 _EXPERTS: Final = re.compile(r"linear_fc([12])\.weight")
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
-    for operation in without_key_offsets(network).operations:
+    for operation in network.operations:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
             if weight.generate is not None:
@@ -270,7 +249,7 @@ def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> No
             path = mindformers_parameter(weight)
             assert path is not None  # guaranteed by `unsupported_by_mindformers`
             set_parameter(model, path, parameter)
-            if operation.kind == "experts":  # MindFormers has two names for it
+            if operation.kind == "experts":  # MindFormers has two names for weights of experts
                 set_parameter(model, _EXPERTS.sub(r"weight\1", path), parameter)
     (model.output_layer.weight,) = parameters[network.head.weights["weight"]]
     check_no_own_parameters(model, [each for made in parameters.values() for each in made])

@@ -127,19 +127,19 @@ class LatentAttention:
 
         name, stored_shapes = at + "kv_b_proj", (heads * width, self.rank)
         product = partial(net.linear, heads=heads, columns=latents, stored_shapes=stored_shapes)
-        transposed = _Transposed(still)
+        transposed = Transposed(still)
         q = product(q, name, heads * width, rows=self.key_rows, transform=transposed, width=heads * len(latents))
         attended = net.attention(q, layer, q_rope=net.rope(q_rope, self.rotary), scale=self.scale, selected=selected)
         back = product(attended, name, heads * width, rows=self.value_rows)
         return net.linear(back, at + "o_proj", net.hidden, columns=self.out_columns)
 
 
-class _Transposed:
-    """Transposes each head's part of a weight: [heads * nope_dim, rank] -> [heads * rank, nope_dim]."""
+class Transposed:
+    """Transposes each head's part of a weight: [heads * size, rank] -> [heads * rank, size]."""
 
-    def __init__(self, nope_dim: int) -> None:
-        self._nope_dim = nope_dim
+    def __init__(self, size: int) -> None:
+        self._size = size
 
     def __call__(self, weight: Float32Array) -> Float32Array:
-        parts = weight.reshape(-1, self._nope_dim, weight.shape[1]).transpose(0, 2, 1)
+        parts = weight.reshape(-1, self._size, weight.shape[1]).transpose(0, 2, 1)
         return parts.reshape(-1, parts.shape[2])

@@ -1,9 +1,8 @@
 """MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
 In MindFormers 2.1, the supported version, all inference classes are one model, `GPTModel`, with options for each
-family. Llama has no class there, so the Qwen2 class without biases computes it. This server refuses the classes of
-GLM-4-MoE and DeepSeek-V3 by name. `LlamaForCausalLM`, the class of releases before 2, is still part of 2.1. It computes
-queries, keys, values, gate and up with a matrix product each.
+family. Llama has no class there, so the Qwen2 class without biases computes it. `LlamaForCausalLM`, the class of
+releases before 2, is still part of 2.1. It computes queries, keys, values, gate and up with a matrix product each.
 """
 
 from __future__ import annotations
@@ -18,6 +17,14 @@ from typing import Any, Final, NamedTuple
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models import chatglm
 from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.latent_attention import Transposed
+from llm_serving.models.mindformers_latent import (
+    is_of_latent_attention,
+    latent_attentions,
+    latent_parameter,
+    unsupported_latent_attention,
+    with_latent_weights,
+)
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Weight
 from llm_serving.network.quantization import unsupported_by_ascend
@@ -170,6 +177,18 @@ _GLM4_MOE: Final = MindFormersClass(
     ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"),
     "n_routed_experts",
 )
+_DEEPSEEK_V3: Final = MindFormersClass(
+    "mindformers.models.deepseek3.configuration_deepseek_v3",
+    "DeepseekV3Config",
+    "mindformers.models.deepseek3.modeling_deepseek_v3_infer",
+    "InferenceDeepseekV3ForCausalLM",
+    {"q_lora_rank": None, "rope_type": "rope", "n_group": None, "topk_group": None, "moe_router_fusion": False},
+    (
+        *("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    ),
+    "n_routed_experts",
+)
 MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
     "Qwen2ForCausalLM": _QWEN2,
@@ -177,19 +196,12 @@ MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Glm4ForCausalLM": _GLM4,
     "Glm4MoeForCausalLM": _GLM4_MOE,
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
 CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 """Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
-
-_NOT_SERVED: Final[Mapping[str, str]] = {
-    "DeepseekV3ForCausalLM": (
-        "InferenceDeepseekV3ForCausalLM is not served: it keeps latent keys and values in one cache, which this server "
-        "does not allocate on Ascend"
-    ),
-}
-"""Classes of MindFormers 2.1 that are refused -> the reason."""
 
 _LAYER: Final = r"model\.layers\.(\d+)\."
 _WEIGHT_NAMES: Final = tuple(
@@ -198,6 +210,7 @@ _WEIGHT_NAMES: Final = tuple(
         (r"model\.embed_tokens\.weight", "embedding.word_embeddings.weight"),
         (rf"{_LAYER}input_layernorm\.weight", r"decoder.layers.\1.input_layernorm.weight"),
         (rf"{_LAYER}self_attn\.q_proj\.(weight|bias)", r"decoder.layers.\1.self_attention.linear_qkv.\2"),
+        (rf"{_LAYER}self_attn\.(q|kv)_a_layernorm\.weight", r"decoder.layers.\1.self_attention.\2_layernorm.weight"),
         (rf"{_LAYER}self_attn\.(q|k)_norm\.weight", r"decoder.layers.\1.self_attention.\2_layernorm.weight"),
         (rf"{_LAYER}self_attn\.o_proj\.weight", r"decoder.layers.\1.self_attention.linear_proj.weight"),
         (rf"{_LAYER}post_attention_layernorm\.weight", r"decoder.layers.\1.pre_mlp_layernorm.weight"),
@@ -216,6 +229,9 @@ _WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
+    """Return the path of a weight's parameter. Weights of latent attention must be those of `with_latent_weights`."""
+    if (path := latent_parameter(weight)) is not None:
+        return path
     for pattern, place in _WEIGHT_NAMES:
         if (found := pattern.fullmatch(weight.names[0])) is not None:
             return found.expand(place)
@@ -229,7 +245,8 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
     Rows may be in another order, because MindFormers' class gets this server's rotary tables, which match the order.
     """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
-    return (is_whole or ".experts." in weight.names[0]) and weight.transform is None
+    is_plain = weight.transform is None or isinstance(weight.transform, Transposed)
+    return (is_whole or ".experts." in weight.names[0]) and is_plain
 
 
 def without_key_offsets(network: Network) -> Network:
@@ -242,36 +259,60 @@ def without_key_offsets(network: Network) -> Network:
     return plain
 
 
-def _without_routes(network: Network) -> Network:
-    """Return a network without the choice of experts, for which MindFormers' classes have operations of their own."""
+def _shared_with_native(network: Network) -> Network:
+    """Return a network without the choice of experts and without latent attention, for which MindFormers' classes have
+    operations of their own.
+    """
     plain = copy.copy(network)
-    plain.operations = [each for each in network.operations if each.kind != "route"]
+    plain.operations = [
+        each for each in network.operations if each.kind != "route" and not is_of_latent_attention(each)
+    ]
     return plain
+
+
+def _unsupported_routing(network: Network, *, is_fused: bool) -> str | None:
+    """`is_fused`: whether FusedAddTopKDiv chooses experts in groups."""
+    counts = [each.attributes["experts"] for each in network.operations if each.kind == "experts"]
+    routes = [each.attributes for each in network.operations if each.kind == "route"]
+    for count, each in zip(counts, routes, strict=True):
+        top_k, groups, top_groups = each["top_k"], each["groups"], each["top_groups"]
+        if top_k == 1 and each["normalise"]:
+            return "does not normalise the weight of a single expert"
+        if top_groups == groups:
+            continue
+        if top_k != 2 * top_groups:
+            return f"scores a group of experts by its best {top_k // top_groups}, and the model by its best 2"
+        if is_fused and not each["normalise"]:
+            return "always normalises the weights of experts that it chooses in groups"
+        if is_fused and count > 32 * (groups if groups == 8 else 1):
+            return (
+                f"chooses experts in 8 groups of at most 32, or at most 32 experts; the model has {count} in {groups}"
+            )
+    return None
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
     """Return what MindFormers' classes lack for the model with contexts of `num_positions` tokens. Return None if they
     support it.
     """
-    if architecture in _NOT_SERVED:
-        return f"MindFormers' {_NOT_SERVED[architecture]}"
     if architecture not in MINDFORMERS_CLASSES:
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"
         )
-    lacks = unsupported_by_ascend(_without_routes(network), num_positions)
+    lacks = unsupported_by_ascend(_shared_with_native(network), num_positions)
     if lacks is not None:
         return f"MindFormers' class has no {lacks}"
     kinds = [operation.kind for operation in network.operations]
     has_other_layers = kinds.count("experts") not in (0, kinds.count("attention"))
     if has_other_layers and "first_k_dense_replace" not in MINDFORMERS_CLASSES[architecture].copied:
         return "MindFormers' class has no layers without experts"
-    routes = [each.attributes for each in network.operations if each.kind == "route"]
-    if any(each["groups"] > 1 for each in routes):
-        return "MindFormers' class chooses experts in groups by operations that MindSpore lacks on a CPU"
-    if any(each["top_k"] == 1 and each["normalise"] for each in routes):
-        return "MindFormers' class does not normalise the weight of a single expert"
-    for weight in without_key_offsets(network).weights:
+    is_latent = bool(latent_attentions(network))
+    lacks = _unsupported_routing(network, is_fused=is_latent)
+    if lacks is None and is_latent:
+        lacks = unsupported_latent_attention(network)
+    if lacks is not None:
+        return f"MindFormers' class {lacks}"
+    for weight in with_latent_weights(without_key_offsets(network)).weights:
         if weight.generate is None and mindformers_parameter(weight) is None:
             return f"MindFormers' class has no parameter for {weight.names[0]}"
         if not _is_as_wide_as_stored(weight):

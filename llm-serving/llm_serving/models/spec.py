@@ -21,6 +21,7 @@ from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.layers import SCORE_TOKENS, SEPARATE_EXPERT
 from llm_serving.models.mindformers import config_from_mindformers
+from llm_serving.models.mindformers_latent import joined_caches
 from llm_serving.models.pooling import is_embedding_model, max_seq_length, score_tokens
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.adapters import AdaptedLinear, with_adapters
@@ -84,7 +85,8 @@ class ModelSpec:
 
     @property
     def head_dims(self) -> frozenset[int]:
-        return frozenset(width for cache in self.caches for width in (cache.key_width, cache.value_width))
+        widths = (width for cache in self.caches for width in (cache.key_width, cache.value_width))
+        return frozenset(width for width in widths if width)
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
@@ -144,6 +146,14 @@ class ModelSpec:
         spec.__dict__["scheme"] = self.scheme
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)
         network.layout = grouped(network.caches, self._windows, max_model_len) if has_groups else None
+        return spec
+
+    def of_mindformers(self) -> ModelSpec:
+        """Return the spec with the KV cache of MindFormers' class."""
+        spec = replace(self)
+        spec.__dict__["network"] = network = copy(self.network)
+        spec.__dict__["scheme"] = self.scheme
+        network.caches = joined_caches(network)
         return spec
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:

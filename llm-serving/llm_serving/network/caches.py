@@ -18,7 +18,9 @@ STATE_ELEMENT_BYTES: Final = 4
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The KV cache of a layer: keys and values, each [num_blocks, block_size, kv_heads, width]."""
+    """The KV cache of a layer: keys and values, each [num_blocks, block_size, kv_heads, width]. A `value_width` of 0
+    means that values are parts of the keys.
+    """
 
     kv_heads: int
     key_width: int

@@ -98,6 +98,8 @@ class ModelRunner:
         self.adapters: AdapterMemory | None = None
         self.runs_program = as_program = as_program and backend.program() is not None
         linears: list[AdaptedLinear] = []
+        if implementation != ImplementationName.NATIVE:
+            spec = spec.of_mindformers()
         if adapters is not None:
             spec, linears = spec.with_adapters(*adapters, as_program=as_program)
         self.spec = spec

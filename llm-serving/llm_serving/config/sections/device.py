@@ -44,6 +44,9 @@ ASCEND_HEAD_MULTIPLE: Final = 32
 ASCEND_MAX_HEAD_DIM: Final = 256
 ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 """Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
+ASCEND_MAX_LATENT_DIM: Final = 576
+ASCEND_MAX_LATENT_BLOCK_SIZE: Final = 128
+"""Limits of PagedAttention on Ascend for latent keys, which hold their values."""
 _FAST_BLOCK_SIZES: Final = (128, 64)
 _EXACT_BLOCK_SIZES: Final = (32,)
 """Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on other rows (`worker.device`)."""
@@ -179,11 +182,28 @@ def set_block_size(values: Values, spec: ModelSpec | None) -> None:
     """
     if values[TARGET] != "Ascend" or values.is_given(BLOCK_SIZE) or values["model_config.mindir_path"] is not None:
         return
-    widest = max(spec.head_dims) if spec is not None else ASCEND_MAX_HEAD_DIM
+    most = ASCEND_MAX_BLOCK_ELEMENTS // ASCEND_MAX_HEAD_DIM if spec is None else _max_block_size(values, spec)
     is_fast = values["device_config.exactness"] == ExactnessName.FAST
     sizes = _FAST_BLOCK_SIZES if is_fast else _EXACT_BLOCK_SIZES
-    fitting = [size for size in sizes if widest * size <= ASCEND_MAX_BLOCK_ELEMENTS]
+    fitting = [size for size in sizes if size <= most]
     values.set(BLOCK_SIZE, fitting[0] if fitting else MULTIPLE, "default on Ascend")
+
+
+def _cached(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the KV cache of the selected implementation."""
+    is_native = values["model_config.implementation"] == ImplementationName.NATIVE
+    return spec if is_native else spec.of_mindformers()
+
+
+def _has_latent_keys(spec: ModelSpec) -> bool:
+    return any(cache.value_width == 0 for cache in spec.caches)
+
+
+def _max_block_size(values: Values, spec: ModelSpec) -> int:
+    spec = _cached(values, spec)
+    if _has_latent_keys(spec):
+        return ASCEND_MAX_LATENT_BLOCK_SIZE
+    return ASCEND_MAX_BLOCK_ELEMENTS // max(spec.head_dims)
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
@@ -193,7 +213,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
             TARGET, f"CPU, although this machine has {len(npus)} NPUs ({npus[0]}): set Ascend to serve on them"
         )
     if on_ascend:
-        _check_ascend(values, spec)
+        _check_ascend(values, None if spec is None else _cached(values, spec))
         _check_infer_boost(values, mindformers)
     elif values[KERNELS] != "plain":
         hint = "for the operator library; device_config.kernels: plain takes any, many times slower"
@@ -235,11 +255,12 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
     _check_multiple(values, spec, ASCEND_HEAD_MULTIPLE, "on Ascend")
     if spec is None:
         return
-    head_dim = max(spec.head_dims)
-    if head_dim > ASCEND_MAX_HEAD_DIM:
-        rule = f"must name a model whose head_dim is at most {ASCEND_MAX_HEAD_DIM} on Ascend"
-        raise values.error(MODEL_PATH, rule, head_dim)
-    if head_dim * values[BLOCK_SIZE] > ASCEND_MAX_BLOCK_ELEMENTS:
+    head_dim, is_latent = max(spec.head_dims), _has_latent_keys(spec)
+    if head_dim > (most := ASCEND_MAX_LATENT_DIM if is_latent else ASCEND_MAX_HEAD_DIM):
+        raise values.error(MODEL_PATH, f"must name a model whose head_dim is at most {most} on Ascend", head_dim)
+    if is_latent and values[BLOCK_SIZE] > ASCEND_MAX_LATENT_BLOCK_SIZE:
+        raise values.error(BLOCK_SIZE, f"must be at most {ASCEND_MAX_LATENT_BLOCK_SIZE} on Ascend for latent keys")
+    if not is_latent and head_dim * values[BLOCK_SIZE] > ASCEND_MAX_BLOCK_ELEMENTS:
         rule = f"times the model's head_dim {head_dim} must be at most {ASCEND_MAX_BLOCK_ELEMENTS} on Ascend"
         raise values.error(BLOCK_SIZE, rule)
 

@@ -109,9 +109,9 @@ class ModelConfig:
     """File with options of the graph engine, for `mindir_path`. Older files name it `model_path.decode_ini`."""
     implementation: str = option("native", choice(tuple(ImplementationName)), expert=True)
     """Implementation of the network. `native`: this project's. `mindformers`: MindFormers' class for Llama, Qwen2,
-    Qwen3 and GLM, with this server's KV cache, batches and weights. `mindformers-legacy`: the `LlamaForCausalLM` of
-    MindFormers before version 2. `scripts/install_mindformers.sh` installs both. On a CPU they require
-    `device_config.kernels: primitives`."""
+    Qwen3, GLM and DeepSeek-V3, with this server's KV cache, batches and weights. `mindformers-legacy`: the
+    `LlamaForCausalLM` of MindFormers before version 2. `scripts/install_mindformers.sh` installs both. On a CPU they
+    require `device_config.kernels: primitives`."""
 
     @cached_property
     def max_input_len(self) -> int:

@@ -1,0 +1,148 @@
+"""Latent attention (MLA) as MindFormers' DeepSeek-V3 class computes it: its weights and its cache.
+
+The class has the absorbed form of `models.latent_attention`, with three differences:
+
+- The latent vector and the rotary key of a token are in one tensor. PagedAttention takes the first 512 elements of a
+  key as its value (`mla_v_dim`).
+- One product computes the latent vector, the rotary key and the compressed query.
+- The elements of a query head that do not rotate are followed by those that rotate. In the native network, the former
+  of all heads are followed by the latter of all heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import replace
+from typing import Final
+
+from llm_serving.models.latent_attention import LATENT_EPS, Transposed
+from llm_serving.network.builder import Network
+from llm_serving.network.caches import CacheShape
+from llm_serving.network.operations import Operation, Weight
+from llm_serving.network.weights import shared_order
+
+_VALUES: Final = 512
+"""Elements of a key that are its value: a constant of the class (`pa_mla_v_dim`)."""
+_OF_LATENTS: Final = re.compile(r"model\.layers\.(\d+)\.self_attn\.(q_proj|q_a_proj|q_b_proj|kv_\w+_proj\w*)\.weight")
+_STORED: Final = {"q_b_proj": "linear_q_up_proj", "q_proj": "linear_q_proj"}
+
+
+def latent_attentions(network: Network) -> list[Operation]:
+    return [each for each in network.operations if each.kind == "attention" and "q_rope" in each.inputs]
+
+
+def is_of_latent_attention(operation: Operation) -> bool:
+    """Return whether an operation is latent attention, or a product with a weight for each head beside it."""
+    return _is_product(operation) or (operation.kind == "attention" and "q_rope" in operation.inputs)
+
+
+def _is_product(operation: Operation) -> bool:
+    return operation.kind == "linear" and bool(operation.attributes["heads"] > 1)
+
+
+def joined_caches(network: Network) -> list[CacheShape]:
+    """Return the caches of a network, with the latent vector and the rotary key of a token in one tensor."""
+    caches = list(network.caches)
+    for each in latent_attentions(network):
+        layer = each.attributes["layer"]
+        caches[layer] = CacheShape(1, caches[layer].key_width + caches[layer].value_width, 0)
+    return caches
+
+
+def unsupported_latent_attention(network: Network) -> str | None:
+    products = [each.weights["weight"] for each in network.operations if _is_product(each)]
+    ranks = {weight.shape[1] for weight in products if weight.transform is None}
+    if ranks != {_VALUES}:
+        return f"has latent vectors of {_VALUES} elements; those of the model have {min(ranks)}"
+    if {each.attributes["eps"] for each in network.operations if each.kind == "rms_norm"} - {LATENT_EPS}:
+        return f"normalises latent vectors with rms_norm_eps, and the model with {LATENT_EPS}"
+    return None
+
+
+def with_latent_weights(network: Network, *, transposed_values: bool = False) -> Network:
+    """Return a copy of the network that has the weights of MindFormers' class for latent attention. The copy serves to
+    read the weights. It does not compute the model.
+
+    Both weights with a matrix for each head are read like those of experts. `transposed_values`: transpose the one that
+    maps latent vectors to values, as BatchMatMul takes it.
+    """
+    if not latent_attentions(network):
+        return network
+    changed = copy.copy(network)
+    changed.operations = []
+    layer: dict[str, Operation] = {}
+    for each in network.operations:
+        found = _OF_LATENTS.fullmatch(each.weights["weight"].names[0]) if each.kind == "linear" else None
+        if found is None:
+            changed.operations.append(each)
+        elif found[2] in layer:  # the second product with kv_b_proj, the last one of a layer
+            changed.operations += _of_layer(layer, each, network, transposed_values=transposed_values)
+            layer = {}
+        else:
+            layer[found[2]] = each
+    return changed
+
+
+def _of_layer(
+    layer: dict[str, Operation], values: Operation, network: Network, *, transposed_values: bool
+) -> list[Operation]:
+    """Return the products of a layer. `values`: the product of attended latent vectors."""
+    keys, down = layer["kv_b_proj"], layer["kv_a_proj_with_mqa"]
+    queries = layer.get("q_b_proj") or layer["q_proj"]
+    heads, of_keys, of_values = keys.attributes["heads"], keys.weights["weight"], values.weights["weight"]
+    if transposed_values:
+        size = of_values.shape[0] // heads
+        shape = heads * of_values.shape[1], size
+        of_values = replace(of_values, shape=shape, transform=Transposed(size))
+    absorbed = replace(
+        keys, kind="experts", weights={"gate_up": of_keys, "down": of_values}, attributes={"experts": heads}
+    )
+    joined = down.weights["weight"]
+    if "q_a_proj" in layer:
+        joined = _stacked(joined, layer["q_a_proj"].weights["weight"])
+    by_head = _by_head(queries.weights["weight"], heads, of_keys.shape[1])
+    return [replace(down, weights={"weight": joined}), replace(queries, weights={"weight": by_head}), absorbed]
+
+
+def _order(weight: Weight) -> tuple[int, ...]:
+    return weight.rows or tuple(range(weight.shape[0]))
+
+
+def _stacked(first: Weight, second: Weight) -> Weight:
+    num_stored = sum(math.prod(shape[:-1]) for shape in first.stored_shapes)
+    order = (*_order(first), *(num_stored + row for row in _order(second)))
+    return replace(
+        first,
+        names=(*first.names, *second.names),
+        shape=(len(order), first.shape[1]),
+        stored_shapes=(*first.stored_shapes, *second.stored_shapes),
+        rows=shared_order(order),
+    )
+
+
+def _by_head(weight: Weight, heads: int, still: int) -> Weight:
+    """Reorder the rows of all heads' elements that do not rotate, `still` of each head, and of all that rotate."""
+    rows = _order(weight)
+    rotated = rows[heads * still :]
+    wide = len(rotated) // heads
+    order = [
+        row
+        for head in range(heads)
+        for row in (*rows[head * still : (head + 1) * still], *rotated[head * wide : (head + 1) * wide])
+    ]
+    return replace(weight, rows=shared_order(tuple(order)))
+
+
+def latent_parameter(weight: Weight) -> str | None:
+    """Return the path of a weight of `with_latent_weights`. Return None if it does not belong to latent attention."""
+    found = _OF_LATENTS.fullmatch(weight.names[0])
+    if found is None or (found[2] == "q_proj" and len(weight.names) > 1):
+        return None
+    at = f"decoder.layers.{found[1]}.self_attention."
+    if found[2] == "kv_b_proj":
+        return at + ("q_absorb" if _order(weight)[0] == 0 else "out_absorb")
+    if found[2] == "kv_a_proj_with_mqa":
+        return f"{at}linear_{'qkv' if len(weight.names) > 1 else 'kv'}_down_proj.weight"
+    return f"{at}{_STORED[found[2]]}.weight"
