@@ -145,6 +145,8 @@ class AscendBackend(Backend):
         return keys, values
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        if 0 in source.shape[1:]:  # values that are parts of the keys
+            return
         for batch in _independent(pairs, source is target):
             blocks = self._read_blocks(source, batch[:, 0])
             if isinstance(target, ms.Parameter):
