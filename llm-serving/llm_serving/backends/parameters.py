@@ -126,7 +126,7 @@ def is_on_npu() -> bool:
 
 def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
     """Return a Parameter that shares the memory of `tensor`. `Parameter(tensor)` would copy it."""
-    placeholder = ms.Tensor(np.zeros(1, dtype=np.float32)).astype(tensor.dtype)
+    placeholder = ms.Tensor.from_numpy(np.zeros(1, ms.dtype_to_nptype(tensor.dtype)))
     named = {} if name is None else {"name": name}
     parameter = ms.Parameter(placeholder, requires_grad=False, **named)
     parameter.assign_value(tensor)
