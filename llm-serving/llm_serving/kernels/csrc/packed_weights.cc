@@ -1,8 +1,13 @@
 #include "packed_weights.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -61,44 +66,68 @@ size_t position(size_t k, size_t column, size_t inputs, size_t width, bool pairs
 // Rows are read and panels written a cache line at a time.
 constexpr size_t kLineBytes = 64;
 
-// Returns whether an element of `words` is infinite or NaN: all bits of its exponent are set.
-template <class Word>
-bool has_non_finite(const Word* words, size_t count, Word exponent) {
-  Word found = 0;
-  for (size_t i = 0; i < count; i++) found |= static_cast<Word>((words[i] & exponent) == exponent);
-  return found != 0;
+// Returns whether an element is infinite or NaN: all bits of its exponent are set.
+template <class Element>
+bool has_non_finite(const void* elements, size_t bytes, Element exponent) {
+  Element largest = 0;
+  for (size_t at = 0; at < bytes; at += sizeof(Element)) {
+    Element element;
+    std::memcpy(&element, static_cast<const char*>(elements) + at, sizeof(Element));
+    largest = std::max(largest, static_cast<Element>(element & std::numeric_limits<Element>::max()));
+  }
+  return largest >= exponent;
+}
+
+// Copies bytes past the caches, because a line of memory that is written whole need not be read first.
+void stream(const void* columns, char* target, size_t bytes) {
+  const auto* source = static_cast<const char*>(columns);
+  size_t done = 0;
+#if defined(__SSE2__)
+  if (reinterpret_cast<uintptr_t>(target) % sizeof(__m128i) == 0) {
+    for (; done + sizeof(__m128i) <= bytes; done += sizeof(__m128i)) {
+      const __m128i vector = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + done));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + done), vector);
+    }
+  }
+#endif
+  std::memcpy(target + done, source + done, bytes - done);
 }
 
 // Transposes units [first, first + count) of `width` rows into columns: units of one input, or of a pair of them. Reads
 // a line of each row before it writes, because rows whose distance is a power of two share few lines of the cache.
-template <class Unit>
-void transpose(const char* const* rows, size_t width, size_t first, size_t count, Unit* target) {
+// Returns whether all elements are finite.
+template <class Unit, class Element>
+bool transpose(const char* const* rows, size_t width, size_t first, size_t count, char* target, Element exponent) {
   constexpr size_t kUnits = kLineBytes / sizeof(Unit);
-  Unit lines[kPanelWidth][kUnits];
+  Unit lines[kPanelWidth][kUnits], columns[kUnits * kPanelWidth];
+  bool finite = true;
   for (size_t at = first; at < first + count; at += kUnits) {
-    const size_t units = std::min(kUnits, first + count - at);
+    const size_t units = std::min(kUnits, first + count - at), bytes = units * width * sizeof(Unit);
     if (width == kPanelWidth && units == kUnits) {  // sizes that the compiler knows
       for (size_t row = 0; row < kPanelWidth; row++) std::memcpy(lines[row], rows[row] + at * sizeof(Unit), kLineBytes);
       for (size_t unit = 0; unit < kUnits; unit++) {
-        for (size_t row = 0; row < kPanelWidth; row++) target[unit * kPanelWidth + row] = lines[row][unit];
+        for (size_t row = 0; row < kPanelWidth; row++) columns[unit * kPanelWidth + row] = lines[row][unit];
       }
     } else {
       for (size_t row = 0; row < width; row++) {
         std::memcpy(lines[row], rows[row] + at * sizeof(Unit), units * sizeof(Unit));
-        for (size_t unit = 0; unit < units; unit++) target[unit * width + row] = lines[row][unit];
+        for (size_t unit = 0; unit < units; unit++) columns[unit * width + row] = lines[row][unit];
       }
     }
-    target += units * width;
+    finite = !has_non_finite(columns, bytes, exponent) && finite;
+    stream(columns, target, bytes);
+    target += bytes;
   }
+  return finite;
 }
 
 // Packs one panel. Returns whether its elements are finite.
 template <class Element>
-bool pack_panel(const char* const* rows, Element* target, size_t width, size_t k, bool pairs, Element exponent) {
+bool pack_panel(const char* const* rows, char* target, size_t width, size_t k, bool pairs, Element exponent) {
   const size_t paired = pairs ? k / 2 * 2 : 0;
-  transpose(rows, width, 0, paired / 2, reinterpret_cast<uint32_t*>(target));
-  transpose(rows, width, paired, k - paired, target + paired * width);
-  return !has_non_finite(target, width * k, exponent);
+  char* rest = target + paired * width * sizeof(Element);
+  const bool finite = transpose<uint32_t>(rows, width, 0, paired / 2, target, exponent);
+  return transpose<Element>(rows, width, paired, k - paired, rest, exponent) && finite;
 }
 
 template <class Element>
@@ -107,8 +136,11 @@ bool pack_panels(const void* const* rows, void* target, size_t n, size_t k, bool
   auto body = [&](size_t panel) {
     const size_t first = panel * kPanelWidth;
     const auto* of_panel = reinterpret_cast<const char* const*>(rows) + first;
-    Element* packed = static_cast<Element*>(target) + first * k;
+    char* packed = static_cast<char*>(target) + first * k * sizeof(Element);
     if (!pack_panel(of_panel, packed, std::min(kPanelWidth, n - first), k, pairs, exponent)) finite = false;
+#if defined(__SSE2__)
+    _mm_sfence();  // other threads see what this one streamed
+#endif
   };
   parallel_for((n + kPanelWidth - 1) / kPanelWidth, body);
   return finite;
@@ -127,9 +159,9 @@ void unpack(const void* packed, void* target, size_t n, size_t k, size_t row, bo
 }  // namespace
 
 bool pack_rows(const void* const* rows, void* target, DType dtype, size_t n, size_t k) {
-  if (dtype == DType::kFloat32) return pack_panels<uint32_t>(rows, target, n, k, false, 0x7F800000);
-  if (dtype == DType::kFloat16) return pack_panels<uint16_t>(rows, target, n, k, false, 0x7C00);
-  return pack_panels<uint16_t>(rows, target, n, k, true, 0x7F80);
+  if (dtype == DType::kFloat32) return pack_panels<int32_t>(rows, target, n, k, false, 0x7F800000);
+  if (dtype == DType::kFloat16) return pack_panels<int16_t>(rows, target, n, k, false, 0x7C00);
+  return pack_panels<int16_t>(rows, target, n, k, true, 0x7F80);
 }
 
 bool pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k) {
