@@ -133,3 +133,10 @@ def test_transpose_refuses_an_order_without_each_axis(order: tuple[int, ...]) ->
     x = Typed(np.zeros((2, 3, 4)), "float64")
     assert status_of("Transpose", x, integers(order, "int64"), empty((2, 3, 4), "float64")) != 0
     assert library.last_error() == "Transpose: the order must have each axis once"
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 3), "float64"), ((4, 3, 2), "float32")])
+def test_transpose_refuses_another_result(shape: tuple[int, ...], dtype: str) -> None:
+    x = Typed(np.zeros((2, 3, 4)), "float64")
+    assert status_of("Transpose", x, integers([2, 1, 0], "int64"), empty(shape, dtype)) != 0
+    assert library.last_error() == "Transpose: y must have as many elements as x, of its type"

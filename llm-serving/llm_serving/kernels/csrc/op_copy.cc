@@ -130,6 +130,9 @@ LLM_OPERATOR(Transpose) {
   // Trailing axes that keep their places are copied as a whole.
   size_t inner = call.element_bytes(0);
   if (inner == 0) return call.fail("the type of x is not supported");
+  if (call.elements(2) != call.elements(0) || call.element_bytes(2) != inner) {
+    return call.fail("y must have as many elements as x, of its type");
+  }
   int outer = rank;
   for (; outer > 0 && order[outer - 1] == outer - 1; outer--) inner *= call.dim(0, outer - 1);
   std::vector<size_t> strides(rank, 1);
