@@ -99,7 +99,7 @@ class AttentionTile {
   };
 
   // Whether the values are elements of the keys.
-  bool is_latent() const { return rope_dim_ > 0 || key_dim_ > dim_; }
+  bool is_latent() const { return rope_dim_ > 0 || args_.key_dim > 0; }
 
   size_t bytes() const {
     return rows_ * (key_dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
@@ -577,7 +577,7 @@ class AttentionTile {
   const AttentionItem& item_;
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
-  const size_t key_dim_;               // elements of a key; more than dim_ if its first dim_ elements are its value
+  const size_t key_dim_;               // elements of a key; the first dim_ are its value if args.key_dim is set
   const size_t stored_dim_;            // elements of a head in the caches, including its scales
   const size_t rope_dim_;              // elements of the rotary part of keys in the value cache
   const size_t reach_;                 // most later tokens that a row attends to; 0 if causal

@@ -97,7 +97,7 @@ class MaskedRow {
       }
     });
     for (size_t head = 0; head < shared_; head++) online_softmax(weights_.data() + head * row_.context);
-    const bool is_latent = key_dim_ > dim_;
+    const bool is_latent = args_.key_dim > 0;
     for_keys(is_latent ? args_.key_cache : args_.value_cache, key_dim_, [&](size_t key, size_t lane) {
       for (size_t head = 0; head < shared_; head++) {
         const float weight = weights_[head * row_.context + key];
@@ -152,7 +152,7 @@ class MaskedRow {
   const size_t head_;
   const float* residual_;  // [context]
   const size_t shared_, dim_;
-  const size_t key_dim_;        // elements of a key; more than dim_ if its first dim_ elements are its value
+  const size_t key_dim_;        // elements of a key; the first dim_ are its value if args.key_dim is set
   std::vector<float> group_;    // keys or values, in the layout of the cache
   std::vector<float> queries_;  // [shared, key_dim]
   std::vector<float> weights_;  // [shared, context], scores first

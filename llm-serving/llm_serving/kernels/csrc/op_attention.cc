@@ -51,13 +51,13 @@ int reshape_and_cache(const Call& call) {
 // mask. With a width of latent values, the first elements of a key are its value, and value_cache is not read.
 int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
-  if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   KvCache cache;
   const bool is_trapezoidal = call.integer(14) == kTrapezoidal;
   const auto value_dim = static_cast<size_t>(call.integer(15));
   const bool fits = value_dim > 0 ? read_latent_cache(call, 1, value_dim, call.dtype(0), cache)
                                   : read_cache(call, 1, 2, call.dtype(0), cache) && cache.key_dim == cache.value_dim;
   if (!fits || (cache.quantized && !is_trapezoidal)) return call.fail("%s", kCacheRule);
+  if (static_cast<size_t>(call.integer(12)) != cache.heads) return call.fail("kv_head_num does not fit the cache");
   const size_t num_heads = static_cast<size_t>(call.integer(10));
   const size_t width = num_heads * cache.key_dim;
   if (cache.heads == 0 || num_heads % cache.heads != 0 || width == 0 || call.elements(0) % width != 0) {
