@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
-from llm_serving.backends.parameters import WeightMemory
+from llm_serving.backends.parameters import WeightMemory, parameter_over, to_model_dtype
 from llm_serving.core.dtypes import round_to_bfloat16
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
@@ -64,6 +64,19 @@ def test_parameters_alias_aligned_memory_and_take_names() -> None:
     assert [weight.name, key.name, value.name] == ["weight", "layer.0.key", "layer.0.value"]
     assert all(parameter.data_ptr() % 64 == 0 for parameter in (weight, key, value))
     assert (key.shape, key.dtype) == ((4, 16, 2, 32), ms.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_parameters_have_their_dtype_without_a_warning_from_mindspore(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr("mindspore.log.warning", lambda message, *_: warnings.append(message))
+    ones = np.ones(3, np.float32)
+    array = ones.astype(np.int8) if dtype == "int8" else to_model_dtype(ones, dtype)
+    parameter = parameter_over(array, dtype, "ones")
+    assert (parameter.dtype, parameter.shape, warnings) == (getattr(ms, dtype), (3,), [])
+    assert np.array_equal(parameter.storage, array)
 
 
 def test_weights_share_large_memories_and_return_them() -> None:

@@ -103,8 +103,8 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
     return parameter
 
 
-def storage_dtype(parameter: ms.Parameter) -> np.dtype[Any]:
-    name = str(parameter.dtype).lower()
+def storage_dtype(tensor: ms.Tensor) -> np.dtype[Any]:
+    name = str(tensor.dtype).lower()
     return np.dtype("uint16" if name == "bfloat16" else name)
 
 
@@ -126,7 +126,8 @@ def is_on_npu() -> bool:
 
 def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
     """Return a Parameter that shares the memory of `tensor`. `Parameter(tensor)` would copy it."""
-    placeholder = ms.Tensor.from_numpy(np.zeros(1, ms.dtype_to_nptype(tensor.dtype)))
+    element = np.zeros(1, storage_dtype(tensor))
+    placeholder = ms.Tensor.from_numpy(element.view(numpy_bfloat16) if tensor.dtype == ms.bfloat16 else element)
     named = {} if name is None else {"name": name}
     parameter = ms.Parameter(placeholder, requires_grad=False, **named)
     parameter.assign_value(tensor)
