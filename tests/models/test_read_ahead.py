@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,32 @@ def test_read_ahead_stops_on_close(file: Path) -> None:
 
 def test_read_ahead_ignores_a_missing_file(file: Path) -> None:
     assert read_all(ReadAhead([Extent(file.with_name("gone"), 0, 100), Extent(file, 0, 300)])) == 300
+
+
+@pytest.mark.parametrize("num_sent", [0, 1])
+def test_read_ahead_reads_files_that_the_system_cannot_send(
+    file: Path, monkeypatch: pytest.MonkeyPatch, num_sent: int
+) -> None:
+    read, sent, pread = [], [], os.pread
+
+    def fail_to_send(out: int, source: int, offset: int, count: int) -> int:
+        sent.append(offset)
+        if len(sent) > num_sent:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return count
+
+    monkeypatch.setattr(os, "sendfile", fail_to_send)
+    monkeypatch.setattr(os, "pread", lambda fd, count, offset: read.append(offset) or pread(fd, count, offset))
+    assert read_all(ReadAhead([Extent(file, 10, 500), Extent(file, 600, 10)])) == 510
+    assert (sent, read) == ([10, 600], [10, 600][num_sent:])
+
+
+def test_read_ahead_ends_without_an_error_if_the_null_device_is_missing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "devnull", str(file.with_name("gone") / "null"))
+    assert read_all(ReadAhead([Extent(file, 0, 300)])) == 0
+
+
+def test_read_ahead_ends_behind_the_end_of_a_truncated_file(file: Path) -> None:
+    assert read_all(ReadAhead([Extent(file, 900, 1 << 24), Extent(file, 5000, 10)])) == (1 << 24) + 10

@@ -73,14 +73,14 @@ class ReadAhead:
         self._thread.join()
 
     def _run(self, extents: list[Extent]) -> None:
-        with Path(os.devnull).open("wb", buffering=0) as nowhere:
+        with contextlib.suppress(OSError), Path(os.devnull).open("wb", buffering=0) as nowhere:
             for extent in extents:
                 with contextlib.suppress(OSError), extent.file.open("rb", buffering=0) as stream:
                     for start in range(0, extent.num_bytes, _AT_ONCE):
                         if not self._may_read():
                             return
                         count = min(_AT_ONCE, extent.num_bytes - start)
-                        os.sendfile(nowhere.fileno(), stream.fileno(), extent.start + start, count)
+                        _load(stream.fileno(), extent.start + start, count, nowhere.fileno())
                         self._num_read += count
 
     def _may_read(self) -> bool:
@@ -88,6 +88,14 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._num_read < self._num_consumed + self._max_ahead)
             return not self._closed
+
+
+def _load(file: int, start: int, num_bytes: int, nowhere: int) -> None:
+    """Load bytes of a file into the page cache."""
+    try:
+        os.sendfile(nowhere, file, start, num_bytes)
+    except OSError:  # some file systems cannot send
+        os.pread(file, num_bytes, start)
 
 
 __all__ = ["INDEX_NAME", "WeightReader"]
