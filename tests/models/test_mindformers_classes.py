@@ -130,8 +130,9 @@ def test_unsupported_by_mindformers_refuses_groups_with_other_scores_than_the_mo
     spec = spec_of("glm4-moe-groups")
     reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)
     assert reason == "MindFormers' class scores a group of experts by its best 1, and the model by its best 2"
-    spec = spec_of("glm4-moe-groups", num_experts_per_tok=4)
-    assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
+    for top_k in (4, 5):  # the best 2 of each of 2 groups: the quotient is rounded down
+        spec = spec_of("glm4-moe-groups", n_routed_experts=16, num_experts_per_tok=top_k)
+        assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
 
 
 def test_unsupported_by_mindformers_refuses_a_normalised_single_expert():

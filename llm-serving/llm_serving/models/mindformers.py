@@ -280,7 +280,7 @@ def _unsupported_routing(network: Network, *, is_fused: bool) -> str | None:
             return "does not normalise the weight of a single expert"
         if top_groups == groups:
             continue
-        if top_k != 2 * top_groups:
+        if top_k // top_groups != 2:
             return f"scores a group of experts by its best {top_k // top_groups}, and the model by its best 2"
         if is_fused and not each["normalise"]:
             return "always normalises the weights of experts that it chooses in groups"
