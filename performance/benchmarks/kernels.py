@@ -60,7 +60,9 @@ def _cases(arguments: argparse.Namespace) -> Iterable[Case]:
     rows, dtype = arguments.rows, arguments.dtype
     shape = replace(Shape(), head_dim=arguments.head_dim, num_heads=Shape().q // arguments.head_dim)
     chosen = {
-        "products": lambda: products(arguments.shape or shape.products, rows, dtype, arguments.quantization),
+        "products": lambda: products(
+            arguments.shape or shape.products, rows, dtype, arguments.quantization, arguments.group_size
+        ),
         "attention": lambda: attention(shape, dtype, coded=arguments.kv_cache_dtype == "int8"),
         "others": lambda: others(shape, rows, dtype),
     }
@@ -74,6 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_integers, default=(1, 8, 32, 128, 512), metavar="M,M,...")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", choices=tuple(QuantizationName), help="how the weights of products are kept")
+    parser.add_argument("--group-size", type=int, default=128, metavar="32|64|128", help="of weights of 4 bits")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"), help="of the cases of attention")
     parser.add_argument("--head-dim", type=int, default=Shape().head_dim, help="by default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -93,7 +96,6 @@ def _integers(text: str) -> tuple[int, ...]:
 
 UNCACHED_BYTES: Final = 1 << 28
 BLOCK_SIZE: Final = 16
-GROUP_SIZE: Final = 128
 
 Array = np.ndarray[Any, Any]
 
@@ -141,12 +143,19 @@ class Case:
 
 
 def products(
-    weights: Sequence[tuple[int, int]], all_rows: Sequence[int], dtype: str, quantization: str | None = None
+    weights: Sequence[tuple[int, int]],
+    all_rows: Sequence[int],
+    dtype: str,
+    quantization: str | None = None,
+    group_size: int = 128,
 ) -> Iterator[Case]:
     """y [M, N] = x [M, K] * weight.T on packed weights."""
     kernels, size = library.load(), ELEMENT_BYTES[dtype]
     for n, k in weights:
-        copies = _packed_weights(n, k, dtype) if quantization is None else _packed_qvalues(n, k, dtype, quantization)
+        if quantization is None:
+            copies = _packed_weights(n, k, dtype)
+        else:
+            copies = _packed_qvalues(n, k, dtype, quantization, group_size)
         for rows in all_rows:
             x, y = _random((rows, k), dtype), _random((rows, n), dtype)
             run = _cycle([_operator("MatMul", x, copy, np.False_, np.True_, y) for copy in copies])
@@ -165,10 +174,10 @@ def _packed_weights(n: int, k: int, dtype: str) -> list[Array]:
     return copies
 
 
-def _packed_qvalues(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
+def _packed_qvalues(n: int, k: int, dtype: str, quantization: str, group_size: int) -> list[Array]:
     kernels, name = library.load(), QuantizationName(quantization)
     widened, bits = name in WEIGHT_ONLY, BITS[name]
-    rng, group = np.random.default_rng(1), GROUP_SIZE if bits == 4 else k
+    rng, group = np.random.default_rng(1), group_size if bits == 4 else k
     qvalues = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-127, 128, (n, k), np.int8)
     scales = np.full((n, k // group), 0.01, np.float32)
     num_bytes, shown = kernels.llm_packed_qvalues_bytes(widened, bits, n, k), k * bits // 8
