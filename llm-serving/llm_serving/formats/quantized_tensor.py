@@ -24,7 +24,7 @@ _SAFE_SCALE: Final = 2.0**100
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
 """Divisors of the largest element of a group of symmetric 4-bit values, each of which gives a scale to try."""
 _LANES: Final = 16
-"""Number of partial sums of a group's squared error. Column j is added to sum j % 16, as the kernels do."""
+"""Number of partial sums of a group. Column j is added to sum j % 16, as the kernels do."""
 _AT_ONCE: Final = 2**22
 
 
@@ -206,7 +206,9 @@ def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> Quant
     """Quantize each group of `group_size` columns to 4 bits. `weight` and the raised errors are as in `quantize_w8`.
 
     Symmetric values are integers from -8 to 7 times a scale. The scale, which may be negative, is the element of
-    largest magnitude divided by a number in `STEPS`, chosen for the smallest squared error of the group.
+    largest magnitude divided by a number in `STEPS`, chosen for the smallest squared error of the group. With this
+    scale, results of products are too small, by 0.7 % on average. So the scale is then enlarged until the product of
+    the group and its quantized values is the square of the group.
 
     Asymmetric values divide the range from the smallest to the largest element into 15 steps. They represent 0 exactly,
     and their zero points are stored.
@@ -242,7 +244,10 @@ def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], N
         better = error_of_other < error
         scale, error = np.where(better, other, scale), np.where(better, error_of_other, error)
         found = np.where(better[..., None], values_of_other, found)
-    return scale, found + SYMMETRIC_ZERO
+    numbers, one = values * (np.float32(1) / scale)[..., None], np.float32(1)
+    squares, products = _sums(numbers * numbers), _sums(numbers * found)
+    changes = (products > 0) & (np.abs(scale) < _SAFE_SCALE)
+    return scale * (np.where(changes, squares, one) / np.where(changes, products, one)), found + SYMMETRIC_ZERO
 
 
 def _symmetric(
@@ -251,13 +256,16 @@ def _symmetric(
     scale = _usable(scale)
     found = np.clip(np.rint(values * (np.float32(1) / scale)[..., None]), -8, 7)
     with np.errstate(over="ignore"):
-        errors = np.square(values - found * scale[..., None])
-        missing = -errors.shape[2] % _LANES
-        lanes = np.pad(errors, ((0, 0), (0, 0), (0, missing))).reshape(*scale.shape, -1, _LANES)
-        sums: NDArray[np.float32] = np.add.accumulate(lanes, axis=2)[:, :, -1]
-        while sums.shape[2] > 1:
-            sums = sums[..., : sums.shape[2] // 2] + sums[..., sums.shape[2] // 2 :]
-    return scale, found, sums[..., 0]
+        return scale, found, _sums(np.square(values - found * scale[..., None]))
+
+
+def _sums(terms: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the sums of each group of columns [rows, groups] in the order of the kernels."""
+    lanes = np.pad(terms, ((0, 0), (0, 0), (0, -terms.shape[2] % _LANES))).reshape(*terms.shape[:2], -1, _LANES)
+    sums: NDArray[np.float32] = np.add.accumulate(lanes, axis=2)[:, :, -1]
+    while sums.shape[2] > 1:
+        sums = sums[..., : sums.shape[2] // 2] + sums[..., sums.shape[2] // 2 :]
+    return sums[..., 0]
 
 
 def _check(weight: Array) -> None:

@@ -14,11 +14,13 @@ namespace llm {
 namespace {
 
 constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, as long as there are few bits
-constexpr size_t kLanes = 16;  // partial sums of an error, added in the order of formats/quantized_tensor.py
+constexpr size_t kLanes = 16;  // partial sums of a group, added in the order of formats/quantized_tensor.py
 
 // Scales of 4 bits that are tried: the largest element divided by these numbers. Larger scales represent the largest
 // element better, smaller ones the others.
 constexpr float kSteps[] = {-8.0f, -7.5f, -8.5f, -9.25f, -10.0f, -11.0f};
+
+constexpr float kLargestChanged = 0x1p100f;  // a larger scale could make a value infinite
 
 float usable(float scale) { return std::fabs(scale) < std::numeric_limits<float>::min() ? 1.0f : scale; }
 
@@ -26,23 +28,38 @@ float rounded(float value, float factor, float least, float most) {
   return std::min(std::max(value * factor + kToInteger - kToInteger, least), most);
 }
 
-// Sum of the squared errors of 4-bit values with a scale.
-float squared_error(const float* values, size_t count, float scale) {
-  const float factor = 1.0f / scale;
+// Sum of a term for each value.
+template <class Term>
+float sum_of(const float* values, size_t count, Term term) {
   float lanes[kLanes] = {};
-  auto add = [&](size_t lane, float value) {
-    const float error = value - rounded(value, factor, -8.0f, 7.0f) * scale;
-    lanes[lane] += error * error;
-  };
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    for (size_t lane = 0; lane < kLanes; lane++) add(lane, values[i + lane]);
+    for (size_t lane = 0; lane < kLanes; lane++) lanes[lane] += term(values[i + lane]);
   }
-  for (size_t lane = 0; i + lane < count; lane++) add(lane, values[i + lane]);
+  for (size_t lane = 0; i + lane < count; lane++) lanes[lane] += term(values[i + lane]);
   for (size_t apart = kLanes / 2; apart > 0; apart /= 2) {
     for (size_t lane = 0; lane < apart; lane++) lanes[lane] += lanes[lane + apart];
   }
   return lanes[0];
+}
+
+// Sum of the squared errors of 4-bit values with a scale.
+float squared_error(const float* values, size_t count, float scale) {
+  const float factor = 1.0f / scale;
+  return sum_of(values, count, [&](float value) {
+    const float error = value - rounded(value, factor, -8.0f, 7.0f) * scale;
+    return error * error;
+  });
+}
+
+// Returns the scale for numbers that were rounded with `scale`, with which the product of the values and the rounded
+// values is the square of the values. With the scale of the smallest error, results are 0.7 % too small on average.
+float unshrunk(const float* values, size_t count, float scale) {
+  const float factor = 1.0f / scale;
+  const float squares = sum_of(values, count, [&](float value) { return value * factor * (value * factor); });
+  const float products =
+      sum_of(values, count, [&](float value) { return value * factor * rounded(value, factor, -8.0f, 7.0f); });
+  return products > 0.0f && std::fabs(scale) < kLargestChanged ? scale * (squares / products) : scale;
 }
 
 float scale_of(const float* values, size_t count, float least, float most, size_t bits) {
@@ -76,6 +93,7 @@ bool round_group(const float* values, size_t count, size_t bits, uint8_t* qvalue
         bits == 8 ? values[i] / *scale + kToInteger - kToInteger : rounded(values[i], factor, bottom, top);
     qvalues[i] = static_cast<uint8_t>(static_cast<int>(std::min(std::max(found, bottom), top)) + zero);
   }
+  if (bits == 4) *scale = unshrunk(values, count, *scale);
   return true;
 }
 
