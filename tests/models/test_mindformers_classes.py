@@ -82,6 +82,13 @@ def test_experts_without_limits_of_groups_need_no_fused_operator():
     assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
 
 
+def test_latent_attention_of_a_single_head_is_supported():
+    spec = spec_of("deepseek-v3-wide", num_attention_heads=1)
+    assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
+    read = with_latent_weights(without_key_offsets(spec.network))
+    assert {name for weight in read.weights for name in weight.names} == set(spec.tensors)
+
+
 @pytest.mark.parametrize("q_lora_rank", [None, 40])
 def test_weights_of_latent_attention_are_those_of_the_model(q_lora_rank):
     spec = spec_of("deepseek-v3-wide", q_lora_rank=q_lora_rank)

@@ -39,7 +39,8 @@ def is_of_latent_attention(operation: Operation) -> bool:
 
 
 def _is_product(operation: Operation) -> bool:
-    return operation.kind == "linear" and bool(operation.attributes["heads"] > 1)
+    found = _OF_LATENTS.fullmatch(operation.weights["weight"].names[0]) if operation.kind == "linear" else None
+    return found is not None and found[2] == "kv_b_proj"
 
 
 def joined_caches(network: Network) -> list[CacheShape]:
