@@ -256,7 +256,8 @@ def _symmetric(
     scale = _usable(scale)
     found = np.clip(np.rint(values * (np.float32(1) / scale)[..., None]), -8, 7)
     with np.errstate(over="ignore"):
-        return scale, found, _sums(np.square(values - found * scale[..., None]))
+        errors = values - found * scale[..., None]
+        return scale, found, _sums(errors * errors)
 
 
 def _sums(terms: NDArray[np.float32]) -> NDArray[np.float32]:
