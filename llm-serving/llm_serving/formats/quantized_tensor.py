@@ -244,7 +244,8 @@ def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], N
         better = error_of_other < error
         scale, error = np.where(better, other, scale), np.where(better, error_of_other, error)
         found = np.where(better[..., None], values_of_other, found)
-    numbers, one = values * (np.float32(1) / scale)[..., None], np.float32(1)
+    one = np.float32(1)
+    numbers: NDArray[np.float32] = values * (one / scale)[..., None]
     squares, products = _sums(numbers * numbers), _sums(numbers * found)
     changes = (products > 0) & (np.abs(scale) < _SAFE_SCALE)
     return scale * (np.where(changes, squares, one) / np.where(changes, products, one)), found + SYMMETRIC_ZERO

@@ -14,7 +14,7 @@ namespace llm {
 namespace {
 
 constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, as long as there are few bits
-constexpr size_t kLanes = 16;  // partial sums of a group, added in the order of formats/quantized_tensor.py
+constexpr size_t kLanes = 16;              // partial sums of a group, added in the order of formats/quantized_tensor.py
 
 // Scales of 4 bits that are tried: the largest element divided by these numbers. Larger scales represent the largest
 // element better, smaller ones the others.
