@@ -130,10 +130,7 @@ class ModelSpec:
         """Return the spec of one rank with its part of the network. Raise ModelError if the model cannot be split."""
         if num_ranks == 1:
             return self
-        spec = replace(self)
-        spec.__dict__["network"] = sharded(self.network, rank, num_ranks)
-        spec.__dict__["scheme"] = self.scheme
-        return spec
+        return self._with_network(sharded(self.network, rank, num_ranks))
 
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
         """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens.
@@ -141,26 +138,25 @@ class ModelSpec:
         Layers of an int8 cache that have different shapes stay in one group. With their scales, the bytes of a large
         layer are no multiple of those of a small one, so they cannot share blocks.
         """
-        spec = replace(self)
-        spec.__dict__["network"] = network = copy(self.network)
-        spec.__dict__["scheme"] = self.scheme
+        network = copy(self.network)
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)
         network.layout = grouped(network.caches, self._windows, max_model_len) if has_groups else None
-        return spec
+        return self._with_network(network)
 
     def of_mindformers(self) -> ModelSpec:
         """Return the spec with the KV cache of MindFormers' class."""
-        spec = replace(self)
-        spec.__dict__["network"] = network = copy(self.network)
-        spec.__dict__["scheme"] = self.scheme
+        network = copy(self.network)
         network.caches = joined_caches(network)
-        return spec
+        return self._with_network(network)
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:
+        network, linears = with_adapters(self.network, slots, max_rank, as_program=as_program)
+        return self._with_network(network), linears
+
+    def _with_network(self, network: Network) -> ModelSpec:
         spec = replace(self)
-        spec.__dict__["network"], linears = with_adapters(self.network, slots, max_rank, as_program=as_program)
-        spec.__dict__["scheme"] = self.scheme
-        return spec, linears
+        spec.__dict__.update(network=network, scheme=self.scheme)
+        return spec
 
     def adapter_bytes(self, slots: int, max_rank: int, dtype_bytes: int) -> int:
         _, linears = self.with_adapters(slots, max_rank, as_program=True)
