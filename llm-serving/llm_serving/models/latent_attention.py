@@ -23,7 +23,7 @@ KEY_NORM_EPS = 1e-6
 @dataclass(frozen=True)
 class Indexing:
     """The settings of an `Indexer`: the default number of its `heads`, and whether it rotates adjacent pairs
-    (`interleaved`).  Layers in `shared` attend to the keys that an earlier layer's indexer selected.
+    (`interleaved`). Layers in `shared` attend to the keys that an earlier layer's indexer selected.
     """
 
     heads: int

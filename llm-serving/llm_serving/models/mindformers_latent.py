@@ -30,17 +30,22 @@ _STORED: Final = {"q_b_proj": "linear_q_up_proj", "q_proj": "linear_q_proj"}
 
 
 def latent_attentions(network: Network) -> list[Operation]:
-    return [each for each in network.operations if each.kind == "attention" and "q_rope" in each.inputs]
+    return [each for each in network.operations if _is_latent(each)]
 
 
 def is_of_latent_attention(operation: Operation) -> bool:
     """Return whether an operation is latent attention, or a product with a weight for each head beside it."""
-    return _is_product(operation) or (operation.kind == "attention" and "q_rope" in operation.inputs)
+    return _is_latent(operation) or _projection(operation) == "kv_b_proj"
 
 
-def _is_product(operation: Operation) -> bool:
+def _is_latent(operation: Operation) -> bool:
+    return operation.kind == "attention" and "q_rope" in operation.inputs
+
+
+def _projection(operation: Operation) -> str | None:
+    """Return which projection of latent attention a product is, such as "q_b_proj", or None if it is none."""
     found = _OF_LATENTS.fullmatch(operation.weights["weight"].names[0]) if operation.kind == "linear" else None
-    return found is not None and found[2] == "kv_b_proj"
+    return None if found is None else found[2]
 
 
 def joined_caches(network: Network) -> list[CacheShape]:
@@ -53,7 +58,7 @@ def joined_caches(network: Network) -> list[CacheShape]:
 
 
 def unsupported_latent_attention(network: Network) -> str | None:
-    products = [each.weights["weight"] for each in network.operations if _is_product(each)]
+    products = [each.weights["weight"] for each in network.operations if _projection(each) == "kv_b_proj"]
     ranks = {weight.shape[1] for weight in products if weight.transform is None}
     if ranks != {_VALUES}:
         return f"has latent vectors of {_VALUES} elements; those of the model have {min(ranks)}"
@@ -75,14 +80,14 @@ def with_latent_weights(network: Network, *, transposed_values: bool = False) ->
     changed.operations = []
     layer: dict[str, Operation] = {}
     for each in network.operations:
-        found = _OF_LATENTS.fullmatch(each.weights["weight"].names[0]) if each.kind == "linear" else None
-        if found is None:
+        projection = _projection(each)
+        if projection is None:
             changed.operations.append(each)
-        elif found[2] in layer:  # the second product with kv_b_proj, the last one of a layer
+        elif projection in layer:  # the second product with kv_b_proj, the last one of a layer
             changed.operations += _of_layer(layer, each, network, transposed_values=transposed_values)
             layer = {}
         else:
-            layer[found[2]] = each
+            layer[projection] = each
     return changed
 
 
