@@ -8,7 +8,6 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
-from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends import ascend_cells as cells
@@ -16,6 +15,7 @@ from llm_serving.backends import ascend_experts
 from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     float32_parameter,
+    host_tensor,
     parameter_over,
     to_model_dtype,
     zeroed_array,
@@ -157,8 +157,7 @@ class AscendBackend(Backend):
     def _read_blocks(self, source: BlockMemory, block_ids: Int32Array) -> ms.Tensor:
         if isinstance(source, ms.Parameter):
             return gen_ops_prim.Gather()(source, _index(block_ids), 0)
-        blocks = source[block_ids]
-        return ms.Tensor.from_numpy(blocks.view(numpy_bfloat16) if self.dtype == "bfloat16" else blocks)
+        return host_tensor(source[block_ids], self.dtype)
 
     def _quantized_values(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
         return _copy_qvalues(weight.qvalues, name)

@@ -90,11 +90,16 @@ def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None
     return parameter_over(zeroed_array(shape, dtype), dtype, name)
 
 
+def host_tensor(array: Array, dtype: str) -> ms.Tensor:
+    """Return a tensor in host memory that shares the memory of `array`."""
+    return ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
+
+
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
     """Return a Parameter with the elements of `array`. On a CPU it shares the array's memory, so the graph sees later
     writes, and its attribute `storage` keeps the array alive. On an NPU the elements are copied to the device.
     """
-    tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
+    tensor = host_tensor(array, dtype)
     if is_on_npu():
         # Otherwise MindSpore copies the array at the first step and also keeps the copy on the host.
         return _parameter_of(tensor.move_to("Ascend", blocking=True), name)
@@ -126,8 +131,7 @@ def is_on_npu() -> bool:
 
 def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
     """Return a Parameter that shares the memory of `tensor`. `Parameter(tensor)` would copy it."""
-    element = np.zeros(1, storage_dtype(tensor))
-    placeholder = ms.Tensor.from_numpy(element.view(numpy_bfloat16) if tensor.dtype == ms.bfloat16 else element)
+    placeholder = host_tensor(np.zeros(1, storage_dtype(tensor)), str(tensor.dtype).lower())
     named = {} if name is None else {"name": name}
     parameter = ms.Parameter(placeholder, requires_grad=False, **named)
     parameter.assign_value(tensor)
