@@ -43,7 +43,7 @@ class ReplicaLoad:
 
 
 class RefusedRequests(NamedTuple):
-    """Requests that were refused together. `time`: on the engine's clock."""
+    """A group of requests that were refused together, at `time` on the engine's clock."""
 
     time: float
     prompt_lens: tuple[int, ...]
@@ -66,9 +66,9 @@ class RetrySchedule:
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
-        """Return the seconds after which a refused group of requests should retry, at most `MAX_RETRY_AFTER_S`.
-
-        `num_requests`: refused requests, or tokens if the limit counts tokens. `rate`: how many it admits per second.
+        """Return the seconds after which a refused client should retry, at most `MAX_RETRY_AFTER_S`. `num_requests`:
+        how many requests were refused. `rate`: how many are admitted per second. If the limit with the name `limit`
+        counts tokens, both are numbers of tokens.
         """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
@@ -119,7 +119,7 @@ class AdmissionControl:
 
         Raises:
             RequestError: The group would exceed a limit even in an empty queue.
-            CapacityError: The group exceeds a limit now, or its predicted time to first token exceeds the SLO too much.
+            CapacityError: The group exceeds a limit now, or its predicted time to first token is too far above the SLO.
             TooLateError: The first token is predicted after the client's deadline.
         """
         if caller.deadline is not None:

@@ -63,7 +63,7 @@ class DrainRate:
 
 
 class QueueLimit(NamedTuple):
-    """A limit of the waiting queue for a group of new requests. `unit`: what it counts, for example "requests"."""
+    """A limit of the waiting queue, its use, and what new requests add. `unit`: what it counts, such as "requests"."""
 
     name: str
     """One of `LIMITS`, which is also the reason in the metric of refusals."""
@@ -211,7 +211,7 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of a replica, or of all if it is None. `max_rank`: count only classes up to this rank."""
+        """Count waiting and running requests of a replica (None: all) in classes up to rank `max_rank` (None: all)."""
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))

@@ -114,9 +114,8 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the state after scheduling.
-
-        `blocked`: the request that could not be admitted. `has_room`: whether no request waits and one more would fit.
+        """Record, after a step was scheduled, whether the KV cache limits the number of running requests. `blocked`:
+        the request that could not be admitted, if any. `has_room`: whether no request waits and one more would fit.
         """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None

@@ -23,7 +23,7 @@ def check_request(
     blocks: BlockManager,
     end_ids: frozenset[int],
 ) -> None:
-    """Raise RequestError unless an idle server could serve the request."""
+    """Raise RequestError if even an idle server could not serve the request."""
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("prompt", "must hold at least one token", num_prompt)
