@@ -33,7 +33,7 @@ from llm_serving.network.quantization import unsupported_by_ascend
 
 
 class AscendBackend(Backend):
-    """Ascend primitives, with weights and caches in row-major order."""
+    """A backend of Ascend primitives. Weights and KV caches are in row-major order."""
 
     name = "ascend"
     dtypes = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)

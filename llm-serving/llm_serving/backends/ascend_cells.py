@@ -106,7 +106,7 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Rotary embedding. The primitive needs context lengths, which have no effect with one row of cosines per token."""
+    """Rotates queries and keys (RoPE). The primitive requires context lengths, which have no effect here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class AscendLargestLogits(nn.Cell):
 
 
 class AscendColumns(nn.Cell):
-    """Takes columns by the operator aclnnSlice. For `ops.Slice`, CANN would have to compile an operator."""
+    """Returns columns of a matrix by the operator aclnnSlice. For `ops.Slice`, CANN would compile an operator."""
 
     def __init__(self, start: int, end: int | None) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ class QuantizedGroupedMatmul(nn.Cell):
 
 
 class AscendQuantizedExperts(nn.Cell):
-    """`AscendExperts` with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N]."""
+    """Does the same as `AscendExperts` for int8 weights: qvalues [experts, K, N], float32 scales [experts, N]."""
 
     def __init__(self, num_experts: int, gate: nn.Cell, dtype: Any) -> None:
         super().__init__()

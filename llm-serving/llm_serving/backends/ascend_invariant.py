@@ -82,9 +82,9 @@ def has_cann_package(environment: Mapping[str, str]) -> bool:
 
 
 class InvariantProduct(nn.Cell):
-    """(x [T, K], weight [K, N]) -> [T, N] = x @ weight. The result has the type `dtype`, or that of x if `dtype` is
-    None. A weight [N, K] that the token embedding also reads is transposed in each step, because `product` takes no
-    transposed weight.
+    """(x [T, K], weight [K, N]) -> x @ weight, [T, N], in the type `dtype`, or in the type of x if `dtype` is None.
+    `product`, the batch-invariant operator, takes no transposed weight. So each step transposes a weight [N, K], the
+    form that an LM head has if it shares its weight with the token embedding.
     """
 
     def __init__(self, product: Callable[..., Any], dtype: Any = None) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Array", "AttentionShape", "Backend", "BlockMemory", "model_dtype"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of an attention operation. `Network.attention` explains `window` and `cap`; 0 means that there is none."""
+    """Sizes of an attention operation. `window` and `cap` (see `Network.attention`) are 0 if the layer has none."""
 
     num_heads: int
     num_kv_heads: int
@@ -119,8 +119,8 @@ class Backend(Protocol):
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> argument `attention_mask` of `paged_attention`: a mask, or
-        `positions` itself if this backend's attention compares positions.
+        """(positions int32[T], block_tables int32[B, W]) -> the argument `attention_mask` of `paged_attention`: a mask,
+        or the positions themselves if the attention of this backend compares positions.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
@@ -133,9 +133,9 @@ class Backend(Protocol):
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """(logits float32 [S, V]) -> (int32 [S], float32 [S, 2]). The first result is the index of the largest logit of
-        each row; of equal logits, the lowest index. The second has this index and the logit. Return None if the backend
-        does not compile a separate graph for decode-only steps. Only that graph uses this Cell.
+        """(logits float32 [S, V]) -> (index of each row's largest logit int32 [S], float32 [S, 2] with this index and
+        the logit). Of equal logits, the lowest index counts. Return None if the backend compiles no separate graph for
+        decode-only steps, because only that graph uses this Cell.
         """
         return None
 
@@ -157,14 +157,14 @@ class Backend(Protocol):
         return None
 
     def program(self) -> nn.Cell | None:
-        """One operator that computes a whole network, or a part such as the LM head. It reads the network from a
-        program: a list of instructions, encoded as integers (`network.program`). Its interface is (table) -> float32
-        [1], a placeholder. Return None if the backend lacks this operator.
+        """Return the operator that computes a whole network, or a part such as the LM head, in one call: (table) ->
+        float32 [1], a placeholder. It interprets a program: a list of instructions, encoded as integers
+        (`network.program`). Return None if the backend lacks this operator.
 
-        `table` holds the address of every array (`kernels.library.AddressTable`): instructions and operands, the step
+        `table` holds addresses (`kernels.library.AddressTable`) of the program's instructions and operands, the step
         inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, recurrent states followed by
-        `STATE_INPUTS` if there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`,
-        `block_weight`, `table`, `vector` or `numbers`.
+        `STATE_INPUTS` if there are any, and the result. Weights must come from `linear_weight`,
+        `packed_quantized_weight`, `block_weight`, `table`, `vector` or `numbers`.
         """
         return None
 
@@ -186,15 +186,15 @@ class Backend(Protocol):
         return self._copy(array, name)
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Do the same as `linear_weight`, for a weight that both `embedding` and `logits` use."""
+        """Return a matrix as `linear_weight` does, in a layout that both `embedding` and `logits` can read."""
         return self.linear_weight(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the weights of all experts (`array` [num_experts * N, K]) as one Parameter each, or one for all."""
+        """Return the weights of all experts, `array` [num_experts * N, K]: one Parameter each, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """Do the same as `linear_weight` or `expert_weights`, but read `rows` directly, without an intermediate copy.
-        Return None if the backend cannot do so, for example because the rows do not have the model dtype.
+        """Return the result of `linear_weight` or `expert_weights`, but read `rows` directly, without an intermediate
+        copy. Return None if the backend cannot do so, for example because the rows do not have the model dtype.
         """
         return None
 
@@ -247,15 +247,15 @@ class Backend(Protocol):
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return recurrent states with value zero, float32 [num_slots, *shape]."""
+        """Return memory for `num_slots` recurrent states, initially zero: float32 [num_slots, *shape]."""
         raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copy blocks in the order of `pairs` [n, 2] (source, target). Source and target may be the same memory."""
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        """Call `callback` once, in another thread, when the next step is nearly done. Return False if this backend
-        never does. The step waits until the callback returns. A later call of this method replaces the callback.
+        """Call `callback` once, in another thread, when the next step is nearly done. The step waits until it returns.
+        A later call of this method replaces the callback. Return False if this backend cannot make such calls.
         """
         return False
 

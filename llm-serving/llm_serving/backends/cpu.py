@@ -56,7 +56,7 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Raise KernelError if MindSpore calls its own matrix products, which cannot read packed weights."""
+    """Raise KernelError if MindSpore does not use the library's matrix products; its own cannot read packed weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
@@ -110,7 +110,7 @@ class CpuBackend(AscendBackend):
         return RowStack([np.ascontiguousarray(to_model_dtype(array, self.dtype))])
 
     def _packed(self, rows: RowStack, num_experts: int | None, name: str | None) -> ms.Parameter:
-        """Copy a matrix [N, K] in the kernels' layout into a Parameter of nominal shape [K, N] or [experts, K, N]."""
+        """Return a matrix [N, K], packed for the kernels. Its nominal shape is [N, K], or [experts, K, N]."""
         _require_dispatch()
         num_rows, columns = rows.shape
         memory = weight_memory(num_rows * columns * rows.dtype.itemsize).view(rows.dtype)
@@ -216,7 +216,7 @@ def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
 
 
 class CpuLogits(nn.Cell):
-    """Returns the float32 sums of a product, not rounded to the model dtype: `cast_type` sets the result's dtype."""
+    """A matrix product for logits. Due to `cast_type`, its float32 sums are not rounded to the model dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class CpuQuantizedLogits(nn.Cell):
 
 
 class CpuColumns(nn.Cell):
-    """Cut out the columns `start` to `end` of a matrix. MindSpore lacks the primitive of `AscendColumns` on a CPU."""
+    """Returns the columns `start` to `end` - 1. MindSpore lacks the primitive of `AscendColumns` on a CPU."""
 
     def __init__(self, start: int, end: int | None) -> None:
         super().__init__()

@@ -161,7 +161,7 @@ def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32
 
 
 def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Yield source and target slices of runs of pairs in which both block ids step by 1 or by -1 from pair to pair."""
+    """Split `pairs` into runs in which both block ids step by 1 or by -1. Yield each run as slices (source, target)."""
     steps = np.diff(pairs, axis=0)
     continues = (np.abs(steps) == 1).all(axis=1)
     continues[1:] &= (steps[1:] == steps[:-1]).all(axis=1)

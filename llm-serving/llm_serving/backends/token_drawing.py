@@ -63,8 +63,8 @@ def _int64(number: int) -> ms.Tensor:
 
 
 def split_floats(numbers: Float32Array) -> tuple[Int32Array, Int32Array]:
-    """Return integers `digits` and `powers`, both [S], with numbers = digits * 2^(powers - 126). Each number must be 0
-    or at least `LEAST_FLOAT`.
+    """Return integers `digits` and `powers`, both [S], with numbers = digits * 2^(powers - 126). Each number is 0 or at
+    least `LEAST_FLOAT`.
     """
     fractions, exponents = np.frexp(numbers)
     digits = np.ldexp(fractions, _DIGITS).astype(np.int32)
@@ -98,9 +98,9 @@ class _Weights(nn.Cell):
     """(logits [S, V], largest [S, 1], scale [S, 1]) -> weights [S, V], as `logprobs.token_weights` returns them.
 
     The exact power 2^n of an integer n is computed without bit shifts. `near` is about 1.75 * 2^(n + 22), where
-    adjacent float32 numbers differ by d = 2^(n - 1). `near` * 2^-23 is between 1.5 d and 2 d. So the sum of both is
-    rounded to `near` + 2 d, which is `near` + 2^n, and subtracting `near` gives 2^n exactly. Errors of exp below 10 %
-    have no effect.
+    adjacent float32 numbers differ by d = 2^(n - 1). Adding `near` * 2^-23, which is between 1.5 d and 2 d, to `near`
+    gives `near` + 2 d after rounding, which is `near` + 2^n. Subtracting `near` gives 2^n exactly, even if exp is wrong
+    by up to 10 %.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _Weights(nn.Cell):
 
 
 class _Sums(nn.Cell):
-    """Exact sums of weights, int64 in units of 2^-33."""
+    """Computes exact sums of weights. A sum is an int64 number of units of 2^-33."""
 
     def __init__(self, cumulative_sum: nn.Cell) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Sums(nn.Cell):
         self.digit_base = _int64(2**_DIGIT_BITS)
 
     def parts(self, weights: ms.Tensor) -> Any:
-        """Split weights into their upper 17 bits, as integers, and the 16 bits below, as fractions."""
+        """Return the upper 17 bits of each weight, as an integer, and the 16 bits below, as a fraction less than 1."""
         scaled = self.mul(weights, self.upper_unit)
         upper = self.floor(scaled)
         return upper, self.sub(scaled, upper)
@@ -165,7 +165,7 @@ class _Sums(nn.Cell):
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.digit_base)
 
     def before_and_total(self, cumulative: ms.Tensor, width: int) -> Any:
-        """Return the sums before each element, and the total [S, 1]."""
+        """Return the sum of all elements before each element, and the total [S, 1]. `cumulative`: sums [S, width]."""
         if width == 1:
             return self.sub(cumulative, cumulative), cumulative
         others, total = self.split(cumulative, (width - 1, 1), 1)
@@ -282,7 +282,7 @@ class TokenDrawing(nn.Cell):
         return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
-        """Round the product of `top_p` and `total` to float64. Return the largest integer below the result."""
+        """Return the largest integer below `top_p` * `total`, where the product is rounded to float64."""
         whole, rest, step = self.share(top_p, total)
         return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
 
