@@ -52,7 +52,7 @@ class CommandFlag(NamedTuple):
 
 
 class RefusedFlag(NamedTuple):
-    """A flag of other servers. It is refused unless its value is in `accepted`, the values that match this server."""
+    """A flag of other servers. It is refused, except with a value in `accepted`, which this server obeys anyway."""
 
     name: str
     instead: str
@@ -146,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags in the form of `--set`. Raise ConfigError, with an alternative, if a flag is refused."""
+    """Return the flags as texts `section.key=value`. Raise ConfigError, with an alternative, if a flag is refused."""
     for refused in REFUSED:
         value = _value(arguments, refused.name)
         if value is not None and value not in refused.accepted:
@@ -165,7 +165,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the environment's API key in the form of `--set`, or [] if it is missing or the configuration has keys."""
+    """Return the environment's API key as [`section.key=value`], or [] if it is missing or keys are configured."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 

@@ -89,7 +89,7 @@ def _memory(config: ServingConfig) -> list[str]:
 
 
 def _guarantees(config: ServingConfig) -> list[str]:
-    """Return comment lines: what `exactness` guarantees on Ascend, with and without the packages that it needs."""
+    """Return YAML comments that say what `exactness` guarantees on Ascend, with and without optional packages."""
     exactness, model = config.device.exactness, config.model
     if config.device.device_target != "Ascend" or model.model_path is None:
         return []

@@ -91,7 +91,7 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 
 
 def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
-    """Return the linear modules that are not quantized. Other engines assume that unlisted modules are quantized."""
+    """Return the linear modules that stay unquantized. Other engines assume that unlisted modules are quantized."""
     operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "lm_head")]
     names = [name for each in operations for name in each.weights["weight"].names if name not in quantized]
     heads = ["lm_head.weight", *names]
@@ -118,7 +118,7 @@ def _tensors(
 
 
 class _Parts:
-    """The tensors of one quantized weight. The first read of a tensor quantizes the weight, and the last frees it."""
+    """The tensors of one quantized weight. The first read of a tensor quantizes the weight; the last read frees all."""
 
     def __init__(
         self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None
