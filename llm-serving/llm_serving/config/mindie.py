@@ -1,6 +1,6 @@
 """Convert the `config.json` of MindIE-Service into a serving YAML: `llm-serving config import`.
 
-A key with a counterpart is converted and checked. Any other is listed in a note, unless its value matches this server.
+A key that this server has too is converted and checked. Notes list all others whose values differ from its behavior.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Converted(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A MindIE key without a counterpart. A note gives its value and `reason`; an empty `reason` means no note."""
+    """A MindIE key that this server does not have. A note gives its value and `reason`, unless `reason` is empty."""
 
     reason: str
     usual: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class Imported:
 
 
 def import_mindie(path: Path) -> Imported:
-    """Read a file. Raise ConfigError if it has another format, or a value breaks the rule of its counterpart."""
+    """Convert a MindIE configuration file. Raise ConfigError if its format or one of its values is not supported."""
     try:
         content = read_json(path, MAX_BYTES)
     except ModelError as error:

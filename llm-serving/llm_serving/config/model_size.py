@@ -95,9 +95,8 @@ def _in_groups(groups: CacheGroups) -> str:
 
 
 def check_memory(configs: Sequence[ServingConfig], reserved_bytes: int = 0) -> None:
-    """Raise ConfigError if the WorkAgents of several models on a CPU do not fit into the memory that is free now.
-
-    `reserved_bytes`: free memory that loaded models have reserved for KV caches. Only each config.json is read.
+    """Raise ConfigError if the WorkAgents of several models on a CPU do not fit into the memory that is free now and
+    not among `reserved_bytes`, which loaded models have reserved for KV caches. Only each config.json is read.
     """
     needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
     free, total = psutil.virtual_memory().available, sum(needs.values())
@@ -172,7 +171,7 @@ class _Verdict(NamedTuple):
 
 
 def _on_npus(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:
-    """Return how many tokens fit on NPUs of `NPU_SIZES_GB`. Only a WorkAgent can read the actual memory size."""
+    """State how many cached tokens fit on NPUs of `NPU_SIZES_GB`. Only a WorkAgent can read the actual memory size."""
     given = []
     for gigabytes in NPU_SIZES_GB:
         limit = int((gigabytes * 2**30 - CANN_BYTES) * FREE_NPU_MEMORY_FRACTION)

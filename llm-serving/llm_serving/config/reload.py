@@ -57,7 +57,9 @@ def row_of(config: ServingConfig, name: str) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return what differs from `running`. Raise ConfigError if a key needs a restart or breaks a limit of `started`."""
+    """Return how `read` differs from `running`. Raise ConfigError if a key needs a restart, or exceeds its value in
+    `started`, for which the WorkAgents were loaded.
+    """
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]
     if fixed:

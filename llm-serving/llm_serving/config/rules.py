@@ -93,7 +93,7 @@ def one_of(numbers: Sequence[int]) -> Rule:
 
 
 def integers(minimum: int, maximum: int = MAX_INTEGER, unique: bool = False) -> Rule:
-    """Accept a list of integers. A single integer counts as a list of one."""
+    """Return the rule of a key that takes a list of integers. A single integer counts as a list of one."""
     one = integer(minimum, maximum)
 
     def parse(value: Any) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def integers(minimum: int, maximum: int = MAX_INTEGER, unique: bool = False) -> 
 
 
 def largest(minimum: int) -> Rule:
-    """Accept an integer >= `minimum`. Older files have a list of batch sizes, of which the largest is used."""
+    """Return the rule of a key that takes an integer >= `minimum`. Of a list (in older files), the largest is used."""
     several = integers(minimum)
     return Rule(several.text, lambda value: max(several.parse(value)))
 
@@ -167,7 +167,7 @@ BOOLEAN: Final = boolean({})
 
 
 def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Rule:
-    """Accept one of `names` in upper or lower case, or an alias of one."""
+    """Return the rule of a key that takes one of `names`, in upper or lower case, or an alias of one."""
     known = {name.lower(): name for name in names}
     known |= {alias.lower(): target for alias, target in (aliases or {}).items()}
     return _rule(
@@ -251,12 +251,12 @@ def _is_path(value: Any) -> bool:
 
 
 def path(kind: Kind) -> Rule:
-    """Accept a path and leave it as written. The loader resolves it against the file that it came from."""
+    """Return the rule of a key that takes a path. The loader resolves the path against the file that it came from."""
     return _rule("must be a path", _is_path, Path, kind=kind)
 
 
 def path_or_first(kind: Kind) -> Rule:
-    """Accept a path or a list of one: older files list one file for each graph."""
+    """Return the rule of a key that takes a path, or a list of one path: older files list one file for each graph."""
     one = path(kind)
     return _rule(
         "must be a path or a list of one",

@@ -85,7 +85,7 @@ class ServingConfig:
         return -(-self.model.max_generate_length // self.pa.block_size)
 
     def num_state_slots(self, state_bytes: int) -> int:
-        """Return the number of slots for recurrent states per WorkAgent; 0 if the model has none (`state_bytes` 0)."""
+        """Return the number of recurrent states per WorkAgent; 0 if `state_bytes` is 0, so the model has none."""
         return num_state_slots(state_bytes, self.model.decode_batch_size, self.pa.num_state_slots)
 
     @property

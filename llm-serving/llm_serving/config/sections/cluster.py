@@ -28,10 +28,8 @@ class RankDevice(NamedTuple):
 
 
 def read_rank_table(path: Path) -> list[RankDevice]:
-    """Return the ranks of a rank table in order.
-
-    Raise ConfigError if HCCL could not use the table. Raise it also unless the table has exactly one machine, because
-    all ranks of a replica run on one machine.
+    """Return the ranks of a rank table in order. Raise ConfigError if HCCL could not use the table, or if it does not
+    have exactly one machine, because all ranks of a replica run on one machine.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))

@@ -166,19 +166,15 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def groups_layers(target: str, kernels: str, disk_cache: object | None) -> bool:
-    """Return whether layers with the same window may form a group with its own block tables.
-
-    Groups require the operator that runs the whole network on a CPU (`PROGRAM_KERNELS`). A disk cache excludes them,
-    because it stores each block for all layers.
+    """Return whether each group of layers may have its own block tables. This requires the operator that runs the whole
+    network on a CPU (`PROGRAM_KERNELS`), and no disk cache, which stores each block for all layers.
     """
     return _runs_programs(target, kernels) and disk_cache is None
 
 
 def set_block_size(values: Values, spec: ModelSpec | None) -> None:
-    """Set the default block size on Ascend, except with exported graphs, which contain their block size.
-
-    It is the largest size that PagedAttention accepts for the model's heads, and that is compatible with
-    `device_config.exactness`.
+    """Set the default block size on Ascend: the largest that PagedAttention accepts for the model's heads and that is
+    compatible with `device_config.exactness`. Exported graphs contain their block size and get no default.
     """
     if values[TARGET] != "Ascend" or values.is_given(BLOCK_SIZE) or values["model_config.mindir_path"] is not None:
         return
@@ -190,7 +186,7 @@ def set_block_size(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _cached(values: Values, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the KV cache of the selected implementation."""
+    """Return the spec with the KV cache that `model_config.implementation` uses."""
     is_native = values["model_config.implementation"] == ImplementationName.NATIVE
     return spec if is_native else spec.of_mindformers()
 
@@ -266,8 +262,8 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
-    """Check that Ascend can use infer boost, which PagedAttention requires. A conflicting key of a MindFormers YAML
-    gets only a notice, because MindFormers' server overrides it too.
+    """Check the keys that infer boost, a mode of MindSpore, requires on Ascend; PagedAttention needs it. A wrong value
+    from a MindFormers YAML is replaced with a notice, because MindFormers' server replaces it too.
     """
     for name, needed in (("device_config.enable_graph_kernel", False), ("device_config.jit_level", "O0")):
         given, source = values[name], values.source(name)

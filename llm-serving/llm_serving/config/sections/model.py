@@ -115,7 +115,6 @@ class ModelConfig:
 
     @cached_property
     def max_input_len(self) -> int:
-        """Maximum prompt length in tokens."""
         return min(max(self.seq_length, default=self.max_generate_length), self.max_generate_length)
 
 
@@ -133,7 +132,7 @@ _SAME_SHAPE: Final = (
 
 
 def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Raise ConfigError if keys contradict the model's files. Set the keys whose values only these files give."""
+    """Check keys against the model's files, and set keys that are not given, such as `end_token`, from these files."""
     described = mindformers.spec if mindformers is not None else None
     if spec is not None:
         path = values["model_config.model_path"]
@@ -304,9 +303,8 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """Check `implementation`, and set `kernels` to `primitives` if it selects a network class of MindFormers.
-
-    Raise ConfigError if this class does not support a setting or the model.
+    """Check `implementation`. If it selects a network class of MindFormers, set `kernels` to `primitives`, and raise
+    ConfigError if the class does not support a setting or the model.
     """
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
@@ -323,7 +321,9 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_graph_engine(values: Values) -> None:
-    """Raise ConfigError if `backend: ge` lacks something that it requires. Without exported graphs, add a notice."""
+    """Check the keys that `backend: ge`, MindSpore's graph engine, requires. Without exported graphs, add a notice that
+    the backend is kbk (kernel by kernel) instead.
+    """
     if not values.is_given(MINDIR_PATH):
         if values[BACKEND] == "ge":
             values.notice(BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")

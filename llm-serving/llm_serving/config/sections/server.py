@@ -48,9 +48,8 @@ MAX_PASSWORD_BYTES: Final = 1023
 
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:
-    """Return the TLS context of the server, for TLS 1.2 or newer.
-
-    Raise ConfigError, which names the file and its YAML key, if a file cannot be used.
+    """Return the TLS context of the server, for TLS 1.2 or newer. If a file cannot be used, raise ConfigError, which
+    names the file and its YAML key.
     """
     _read_tls_file(CERTFILE, certfile)
     key_name, key_path = (KEYFILE, keyfile) if keyfile is not None else (CERTFILE, certfile)
