@@ -42,7 +42,7 @@ class RoleName(enum.StrEnum):
 
 
 class EngineName(enum.StrEnum):
-    """Launcher of WorkAgents; see `executor.placement`."""
+    """Launcher of WorkAgents: this server itself, or Ray (`executor.placement`)."""
 
     LOCAL = "local"
     RAY = "ray"

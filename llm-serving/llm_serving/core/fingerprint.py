@@ -1,4 +1,4 @@
-"""Fingerprints of the compute stack and of the code. Both affect the bits of an answer."""
+"""Fingerprints of the code and of the compute stack (kernels, compiler, MindSpore). Both affect an answer's bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The compute stack of a WorkAgent, which it reports after it has loaded its model."""
+    """What a WorkAgent computes with: kernels, compiler, MindSpore. It reports this after it has loaded its model."""
 
     kernels: str
     """The kernels in use: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""

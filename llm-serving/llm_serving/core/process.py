@@ -56,7 +56,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, unless it has ended before."""
+    """Make the kernel kill this process when its parent thread ends, if that thread still runs now."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -135,7 +135,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 @contextmanager
 def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Trim the heap every `period_s` seconds in a thread, while the context is open."""
+    """Return a context in which a thread returns freed memory of the heap to the system every `period_s` seconds."""
     over = threading.Event()
 
     def run() -> None:
@@ -179,6 +179,6 @@ def describe_address_space_limit() -> str | None:
 
 
 def explain_address_space_limit(error: BaseException) -> str | None:
-    """Return `describe_address_space_limit()` if that limit may have caused the error, else None."""
+    """Return `describe_address_space_limit()` if a limit of the address space may have caused the error, else None."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
     return describe_address_space_limit() if lacks_memory else None

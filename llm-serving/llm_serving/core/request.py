@@ -29,10 +29,9 @@ class ConstraintMatcher(Protocol):
     """Determines which tokens a constraint allows in one output. Only one thread may use it at a time."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow the output.
-
-        If the output extends that of the previous call, only the new tokens are processed. End tokens are allowed only
-        if the constraint is satisfied. If the matcher fails, no bit is set.
+        """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow the output. If the output extends
+        that of the previous call, only the new tokens are processed. End tokens are allowed only if the constraint is
+        satisfied. If the matcher fails, no bit is set.
         """
 
     def allowed_words_after_drafts(
@@ -61,9 +60,10 @@ class DiskPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A migrating request's history, and its KV blocks in the transfer pool, the memory that other replicas read.
+    """A migrating request's KV blocks, in the memory that other replicas read, and counts such as its preemptions.
 
-    No block changes until the importing replica releases it. Without blocks, that replica recomputes all tokens.
+    The replica that continues the request releases the blocks; until then, none changes. Without blocks, it recomputes
+    all tokens.
     """
 
     block_ids: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The output of a request, in pieces, and the sink that makes pieces from sampled tokens."""
+"""The output of a request, in pieces, and the interface that turns sampled tokens into a client's answer."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Makes the answer to a client's request from the results of engine requests, in the engine's thread."""
+    """Makes a client's answer from results of the requests that compute it. Only the engine's thread may call it."""
 
     @property
     def request(self) -> Request:
@@ -137,9 +137,8 @@ class OutputSink(Protocol):
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record results for prompt tokens from `start` on. Without any (both None), record that the prompt is done.
-
-        The request may have finished. After a recomputation, the same results may be recorded again.
+        """Record results for prompt tokens from `start` on; if both are None, only that the prompt is done. The request
+        may have finished. After a recomputation, the same results may be recorded again.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:

@@ -298,7 +298,6 @@ class SamplingParams:
     @property
     def needs_known_output(self) -> bool:
         """Whether a step can be formed only after all earlier tokens are known. Bad words of several tokens need this.
-
         A constraint does not, because the master sends the allowed tokens during the step.
         """
         return any(len(sequence) > 1 for sequence in self.bad_words)

@@ -35,7 +35,7 @@ class BlockMoveKind(enum.IntEnum):
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block to another, in all layers. Epochs (`kvcache.block_table`) tell reuses of a block apart."""
+    """A copy of a block to another, in all layers. Epochs number a block's allocations (`kvcache.block_table`)."""
 
     kind: int
     source: int
@@ -109,9 +109,8 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sampling parameters of S samples.
-
-    Lists such as biases are concatenated: those of sample s are the part from `offsets[s]` to `offsets[s + 1]`.
+    """Sampling parameters of S samples. Lists such as biases are concatenated: the elements from `offsets[s]` to
+    `offsets[s + 1]` belong to sample s.
     """
 
     temperature: Float32Array  # [S], 0 is greedy
@@ -270,7 +269,7 @@ def no_top_tokens(num_results: int) -> TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The log-probabilities that `ScoringInput` asks for, before temperature and other sampling parameters."""
+    """Log-probabilities of the tokens in `ScoringInput`, before temperature and other sampling parameters apply."""
 
     logprobs: Float32Array  # [G], of the tokens in `ScoringInput`
     ranks: Int32Array  # [G], of the same tokens: 1 is the most likely; of equals the lower id comes first

@@ -1,4 +1,4 @@
-"""Groups of layers of a KV cache, which differ in the tokens that their layers attend to."""
+"""Groups of layers of the KV cache. All layers of a group attend to the same window of tokens."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Window:
         return self.num_tokens < NO_WINDOW
 
     def first_block(self, num_computed: int, block_size: int) -> int:
-        """Return the first block to which the token after `num_computed` others, or any later token, attends."""
+        """Return the index of the first block that any token after the first `num_computed` tokens attends to."""
         if self.is_chunked:
             return num_computed // self.num_tokens * self.num_tokens // block_size
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
         """Return the maximum number of blocks that a request holds: those of the window, and those that a step fills.
-
-        `num_blocks`: the group's share of the cache, which limits a step's tokens. Return `NO_WINDOW` without a window.
+        Without a window, return `NO_WINDOW`. `num_blocks`: the group's share of the cache, which limits a step's
+        tokens.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -54,7 +54,7 @@ class CacheGroups:
 
     @classmethod
     def of(cls, windows: Sequence[LayerWindow], max_chunk: int, max_model_len: int) -> CacheGroups:
-        """Return the groups of a model with these windows. A window of at least `max_model_len` tokens never slides."""
+        """Return a group of layers for each window. A window of at least `max_model_len` tokens never slides."""
         return cls(
             tuple(
                 Window(each.num_tokens, max_chunk, each.is_chunked) if 0 < each.num_tokens < max_model_len else Window()
