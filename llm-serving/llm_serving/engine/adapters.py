@@ -97,7 +97,7 @@ class AdapterRegistry:
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """Forget a removed adapter. Call this once no request uses it, or if it is offered under another name."""
+        """Stop loading a removed adapter into new WorkAgents, once no request uses it or another name offers it."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
         self._offer(self.by_name)
 

@@ -46,7 +46,7 @@ ID_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Proof that a group of requests passed admission control."""
+    """Proof that a group of requests passed admission control, for `AsyncEngine.generate`."""
 
     predicted_s: float | None = None
     """Predicted seconds from arrival to the first token of the group's last request."""

@@ -78,7 +78,7 @@ class Auditor:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording, for an audit, the outputs of a request that migrates. Return its outputs so far."""
+        """Stop recording a migrating request. Return its outputs for the next engine's audit, None if not audited."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
@@ -98,9 +98,7 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start to recompute the oldest answer that waits for its audit, unless an audit is running. Call only while
-        the engine is idle.
-        """
+        """Recompute the oldest answer that waits for an audit, unless an audit runs. The engine must be idle."""
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()

@@ -77,7 +77,6 @@ class BeamSearch:
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
         """Continue every live sequence by one token. Return, for each sequence now live, the index of its predecessor.
-
         `choices`: for each live sequence, at least its `2 * width` most likely tokens, or the whole vocabulary, most
         likely first.
         """
@@ -215,9 +214,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Create the request of a beam. `parent` is the request that has computed all tokens of the beam but the
-        latest.
-        """
+        """Create the request of a beam. `parent`: the request that has computed all its tokens but the latest."""
         root = self.request
         beam = Request.derived(
             root,

@@ -46,7 +46,7 @@ class RequestLookup:
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with this id. Raise RequestNotFoundError if no event log has the id either."""
+        """Return the open requests with this id. Raise RequestNotFoundError if no request, open or logged, has it."""
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
@@ -64,10 +64,10 @@ class RequestLookup:
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Call a function in the thread of each engine. The result of an engine that does not reply in time is None.
+        """Return, by replica, the result of a call in its engine's thread, or None if there is no reply in time.
 
-        `question(engine)` returns the function to call. `asked`: calls of earlier questions. If an engine's earlier
-        call is still pending, it is awaited, and no new call is made.
+        `question(engine)` returns the function to call. `asked` holds the calls without a reply: for an engine that has
+        one, wait for it instead of making a new one.
         """
         living = self._replicas.living()
         for index, engine in living.items():
@@ -138,9 +138,8 @@ class ReplicaRow(NamedTuple):
 
 
 class Control:
-    """Operations on open requests, replicas and adapters. Only the event loop may call them.
-
-    `request_id` is a client's id of a request or the id of a response. `tenant` None means the requests of all tenants.
+    """Operations on open requests, replicas and adapters. Only the event loop may call them. `request_id` is a client's
+    id of a request or the id of a response. `tenant` None means the requests of all tenants.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:

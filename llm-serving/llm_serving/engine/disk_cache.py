@@ -89,9 +89,8 @@ class DiskPrefixSink(SequenceSink):
 
 
 class DiskCache(StepObserver):
-    """Reads and stores blocks through the WorkAgent, the only process that opens the files.
-
-    Only the engine's thread may call it. If the WorkAgent restarts, waiting requests get no blocks from disk.
+    """Reads and stores blocks through the WorkAgent, the only process that opens the files. Only the engine's thread
+    may call it. If the WorkAgent restarts, waiting requests get no blocks from disk.
     """
 
     def __init__(
@@ -140,10 +139,8 @@ class DiskCache(StepObserver):
         return len(self._lookups)
 
     def find(self, request: Request, add: Callable[[], None]) -> None:
-        """Read the blocks of the request's prompt that are on disk, then call `add`.
-
-        A fork is added after its parent. If another request is already reading the first of these blocks, this request
-        waits until the other one is added.
+        """Read the blocks of the request's prompt that are on disk, then call `add`. A fork is added after its parent.
+        If another request already reads the first of these blocks, this request waits until that request is added.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -305,9 +302,7 @@ class DiskCache(StepObserver):
             self._add(follower)
 
     def _on_late(self) -> None:
-        """Add all waiting requests to the scheduler, without blocks from disk. Until the WorkAgent replies, do not let
-        new requests wait.
-        """
+        """Add all waiting requests, without blocks from disk. No further ones wait until the WorkAgent replies."""
         if not self._is_late:
             self._is_late = True
             logger.warning(

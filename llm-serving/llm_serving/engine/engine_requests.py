@@ -105,11 +105,10 @@ AttachSink = Callable[[Request, SinkContext], None]
 class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
-    Any thread may call `submit`, `abort` and all other methods above `set_priority` in the source. They post messages,
-    which the engine's thread handles between two steps. Only that thread may call the methods from `set_priority` on.
-
-    `audit_every`: one of this many requests is audited; 0 means that none is. `attach_sink(request, context)` creates
-    the sink that receives the outputs of a client's request.
+    Any thread may call `submit` and the methods after it up to `close`. They post messages, which the engine's thread
+    handles between two steps. Only that thread may call `set_priority` and the methods after it. `audit_every`: one of
+    this many requests is audited; 0 means none. `attach_sink(request, context)` creates the object that receives the
+    outputs of a client's request.
     """
 
     disk_cache: DiskCache | None = None

@@ -74,7 +74,7 @@ class Gate:
 
 
 class Lifecycle:
-    """The state of a model: it serves, pauses or sleeps. `set_weights` sets the folder of the WorkAgents' weights."""
+    """The state of a model: it serves, pauses or sleeps. `set_weights` sets the folder from which WorkAgents load."""
 
     def __init__(
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
@@ -104,7 +104,9 @@ class Lifecycle:
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Hold or refuse new requests. `running`: what accepted requests do. Raise RequestError if the model sleeps."""
+        """Make new requests wait, or refuse them. `running`: what happens to accepted requests. Raise RequestError if
+        the model sleeps.
+        """
         with self._ended_by_shutdown():
             self._check_awake()
             self._check_running(running)
@@ -146,9 +148,8 @@ class Lifecycle:
                 await self._open("awake")
 
     async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
-        """Load the weights of a new folder, once accepted requests have finished or are aborted. Return their hash.
-
-        A sleeping model loads them at wake-up. If the load fails, load the former weights and raise UnavailableError.
+        """Load the weights of a new folder, once accepted requests have finished or are aborted. Return their hash. A
+        sleeping model loads them at wake-up. If the load fails, load the former weights and raise UnavailableError.
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None

@@ -41,13 +41,11 @@ class EngineListener:
         """Called with requests that other replicas must continue. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        """Called with transfer pool blocks that this engine no longer reads. The replicas that wrote them can reuse
-        them.
-        """
+        """Called with transfer pool blocks that this engine has read. The replicas that wrote them may reuse them."""
 
 
 class StepTimes:
-    """Durations of steps and of the master's work, in seconds. Call the `record_` methods of a step in source order."""
+    """Durations of steps and of the master's work, in seconds. The `record_` methods are called in their order here."""
 
     def __init__(self) -> None:
         self.began = 0.0

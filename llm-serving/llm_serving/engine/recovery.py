@@ -41,7 +41,7 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 
 
 class Recovery:
-    """Restores a replica after a loss of steps. The WorkAgent recomputes lost KV blocks from the tokens of the master.
+    """Restores a replica after steps were lost. The WorkAgent recomputes lost KV blocks from the master's token ids.
 
     The callbacks run after each attempt to restart the WorkAgent, and before each step that tests suspected requests.
     """
@@ -67,7 +67,6 @@ class Recovery:
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.
-
         `error`: why the oldest step in flight or a submission failed. Raise WorkerDiedError if no restart succeeds.
         """
         logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)

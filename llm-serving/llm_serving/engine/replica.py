@@ -49,10 +49,9 @@ def build_scheduler(
     num_state_slots: int = 0,
     num_state_pieces: int = 1,
 ) -> Scheduler:
-    """Create the scheduler of replica `index`, which may record its decisions.
-
-    `windows`: attention window of each group of layers. `whole_prompts`: whether a step must compute a prompt at once,
-    because tokens attend to later ones. `num_state_pieces`: blocks that a recurrent state fills in a transfer.
+    """Create the scheduler of replica `index`, which may record its decisions. `windows`: attention window of each
+    group of layers. `whole_prompts`: whether a step must compute a prompt at once, because tokens attend to later ones.
+    `num_state_pieces`: blocks that a recurrent state fills in a transfer.
     """
     scheduler = config.scheduler
     states = None
@@ -90,7 +89,7 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create replica `index`'s buffer of KV blocks to write to disk. Its buffer of blocks read from disk comes next."""
+    """Create replica `index`'s buffer of KV blocks to write to disk. The buffer of blocks read from disk follows it."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

@@ -228,10 +228,9 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Return the replica that continues a migrating request, preferably `index`.
-
-        Return None if a transfer of its blocks to `index` has begun. `on_migrating` gets the request again after the
-        transfer, without blocks if it failed. If too many transfers wait, return the replica that computed the blocks.
+        """Return the replica that continues a migrating request, preferably `index`, or None if a transfer of its
+        blocks to `index` has begun. After the transfer, `on_migrating` gets the request again, without blocks if it
+        failed. If too many transfers wait, return the replica that computed the blocks.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):

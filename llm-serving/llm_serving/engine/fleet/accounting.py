@@ -1,7 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-Service is counted in virtual tokens, by class and tenant. Between two steps, each engine reports its service, and
-applies that of other replicas to its scheduler. Recordings contain these calls, so that decisions can be replayed.
+Service is counted in virtual tokens: an output token counts as two prompt tokens. Between two steps, each engine
+reports its service and charges that of other replicas to its scheduler. Recordings contain these calls for a replay.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ Service = Mapping[tuple[str, str], int]
 
 
 class TenantUsage:
-    """Virtual tokens that all replicas have served, by class and tenant. Not thread-safe.
-
-    Each list of counts has one element per (class, tenant), in order of first service. A replica's list may lack the
-    newest pairs.
+    """The virtual tokens that all replicas have served, by class and tenant. Not thread-safe. A list of counts has one
+    element per (class, tenant), in order of first service. The list of a replica may lack the newest pairs.
     """
 
     def __init__(self) -> None:
@@ -45,7 +43,7 @@ class TenantUsage:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica. `pop_remote` reports to it only service that is recorded after this call."""
+        """Add a replica. `pop_remote` reports to it only what other replicas serve after this call."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 
@@ -139,8 +137,8 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add a step's class usage. Return the lowest and highest lead of each class since this replica's last call.
-        The lead is how far a class is ahead of the class with the lowest usage (`FleetClassUsage`).
+        """Record the class usage of a step. Return the lowest and highest lead of each class since this replica's last
+        call: how far the class was ahead of the class with the lowest usage (`FleetClassUsage`).
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -157,7 +155,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service by other replicas, up to the latest snapshot, that earlier calls have not returned yet."""
+        """Return the service by other replicas since the previous call, as of this replica's latest snapshot."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 

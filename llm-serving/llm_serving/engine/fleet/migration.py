@@ -42,7 +42,7 @@ CPU_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """The replica to which a request's blocks were transferred. If `link` closes, the blocks are lost."""
+    """The replica to which a migrating request's blocks were copied. If its `link` closes, the blocks are lost."""
 
     replica: int
     link: BlockLink
@@ -60,11 +60,11 @@ class MigratingRequest(NamedTuple):
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """KV blocks that another replica fetches from the transfer pool. Without any, it recomputes the KV cache."""
+        """KV blocks that the next replica fetches from the transfer pool. Without any, it recomputes the KV cache."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
-        """Detach the blocks, so that the next engine recomputes the KV cache. Return them; the caller reclaims them."""
+        """Remove and return the blocks; the caller must free them. The next engine then recomputes the KV cache."""
         blocks = self.blocks
         if self.request.transfer is not None:
             self.request.transfer = self.request.transfer.without_blocks()
@@ -242,7 +242,7 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start to transfer a request's blocks, or return False if too many wait. `done` gets whether all arrived."""
+        """Start to transfer blocks, then call `done(all_arrived)`. Return False if too many transfers wait."""
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
             count = self._num_requests[replica]
@@ -311,7 +311,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield `pieces`. Raise WorkerError after the deadline, because each frame has only a timeout of its own."""
+    """Yield the pieces of a transfer. Raise WorkerError after the deadline: a frame has only a timeout of its own."""
     for piece in pieces:
         throttle()
         if clock() > deadline:

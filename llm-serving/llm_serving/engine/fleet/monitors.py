@@ -51,13 +51,13 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 class WeightMonitor:
     """Counts how often one replica gives a class a running slot to which another class is entitled.
 
-    The rule: while a request of class B waits and B holds less than its share, no class A may get a slot if A has
-    received more service, divided by weight, than B since the wait began. The monitor computes service from the
-    contents of steps. If a class exceeds its share across all replicas, its weight is divided by `weight_divisor`.
+    Class A violates the rule if it gets a slot while class B waits with less than its share, although A has received
+    more service, divided by weight, than B since the wait began. The monitor computes service from the contents of
+    steps. The weight of a class that exceeds its share across all replicas is divided by `weight_divisor`.
 
-    The monitor does not know the service before the wait. If B had received more than A by then, the scheduler rightly
-    serves A first, for at most `ClassBounds.first_steps` steps. Therefore a violation counts only if A's excess is
-    larger than the service that A can receive in this number of steps.
+    The service before the wait is unknown. If B had received more than A by then, the scheduler rightly serves A first,
+    for at most `ClassBounds.first_steps` steps. So A is not counted before it has exceeded B by the service of that
+    many steps.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -69,10 +69,8 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return the number of pairs (A, B) that violate the rule of `WeightMonitor`.
-
-        `leads`: how far each class is ahead across all replicas (`FleetClassUsage`). `shares`: the result of
-        `step_shares`, if the caller has it.
+        """Add a step. Return the number of pairs (A, B) that violate the rule of `WeightMonitor`. `leads`: how far each
+        class is ahead across all replicas (`FleetClassUsage`). `shares`: `step_shares` of the step, if known.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -132,11 +130,10 @@ class _Tenant(NamedTuple):
 
 
 class LimitMonitor:
-    """Counts requests that run although their tenant is at its limit, over all replicas. Thread-safe.
+    """Counts requests that run although their tenant is at its limit over all replicas. Thread-safe.
 
-    It knows only the limits, and which requests have started and finished, but not how many slots each replica may use.
-    It ignores the beams of a search, which run together. After a change of a limit, it counts only requests that start
-    later.
+    It does not know how many slots each replica may use, only the limits and which requests run. It ignores the beams
+    of a search, which run together, and after a change of a limit, the requests that started before.
     """
 
     def __init__(self) -> None:
@@ -161,9 +158,8 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses the configuration of reload `number`.
-
-        `kept`: ids of requests that got a tenant slot before and have not run yet. They are not counted.
+        """Record that a replica uses the configuration of reload `number`. `kept`: ids of requests that got a slot of
+        their tenant under an earlier limit and have not run yet. They never count as violations.
         """
         with self._lock:
             self._reloads[replica] = number

@@ -117,9 +117,8 @@ class Route(NamedTuple):
 
 
 class Router:
-    """Chooses a running replica for each request, by the configured policy.
-
-    A replica whose WorkAgent restarts gets requests only if no other replica accepts any. A drained replica gets none.
+    """Chooses a running replica for each request, by the configured policy. A replica whose WorkAgent restarts gets
+    requests only if no other replica accepts any. A drained replica gets none.
     """
 
     def __init__(
@@ -166,7 +165,6 @@ class Router:
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
         """Return the best replica for a group of requests, without changing state. `hashes`: the first prompt's blocks.
-
         Raise UnavailableError if no replica accepts requests, or if the chosen WorkAgent will not restart soon.
         """
         fleet = self._first_stage()
@@ -296,9 +294,8 @@ class Router:
         )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
-        """Return the measured speed of the first replica that has one, or None.
-
-        `num_slots` is set to `max_num_seqs`: the measured number may be lower because that replica's KV cache is full.
+        """Return the measured speed of the first replica that has one, or None. `num_slots` is replaced by
+        `max_num_seqs`, because a full KV cache may have lowered the measured number.
         """
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:

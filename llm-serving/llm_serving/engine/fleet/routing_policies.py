@@ -42,9 +42,8 @@ class Candidate(NamedTuple):
 
 
 class Candidates:
-    """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it.
-
-    `by_load`: (number of unfinished requests, replica), ascending. `cached`: replica -> cached tokens of the prompt.
+    """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it. `by_load`:
+    (number of unfinished requests, replica), ascending. `cached`: replica -> cached tokens of the prompt.
     """
 
     def __init__(
@@ -101,9 +100,8 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
-    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router.
-
-    The cost is twice the number of blocks to compute, for this request and the queued ones, plus the blocks in use.
+    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router. The cost is twice the number of blocks
+    to compute, for this request and the queued ones, plus the blocks in use.
     """
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:

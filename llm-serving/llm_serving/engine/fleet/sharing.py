@@ -19,7 +19,7 @@ _NO_CHANGES: Final[Mapping[str, int]] = {}
 
 
 class ClassDemand:
-    """Number of replicas on which each class has unmet demand. Updates are incremental, so no step scans replicas."""
+    """Counts, for each class, the replicas on which it has unmet demand. No step has to scan all replicas."""
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
@@ -54,9 +54,9 @@ class ClassDemand:
 class FleetClassUsage:
     """Determines which classes exceed their share across all replicas. Thread-safe.
 
-    The usage of a class is its service divided by its weight. The lead of a class is its usage minus the lowest usage
-    of all classes with demand. A class is deprioritized once its lead exceeds a scheduling quantum. This ends once its
-    lead is at most half a quantum.
+    The usage of a class is the share of steps that it received, divided by its weight. Its lead is its usage minus the
+    lowest usage of all classes with demand. A class is deprioritized once its lead exceeds a quantum, its usage in
+    `quantum_steps` full steps, until the lead is at most half a quantum.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ClassLead(NamedTuple):
 
 
 class ClassLeadMonitor:
-    """Recomputes how far each class is ahead (`FleetClassUsage`) from the contents of steps. Not thread-safe."""
+    """Recomputes the lead of each class (`FleetClassUsage`) from the contents of steps. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
@@ -125,7 +125,7 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step. Return how far each class was ahead since the replica's last call, as minimum and maximum."""
+        """Add a step. Return the minimum and maximum lead of each class since the replica's last call."""
         self._demand.update(replica, usage)
         leads = self._leads
         for name, served in service.items():
@@ -189,8 +189,8 @@ class _Tenant:
 class TenantSlots:
     """Divides the running slots that a tenant's limit allows among the replicas of a master, as leases. Thread-safe.
 
-    The leases of a tenant and the slots of its migrating requests never exceed its limit together. A free slot goes to
-    the replica in need with the fewest slots; if several have as few, to the one whose latest lease is the oldest.
+    A tenant's leases and the slots of its migrating requests together never exceed its limit. Of the replicas that need
+    a slot, the one with the fewest gets it; among equals, the one whose latest lease is the oldest.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class TenantSlots:
             wake()
 
     def exchange(self, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
-        """Record the demands of a replica that have changed. Return, by tenant, how many slots it gains or loses."""
+        """Record a replica's changed demands. Return, by tenant, how many slots the replica gains or loses."""
         if not (demands or self._pending.get(replica) or self._arrived.get(replica)):
             return _NO_CHANGES
         with self._lock:
