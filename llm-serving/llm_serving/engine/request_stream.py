@@ -54,7 +54,7 @@ class RequestStream:
         return piece
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
-        """Set the function that gets each change of the unread outputs' size, in bytes. None removes the function."""
+        """Call `on_waiting` with each change of the number of unread bytes. None ends the calls."""
         self._on_waiting = on_waiting
         if on_waiting is not None and self._pieces:
             on_waiting(sum(piece.num_bytes for piece in self._pieces))
@@ -109,10 +109,10 @@ class _Reader:
 
 
 class CoalescedResponse:
-    """The outputs of one answer so far, for current and later readers.
+    """The outputs of one answer so far, which current and later clients with identical requests read.
 
-    The stream of a reader ends at its deadline, the computation at the latest deadline. `abort` ends the engine's
-    request, `extend_deadline` moves its deadline, and `grew` gets the size of each new output in bytes.
+    Each reader's stream ends at that reader's deadline. The computation ends at the latest of these deadlines, which
+    `extend_deadline` sets in the engine. `abort` ends it earlier. `grew` gets the size of each new output in bytes.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class CoalescedResponse:
         """Return a stream of all outputs from the first on.
 
         `client_id`: id by which the client may cancel. `http_timings`: record that gets the time of the first token.
-        `predicted_s`: seconds to the first token, for the client. `deadline`: end of the stream on the engine's clock.
+        `predicted_s`: seconds to the first token, as predicted. `deadline`: end of the stream on the engine's clock.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -206,7 +206,7 @@ class CoalescedResponse:
             self._grew(self, piece.num_bytes)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End streams with these ids. If no other would remain, end none and return False: the caller must abort."""
+        """End the streams with these ids. If these are all, end none and return False: abort the request instead."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
@@ -274,11 +274,11 @@ class CoalescedResponse:
 
 
 class CoalescedResponses:
-    """The coalesced responses of a server. Only the event loop may use it.
+    """The answers of a server that identical requests share. Only the event loop may use it.
 
-    A response is shared while it is computed, and for `kept_s` seconds after that if its requests allow this. If all
-    together exceed `max_bytes` (0: share nothing), the oldest finished responses are removed, then the largest
-    unfinished ones. Current readers of a removed answer get the rest of it.
+    An answer is shared while it is computed and, if its requests allow this, for `kept_s` seconds after that. If all
+    answers together exceed `max_bytes` (0: share nothing), the oldest finished ones are removed, then the largest
+    unfinished ones. Current readers of a removed answer still get the rest of it.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:

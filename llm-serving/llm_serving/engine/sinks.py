@@ -87,17 +87,13 @@ OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
 
 
 def attach_sink(request: Request, context: SinkContext) -> None:
-    """Create the output sink of a client's request. It adds the request, or the first beam of its search, to the
-    scheduler.
-    """
+    """Create the output sink of a client's request. The sink adds the request or its first beam to the scheduler."""
     request.sink = OUTPUT_SINKS[type(request.beam_search)](request, context)
     request.sink.start()
 
 
 def finish(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    """Finish the client's request: `request` itself, or the beam search to which the beam `request` belongs. Do nothing
-    if it has finished.
-    """
+    """Finish a request or, if it is a beam, its whole beam search. Do nothing if it has already finished."""
     if request.sink is not None:
         request.sink.finish(reason, error)
 
