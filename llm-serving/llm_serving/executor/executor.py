@@ -72,7 +72,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        """Submit a step. `announce_ending` must be True if `await_ending` will be called for it."""
+        """Submit a step. `announce_ending`: let the WorkAgent announce the end of the step, for `await_ending`."""
 
     @property
     def needs_allowed_tokens(self) -> bool:
@@ -80,9 +80,7 @@ class Executor(ABC):
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
-        """Send the tokens that structured output allows for each sample of the oldest submitted step. If sending fails,
-        `collect` raises the error.
-        """
+        """Send the tokens that structured output allows in the oldest step. `collect` raises an error if this fails."""
 
     def await_ending(self) -> None:  # noqa: B027
         """Wait until the latest step is about to end, which is the best moment to form the next one.

@@ -97,7 +97,7 @@ async def hash_in_thread(files: ModelFiles) -> ContentHashes:
 
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
-    """Record the state of the model's weight files, config.json and exported graphs. Raise ModelError if none exist."""
+    """Return the state of each weight file, config.json and exported graph. Raise ModelError without weight files."""
     assert model.model_path is not None
     if model.mindir_path is None:
         return _weights(model.model_path)

@@ -28,7 +28,7 @@ def start_processes(
     """Start the processes of one replica, one for each rank. If one cannot start, kill the others and raise OSError.
 
     Several ranks inherit shared memory for all-reduce, and the number of a free port, which compiled graphs use for
-    their collectives. If a different process takes the port first, the ranks exit, and restart with a new port.
+    their collectives. If another process takes this port before the ranks do, they exit and restart with a new port.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -56,7 +56,7 @@ def _free_port() -> int:
 
 
 class StartedAgent(NamedTuple):
-    """A WorkAgent that has connected, before the handshake. `machine` is empty if it runs on the master's machine."""
+    """A connected WorkAgent that waits for the first message. `machine` is empty if it is the master's machine."""
 
     process: AgentProcess
     channel: AgentLink

@@ -132,9 +132,7 @@ class StepBuilder:
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """Return the tokens that structured output allows for each sample of a step. The WorkAgent must have replied to
-        all earlier steps.
-        """
+        """Return the tokens that structured output allows for each sample, once all earlier steps are done."""
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
             matcher, output = request.matcher, request.output_token_ids
@@ -232,7 +230,7 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return a sample's logit biases; minus infinity forbids completing a bad word or stopping before `min_tokens`."""
+    """Return the logit biases after `num_drafts` draft tokens; -inf for bad words and stops before `min_tokens`."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:
@@ -263,7 +261,7 @@ class _PackedTables:
         self._arrays = np.zeros((2, 0, 0), np.int32)
 
     def packed(self, tables: list[BlockTable]) -> tuple[Int32Array, Int32Array]:
-        """Return block ids and allocation numbers (epochs) of all tables, [tables, longest table], padded with 0."""
+        """Return block ids and epochs (allocation numbers), each [tables, longest table], padded with 0."""
         sizes = list(zip(map(len, map(IDS, tables)), map(START, tables), strict=True))
         width = max(sizes)[0]
         is_new = tables != self._tables or width != self._arrays.shape[2]

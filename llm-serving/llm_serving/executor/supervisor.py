@@ -102,11 +102,12 @@ def start_work_agent(
     cancellation: StartCancellation | None = None,
     placement: Placement = LOCAL_PLACEMENT,
 ) -> WorkAgentProcess:
-    """Start WorkAgent `index` and wait until its model is loaded. Give it as many KV blocks as `previous`, if given.
+    """Start WorkAgent `index` and wait until its model is loaded.
 
-    `timeout_s` limits the whole start, `load_timeout_s` the time between two messages. Kill the WorkAgent if
-    `on_progress` raises an exception or the start is cancelled. Raise ModelError if the model cannot be loaded,
-    WorkerDiedError if the WorkAgent exited, exceeded a limit or was cancelled.
+    `previous`: what the replaced WorkAgent had loaded, if any; the new one gets as many KV blocks. `timeout_s` limits
+    the whole start, `load_timeout_s` the time between two messages. Kill the WorkAgent if `on_progress` raises an
+    exception or the start is cancelled. Raise ModelError if the model cannot be loaded, WorkerDiedError if the
+    WorkAgent exited, exceeded a limit or was cancelled.
     """
     settings = load_settings(config, index)
     if previous is not None:
@@ -262,9 +263,7 @@ StartFunction = Callable[[Loaded | None, float | None], WorkAgentProcess]
 
 
 class ConsistencyCheck:
-    """Checks that all WorkAgents report equal kernels, versions and rank counts (`ComputeFingerprint`), so that their
-    answers are bit-identical. Thread-safe.
-    """
+    """Checks that all WorkAgents have the same `ComputeFingerprint`, so that answers are bit-identical. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -310,7 +309,7 @@ class SupervisedExecutor(RemoteExecutor):
     The constructor starts a first WorkAgent. If this exits before it is ready, the constructor tries again, at most
     `max_restarts` times. It raises WorkerDiedError if each attempt exits, ConfigError if the model cannot be loaded.
     `restart` has no such limit, but `restarts_exhausted` is True after more than `max_restarts` restarts without a
-    completed step. `pause(seconds)` waits, and returns True if restarts were cancelled.
+    completed step. `pause(seconds)` waits before a restart, and returns True if restarts were cancelled meanwhile.
     """
 
     def __init__(

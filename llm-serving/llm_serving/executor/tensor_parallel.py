@@ -27,10 +27,10 @@ from llm_serving.transport.messages import (
 
 
 class RankChannels:
-    """Sends every message to all ranks. Returns a received message only when all ranks have sent an equal one.
+    """Sends every message to all ranks, and returns a reply only when every rank has sent the same one.
 
-    So no rank still reads a step's arrays when the master receives the reply, and a rank that sampled other tokens is
-    found. Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
+    So when the master gets a reply, no rank still reads the step's arrays, and all ranks have sampled the same tokens.
+    Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:

@@ -98,8 +98,8 @@ class RestartStatus:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the predicted seconds until the WorkAgent is ready. Return None after a failed attempt or too many
-        restarts, or if this attempt already takes much longer than the first start.
+        """Return the predicted seconds until the WorkAgent is ready. Return None if an attempt has failed, if there
+        were too many restarts, or if this attempt already takes much longer than the first start.
         """
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None

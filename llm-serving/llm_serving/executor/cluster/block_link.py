@@ -33,11 +33,11 @@ Request = TypeVar("Request", ReadBlocks, BlockContents)
 
 
 class BlockLink:
-    """Reads and writes the transfer pool of one WorkAgent, the memory for KV blocks that other replicas fetch or that
-    the disk cache holds. Only one thread may use it at a time (`locked`).
+    """Reads and writes one WorkAgent's transfer pool: memory for KV blocks on their way to other replicas or the disk
+    cache. Only one thread may use a link at a time (`locked`).
 
-    Replies arrive in the order of the requests, each within `timeout_s`. After a late or unexpected reply, the link
-    closes itself and the connection that carries the WorkAgent's steps (`steps`), so that the WorkAgent is restarted.
+    Replies arrive in the order of the requests, each within `timeout_s`. If a reply is late or wrong, the link closes
+    itself and the connection for the WorkAgent's steps (`steps`), so that the WorkAgent is restarted.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, one message for each list in `pieces`. Raise WorkerError if that fails."""
+        """Yield the contents of the blocks in each list of `pieces`, list by list. Raise WorkerError if that fails."""
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:
             for request, reply in replies:
@@ -83,10 +83,9 @@ class BlockLink:
     def use_disk(
         self, request: LoadBlocks | StoreBlocks, late_after_s: float, on_late: Callable[[], None]
     ) -> AgentMessage:
-        """Let the WorkAgent load KV blocks from disk or store them. Return its reply. Raise WorkerError if none will
-        come.
+        """Let the WorkAgent load KV blocks from disk or store them. Return its reply. Raise WorkerError if that fails.
 
-        The wait has no limit, because the WorkAgent may write the blocks until it replies. `on_late` is called once,
+        The wait has no time limit, because the blocks are in use until the WorkAgent replies. `on_late` is called once,
         after `late_after_s` seconds without a reply.
         """
         self._send(request)

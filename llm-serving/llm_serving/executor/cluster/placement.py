@@ -38,17 +38,19 @@ POLL_INTERVAL_S: Final = 0.2
 
 class AgentStarter(Protocol):
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent` once per rank, on one machine. Raise WorkerDiedError if that fails."""
+        """Run `python -m llm_serving.work_agent` on one machine, once with each list of arguments in `ranks`. Raise
+        WorkerDiedError if that fails.
+        """
 
     def close(self) -> None: ...
 
 
 class ClusterPlacement:
-    """Starts WorkAgents in a cluster and waits for their connections, each of which presents its own random token.
+    """Starts WorkAgents in a cluster and waits for their connections. Each connection presents its own random token.
 
-    Each rank has one connection for steps; each replica has one more if blocks are transferred. `host`: address of this
-    machine to which the others connect; raise ConfigError if it is unusable. `own_devices`: whether a WorkAgent sees
-    only its own devices.
+    Each rank has a connection for steps, and each replica has one more if blocks are transferred. `host`: address of
+    this machine to which WorkAgents connect; raise ConfigError if it is unusable. `own_devices`: whether a WorkAgent
+    sees only its own devices, numbered from 0.
     """
 
     def __init__(

@@ -77,9 +77,7 @@ COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
 class RayStarter:
-    """Starts WorkAgents through a Ray process. If that process exits, the next start creates another, which may find a
-    new cluster at the address.
-    """
+    """Starts WorkAgents through a Ray process. If that process has exited, the next start creates a new one."""
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
         self._requirements, self._secret_file, self._command = requirements, secret_file, command

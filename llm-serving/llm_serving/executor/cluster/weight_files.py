@@ -160,7 +160,7 @@ def _exclusive_lock(path: Path) -> Iterator[None]:
 
 
 class StoredWeights:
-    """A model folder in Ray's object store, uploaded when needed. Raise ConfigError if it cannot be read."""
+    """A model folder in Ray's object store, uploaded when needed. Raise ConfigError if the folder cannot be read."""
 
     def __init__(self, ray: Any, weights: RayWeights) -> None:
         self._ray, self._folder, self._cache = ray, Path(weights.folder), weights.cache
