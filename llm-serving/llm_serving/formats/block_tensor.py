@@ -3,8 +3,8 @@
 value = scale * (qvalue - zero) - minimum
 
 Each group of 16 or 32 columns has a scale and, in some block types, a minimum. In types with blocks of 32 columns,
-scales and minima are float16. In types with blocks of 256 columns, they are integers that a float16 unit of the block
-multiplies. Scales and minima have separate units.
+scales and minima are float16. In types with blocks of 256 columns, they are integers. Each block then has two float16
+factors, called units: one for its scales and one for its minima.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BlockTensor:
         return values
 
     def select(self, rows: NDArray[np.integer[Any]]) -> BlockTensor:
-        """Return the rows with these indices, in this order. A negative index gives a row of zeros."""
+        """Return the rows with these indices, in this order. A negative index gives a row of zeros, for padding."""
         known, zeros = np.maximum(rows, 0), rows < 0
 
         def of(numbers: NDArray[Any] | None) -> Any:

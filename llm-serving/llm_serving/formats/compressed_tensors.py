@@ -46,7 +46,7 @@ class CompressedTensors:
     Attributes:
         group_size: Number of columns in a group. If it is 0, it follows from the number of groups of each weight.
         block: Rows and columns of an FP8 weight that share a scale; None if scales are not per block.
-        bits: Bits of the values of `weight`, each of which takes a byte.
+        bits: Bits of each value in tensors named `weight`, where a value takes a whole byte.
     """
 
     description: str
@@ -88,7 +88,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Raise ModelError unless zero points have the shape of the scales or, in 32-bit words, the shape `packed`."""
+        """Raise ModelError unless zero points have the shape of the scales or, in 32-bit words, shape `packed`."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -164,9 +164,7 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays that store a symmetric tensor, by the ending of their names, in the format `pack-quantized`
-    if `packed`, otherwise `int-quantized`.
-    """
+    """Return a symmetric tensor's arrays by name ending, as `pack-quantized` if `packed`, else as `int-quantized`."""
     assert tensor.zeros is None
     assert tensor.g_idx is None
     if not packed:

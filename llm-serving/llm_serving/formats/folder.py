@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Raise ModelError about `where` if tensors are missing (unless `optional`), unexpected or of another shape."""
+    """Raise ModelError, which names `where`, if tensors are missing (unless `optional`), unexpected or misshapen."""
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
     extra = [f"{name} {list(found[name])}" for name in found if name not in allowed and not DERIVED.search(name)]
@@ -72,8 +72,8 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that model.safetensors.index.json names. Without it, return model.safetensors, or else all files
-    of the first suffix in `_IN_FOLDERS` that the folder has. Raise ModelError if a file is missing.
+    """Return the weight files of a folder: those in its index or, without an index, model.safetensors. If there is
+    neither, return all *.safetensors files, otherwise all *.ckpt files. Raise ModelError if a file is missing.
     """
     index = folder / INDEX_NAME
     if index.exists():

@@ -291,7 +291,7 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The quantization scheme of GGUF files. Names and layouts depend on the architecture and the head counts."""
+    """The scheme of GGUF files. It also converts tensor names and layouts, depending on `architecture` and `heads`."""
 
     description: str
     architecture: str = ""

@@ -43,8 +43,8 @@ _LINE: Final = 64
 
 
 class _Numbers(NamedTuple):
-    """The quantized values of n blocks, [n, elements], and the scales and minima of their groups, [n, groups]. If
-    scales and minima are integers, `units` and `minimum_units` [n, 1] are their factors, d and m of each block.
+    """The unpacked numbers of n blocks: quantized values [n, elements], and a scale and a minimum of each group, [n,
+    groups]. Integer scales and minima are multiplied by `units` and `minimum_units`, [n, 1].
     """
 
     qvalues: Uint8Array
@@ -56,7 +56,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type of GGUF. `unpack`: converts the bytes of blocks, [n, num_bytes]. `group`: elements per scale."""
+    """A block type of GGUF. `unpack`: function from bytes [n, num_bytes] to numbers. `group`: elements per scale."""
 
     name: str
     elements: int
@@ -72,7 +72,7 @@ class BlockType:
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of matrices as kernels read them: panels of 16 rows, padded to 64 bytes per 256 columns."""
+        """Return the bytes that packed matrices take: panels of 16 rows, padded to 64 bytes per 256 columns."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
@@ -163,7 +163,7 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The last four are divided between two bytes."""
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. Each of the last four is split over two bytes."""
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)

@@ -1,7 +1,7 @@
 """Converts tensors of GGUF files from the layouts of these files to those of Hugging Face's folders.
 
-A function that selects consecutive rows (`StoredTensor.part`) or reorders rows (`PackedTensor.order`) keeps
-block-quantized tensors quantized. A function that must dequantize them says so in its docstring.
+A function that only selects consecutive rows (`StoredTensor.part`) or reorders rows (`PackedTensor.order`) keeps blocks
+quantized. If a function must dequantize blocks, its docstring says so.
 """
 
 from __future__ import annotations
@@ -108,20 +108,18 @@ def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
 
 
 def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows of query, key and value of the first head, then of the second, and so on. The file has all
-    queries, then all keys, then all values.
-    """
+    """Reorder rows from [all queries, all keys, all values] to the query, key and value of each head in turn."""
     own = head_rows(name, tensor, 3 * heads.q)
     return rows_in_order(name, tensor, np.arange(tensor.shape[0]).reshape(3, heads.q, own).swapaxes(0, 1).reshape(-1))
 
 
 def queries_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return queries, then keys, then values of all key heads of `in_proj_qkvz`. The file stores head after head."""
+    """Return all queries, all keys, then all values of `in_proj_qkvz`, which the file stores key head by key head."""
     return rows_in_order(name, tensor, np.concatenate(_grouped(name, tensor, heads)[:3]))
 
 
 def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows of the output gate (z) of all key heads of `in_proj_qkvz`. The file stores head after head."""
+    """Return all rows of the output gate (z) of `in_proj_qkvz`, which the file stores key head by key head."""
     return rows_in_order(name, tensor, _grouped(name, tensor, heads)[3])
 
 
@@ -134,7 +132,7 @@ def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array
 
 
 def first_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the first half of the rows of each key head, such as b of Qwen3-Next's `in_proj_ba`."""
+    """Return the first half of each key head's rows, for example the b of Qwen3-Next's `in_proj_ba`."""
     return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 0].reshape(-1))
 
 

@@ -33,13 +33,12 @@ class Naming:
     """The tensor names and layouts of one architecture.
 
     Attributes:
-        more: Name in the file -> Hugging Face's name, for the tensors in layers that have other names than in Llama.
-            `*` stands for the index of an expert. `|` separates the names of matrices that the file stacks in one
-            tensor. A tuple has a name and a layout for each tensor that is made from the file's tensor.
+        more: Name in the file -> Hugging Face's name, for tensors in layers. It extends and overrides Llama's names
+            (`OF_LAYER`). `*` stands for the index of an expert. `|` separates the names of matrices that the file
+            stacks in one tensor. A tuple has a name and a layout for each tensor that is made from the file's tensor.
         whole: The same mapping for tensors outside layers.
         layers: Hugging Face's prefix of the names of tensors in layers.
-        pairs, plus_one: Whether the file has this layout: `pairs` for query and key rows, `plus_one` for norm weights
-            (see `formats.gguf_weights`).
+        pairs, plus_one: Whether the file has the layout of this name, which `formats.gguf_weights` explains.
     """
 
     more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)

@@ -82,7 +82,7 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return Hugging Face name -> projection for a fused weight or bias, or name -> `array` for another tensor."""
+    """Return arrays by Hugging Face's names: the projections of a fused weight or bias, otherwise `array` itself."""
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])
         names = [f"{at}.self_attn.{each}_proj.{match['kind']}" for each in "qkv"]

@@ -63,8 +63,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return `found` in floating point, in shape `shape`. Quantized experts are [experts * out, in], and the result is
-    [experts, in, out].
+    """Return `found` in floating point and in shape `shape`. Experts are transposed: quantized ones are [experts * out,
+    in], and the result is [experts, in, out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -104,9 +104,7 @@ class Scheme(Protocol):
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine the parts of each weight, such as `qweight` and `scales`, by `pack`. `endings`: the names of the parts
-    after the weight's name. Keep other tensors.
-    """
+    """Combine the parts of each weight by `pack`. `endings`: names of parts, such as `qweight`. Keep other tensors."""
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():

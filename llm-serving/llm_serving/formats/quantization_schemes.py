@@ -29,7 +29,7 @@ class _RefusedError(Exception):
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of quantized weights, or None. Raise ModelError about `where` if the scheme is unsupported."""
+    """Return the scheme of quantized weights, or None. Raise ModelError for an unsupported one in the file `where`."""
     description = describe_quantization(config)
     if description is None:
         return None

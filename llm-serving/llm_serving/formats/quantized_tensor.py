@@ -29,7 +29,7 @@ _AT_ONCE: Final = 2**22
 
 
 class QValuesForm(NamedTuple):
-    """Layout of quantized values, which decides whether a matmul kernel can use them.
+    """Layout of quantized values, by which a matmul kernel accepts or refuses them.
 
     Attributes:
         group_size: Number of columns in a group. 0 means that a row is one group.
@@ -207,8 +207,8 @@ def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> Quant
 
     Symmetric values are integers from -8 to 7 times a scale. The scale, which may be negative, is the element of
     largest magnitude divided by a number in `STEPS`, chosen for the smallest squared error of the group. With this
-    scale, results of products are too small, by 0.7 % on average. So the scale is then enlarged until the product of
-    the group and its quantized values is the square of the group.
+    scale, matrix products would be too small, by 0.7 % on average. So the scale is enlarged until the dot product of
+    the group and its dequantized values equals the dot product of the group with itself.
 
     Asymmetric values divide the range from the smallest to the largest element into 15 steps. They represent 0 exactly,
     and their zero points are stored.
@@ -262,7 +262,7 @@ def _symmetric(
 
 
 def _sums(terms: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the sums of each group of columns [rows, groups] in the order of the kernels."""
+    """Return the sum of each group of columns, [rows, groups]. Elements are added in the same order as in kernels."""
     lanes = np.pad(terms, ((0, 0), (0, 0), (0, -terms.shape[2] % _LANES))).reshape(*terms.shape[:2], -1, _LANES)
     sums: NDArray[np.float32] = np.add.accumulate(lanes, axis=2)[:, :, -1]
     while sums.shape[2] > 1:
