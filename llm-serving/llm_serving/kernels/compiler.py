@@ -123,7 +123,7 @@ def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[st
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
-    """Return earlier builds of `parts` (library and kernels) by one compiler from these sources, or raise `error`."""
+    """Return builds of all `parts` from these sources by any one compiler, or raise `error` if there are none."""
     for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
         found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
         if len(found) == len(parts):
@@ -197,8 +197,9 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources of `targets` (library or kernel set -> path) in parallel, link them, and move each result to
-    its path atomically. `library`: existing library to which kernels are linked, or None if it is one of the targets.
+    """Compile the sources of `targets` (library or kernel set -> path of the result) in parallel and link them. A file
+    appears at its path only when it is complete. `library`: existing library for the kernels, or None if `targets` has
+    it.
     """
     started = time.monotonic()
     logger.info("compiling the operator library once: compiler=%s", compiler.version)

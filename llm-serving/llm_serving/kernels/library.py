@@ -118,7 +118,7 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of an instruction set's kernels, or None if the operating system does not permit the set."""
+    """Return the address of an instruction set's kernels, or None if the operating system forbids its instructions."""
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
     address: int | None = kernels()
@@ -190,9 +190,7 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once, in a kernel thread, when the next step's layers are nearly done. The step waits for the
-    callback to return.
-    """
+    """Call `callback` in a kernel thread when the next step is nearly done. The step waits until the call returns."""
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())
 
@@ -230,8 +228,8 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """A table of the arrays of an operator call: int64 [arrays, 7], with address, type, rank and up to four dimensions
-    in each row. The C++ class `AddressedCall` reads it. The address of the table never changes.
+    """The arrays that an operator call reads and writes, as a table int64 [arrays, 7]: address, type, rank and up to
+    four dimensions of each. The C++ class `AddressedCall` reads the table, whose own address never changes.
     """
 
     def __init__(self, num_parameters: int) -> None:

@@ -42,7 +42,7 @@ class Ranks:
             raise RankLostError(error)
 
     def use(self) -> None:
-        """From now on, compute this process's steps (`lowering.program`) together with the other ranks."""
+        """Compute the next steps of this process (`lowering.program`) together with the other ranks."""
         self._library.llm_use_ranks(self._handle)
 
     def start_step(self, step: int, timeout_s: float) -> None:
