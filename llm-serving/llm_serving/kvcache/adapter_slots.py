@@ -36,7 +36,7 @@ class AdapterSlots:
         return self._filled_step == step and request.adapter not in self._adapters
 
     def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:
-        """Return whether the request's adapter has or could get a slot, if the requests `without` are preempted."""
+        """Return whether the request's adapter has or could get a slot after preempting the requests in `without`."""
         if request.adapter in self._adapters or self._free:
             return True
         freed = [each.adapter for each in without]

@@ -27,11 +27,11 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 class BlockManager(RequestBlocks):
     """Allocates and frees the blocks for the tokens of each request.
 
-    A request shares only full blocks: with earlier requests of the same namespace and prefix (found by hash), and with
-    the parent of a fork. A shared block is never written; a fork that starts inside a block gets a copy of it. In a
-    group of layers with a sliding window, a request frees the blocks that the window has passed. If the model has
-    recurrent states, a request with blocks also has a state slot. A shared prefix then ends at a checkpoint, a block
-    after which a state was stored, and a fork recomputes the tokens after it.
+    A request finds full blocks of earlier requests with the same namespace and prefix by hash. A fork (a beam, or one
+    of `n` choices) shares full blocks of its parent. A shared block is never written; if a fork starts inside a block,
+    it gets a copy. In a group of layers with a sliding window, a request frees the blocks that the window has passed.
+    If the model has recurrent states, each request with blocks also has a state slot. A shared prefix then ends at a
+    checkpoint, a block after which a state was stored, and a fork recomputes the tokens after it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, **options: Any) -> None:
@@ -60,7 +60,7 @@ class BlockManager(RequestBlocks):
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return how many free blocks `admit` (same arguments) needs if the requests `without` are preempted first."""
+        """Return how many free blocks `admit` (same arguments) needs after preempting the requests in `without`."""
         uses: Counter[int] = Counter()
         num_free = 0
         for other in without:
@@ -85,9 +85,8 @@ class BlockManager(RequestBlocks):
         """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
         Return how many of its tokens are already computed. `parent`: a running request whose prefix is shared.
-        `guaranteed`: the request must not be preempted, so it never lacks a block up to `num_tokens` tokens. If a
-        sliding window passes some of its blocks, it shares none, because it must reuse these blocks, and shared ones
-        would not become free.
+        `guaranteed`: the request must not be preempted, so it never lacks a block up to `num_tokens` tokens. If it must
+        reuse blocks that a sliding window has passed, it shares none, because shared blocks would not become free.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -241,8 +240,8 @@ class BlockManager(RequestBlocks):
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
         """Plan the copies of KV blocks into the transfer pool, from which another replica fetches them.
 
-        Return the copies, for the step that computes the last of the first `num_tokens` tokens, or None if the pool is
-        full. Blocks to which no later token attends, such as those before a sliding window, are not copied.
+        The caller adds the returned copies to the step that completes the first `num_tokens` tokens. Return None if the
+        pool is full. Blocks to which no later token attends, such as those before a sliding window, are not copied.
         """
         starts, end = self._starts(request_id, num_tokens), self.num_blocks_for(num_tokens)
         num_pieces = 0 if self.states is None else self.states.num_pieces
@@ -260,7 +259,7 @@ class BlockManager(RequestBlocks):
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Plan copies of blocks read from disk to a request's table. Return how many tokens are then computed."""
+        """Plan copies of the blocks that a request found on disk. Return `num_shared` plus these blocks' tokens."""
         assert self.disk is not None
         table, hashes = self.table(request.request_id), self.prompt_hashes(request)
         moves = self.disk.imports(request.request_id, table, num_shared // self.block_size, hashes, self.pool)
@@ -268,7 +267,7 @@ class BlockManager(RequestBlocks):
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return blocks of other replicas that are no longer needed here, except by the steps formed so far."""
+        """Return blocks of other replicas, which may free them after the steps formed so far."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []

@@ -89,7 +89,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register_hash(self, block_id: int, epoch: int, block_hash: bytes) -> None:
-        """Let later requests find a block by its hash, unless another block already has this hash."""
+        """Let later requests find a block by its hash, unless another block has it. `epoch`: the block's allocation."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be cached"
         assert self._epochs[block_id] == epoch, f"block {block_id} was allocated again"
         if self._hashes[block_id] is None and block_hash not in self._blocks_by_hash:
@@ -121,7 +121,7 @@ class BlockPool:
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError if counts differ from `references` (a block id for each), or a block or hash is lost."""
+        """Check the pool against `references`, a block id for each reference. Raise AssertionError if they differ."""
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1

@@ -51,7 +51,8 @@ class BlockTable:
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     def split(self, starts: Sequence[int], num_tokens: int, block_size: int) -> Tables:
-        """Return one table for each group of layers, from a table in which the groups' blocks follow one another.
+        """Split a table that holds the blocks of several groups of layers, one group after another. Return a table for
+        each.
 
         `starts`: each group's first entry with a block. A returned table ends with the block of the last token.
         """
@@ -81,7 +82,7 @@ Tables = tuple[BlockTable, ...]
 def block_moves(
     kind: BlockMoveKind, sources: Tables, targets: Tables, start: int, num_tokens: int, block_size: int
 ) -> list[BlockMove]:
-    """Return the copies from `sources` to `targets` of the blocks of `num_tokens` tokens, from block `start` on."""
+    """Return copies from `sources` to `targets`, from block `start` to the block of the last of `num_tokens` tokens."""
     moves = []
     for source, target in zip(sources, targets, strict=True):
         for index in range(max(start, target.start), -(-num_tokens // block_size)):
@@ -104,7 +105,7 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return lengths, in blocks, of prefixes that later prompts may share: shared part, cached part, whole prompt."""
+    """Return the lengths in blocks of prefixes that later prompts may share: shared now, cached, the whole prompt."""
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 
@@ -159,7 +160,7 @@ class PrefixSearch:
         return window.first_block(end * self._block_size, self._block_size)
 
     def _find(self, group: int, limit: int, *, stops: bool) -> list[int]:
-        """Return ids of a group's first `limit` blocks. A missing block is `NO_BLOCK` or, if `stops`, ends the list."""
+        """Return a layer group's first `limit` block ids. A missing one is `NO_BLOCK` or, if `stops`, ends the list."""
         blocks: list[int] = []
         find, hashes, num_common, start = self._pool.find_cached, self._hashes, self._num_common, 0
         if self._sources:

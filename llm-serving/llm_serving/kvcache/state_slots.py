@@ -19,8 +19,8 @@ class StateSlots:
     hash until its slot is allocated again, and is never overwritten: a request that continues from one stores its next
     state in its own slot.
 
-    A WorkAgent runs steps in order, so the next step may use a freed slot. Rows of one step run concurrently, so a slot
-    that a row reads is freed only after the whole step is planned.
+    A WorkAgent runs steps in order, so the next step may use a freed slot. The requests of a step run concurrently, so
+    a slot that one of them reads is freed only after the whole step is planned.
     """
 
     def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
@@ -64,8 +64,8 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        Plan checkpoints after the last full block of the prompt and after its cached prefix, which later requests
-        probably share. `hashes`: hashes of all blocks that the request may share, or None if it uses no checkpoints.
+        Plan to store checkpoints after two prefixes that later requests probably share: the cached part of the prompt,
+        and its full blocks. `hashes`: hashes of all blocks that the request may share; None: no checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -80,7 +80,7 @@ class StateSlots:
             self._checkpoint_ends[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
 
     def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Give a request from another replica its own slot. Return the planned copies of its state into the slot."""
+        """Give a request from another replica a slot. Return the copies of its state from `pieces` into the slot."""
         (slot,) = self.pool.allocate(1)
         self._own[request_id] = slot
         kind, epoch = int(BlockMoveKind.IMPORT_STATE), self.pool.epoch(slot)
@@ -96,9 +96,7 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether a request can be swapped out. Its state keeps its slot, so another slot must be spare for the request
-        that runs instead.
-        """
+        """Whether a request can be swapped out: it keeps its slot, so another one must be spare for a new request."""
         return self.num_spare > 1
 
     def swap_out(self, request_id: str) -> None:
@@ -119,7 +117,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def reset(self) -> None:
-        """Drop all checkpoints and planned state accesses, because the WorkAgent has lost the states."""
+        """Drop all checkpoints and planned reads and writes of states, because the WorkAgent has lost the states."""
         assert not self._own, "a request without blocks has a state"
         self._accesses.clear()
         self.pool.free(self._read)
@@ -133,7 +131,7 @@ class StateSlots:
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan the state reads and writes of a row: `query_len` tokens from `start` on, the drafts last."""
+        """Plan the state reads and writes of a step's request number `row`, for `query_len` tokens, drafts last."""
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
             self._access(row, STATE_BEFORE, own if source is None else source)
@@ -150,7 +148,7 @@ class StateSlots:
             self._access(row, last, own)
 
     def pop_accesses(self) -> list[StateAccess]:
-        """Return the planned reads and writes of states since the last call, and release the checkpoints they read."""
+        """Return the state reads and writes planned since the last call, and release the checkpoints that they read."""
         accesses, self._accesses = self._accesses, []
         self.pool.free(self._read)
         self._read.clear()
@@ -186,7 +184,7 @@ class StateSlots:
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan the checkpoints that a request stores in a step.
+        """Plan the checkpoints that request number `row` of a step stores.
 
         In the prompt, it stores one after each length in `_checkpoint_ends`. In the output, it stores one when a
         decoded token completes a block, and drops the output's previous checkpoint.

@@ -17,13 +17,12 @@ MAX_EXPORTS: Final = 128
 
 
 class TransferPool:
-    """Allocates the blocks of one replica's part of the transfer pool, the memory from which other replicas fetch KV
-    blocks.
+    """Allocates one replica's blocks in the transfer pool, the memory from which other replicas fetch KV blocks.
 
     A block is free, pending (the step that copies a KV block into it has no reply yet) or handed over to its reader:
     another replica or the disk cache. Only this replica's WorkAgent writes it, in the order of steps, so it can be
-    allocated again once its reader has returned it. `first`: id of the first block. `last_epoch`: last epoch of the
-    engine that used this part before, because epochs must not repeat.
+    allocated again once its reader has returned it. `first`: id of the first block. `last_epoch`: last allocation
+    number (epoch) that an earlier engine used here, because epochs must not repeat.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
@@ -42,7 +41,7 @@ class TransferPool:
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """Let another replica or the disk cache read the blocks, after the reply to the step that copied them here."""
+        """Let another replica or the disk cache read the blocks. The step that wrote them must have completed."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
@@ -53,7 +52,7 @@ class TransferPool:
         self.pool.free(each - self._first for each in table)
 
     def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
-        """Free blocks that other replicas have read. Ignore blocks that an engine before this one handed over."""
+        """Free blocks that their readers have returned. Ignore blocks that an earlier engine handed over."""
         for block_id, epoch in blocks:
             if self._handed_over.get(block_id) == epoch:
                 del self._handed_over[block_id]
@@ -82,8 +81,8 @@ class DiskPrefixes:
 
     The engine reads a prefix from disk before it adds a request. When the request is admitted, the blocks that the KV
     cache lacks are copied into it. A step that completes full blocks of a prompt copies those that the disk lacks into
-    the transfer pool. If the transfer pool is full, the rest of the prompt is not stored, because a prefix is found
-    only from its start.
+    the transfer pool. If the transfer pool is full, the rest of the prompt is not stored, because a search for a prefix
+    stops at the first block that is missing.
     """
 
     def __init__(self, block_size: int, exports: TransferPool) -> None:
@@ -113,8 +112,7 @@ class DiskPrefixes:
     def imports(
         self, request_id: str, table: BlockTable, num_shared: int, hashes: list[bytes], pool: BlockPool
     ) -> list[BlockMove]:
-        """Return the block copies from the transfer pool to a request's new table, after its `num_shared` shared
-        blocks.
+        """Return copies from the transfer pool to a request's new table, after its `num_shared` shared blocks.
 
         Other requests can share these blocks at once, because a step copies blocks before it computes tokens.
         """
@@ -157,7 +155,7 @@ class DiskPrefixes:
         return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
 
     def pop_released(self) -> list[TransferBlock]:
-        """Return blocks that were read from disk and are no longer needed, except by the steps formed so far."""
+        """Return blocks read from disk, which may be freed after the steps formed so far."""
         if not self._released:
             return []
         released, self._released = self._released, []
