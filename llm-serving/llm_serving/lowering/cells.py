@@ -108,8 +108,8 @@ class NoMask(nn.Cell):
 class TokenNetwork(nn.Cell):
     """A network for steps in which each request computes at most one token.
 
-    It returns the logits, float32 [S, V], the two results of `Backend.largest_logits`, and the sampling parameters of
-    each sample (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
+    It returns the logits, float32 [S, V], each sample's highest logit as in `Backend.largest_logits`, and each sample's
+    sampling parameters (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
     """
 
     inputs: Sequence[tuple[str, int]]
@@ -125,8 +125,8 @@ class TokenNetwork(nn.Cell):
         self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
     def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Split `step` into token ids, positions and KV slots, [T] each, and sampling parameters, [T, 15]. Ids that
-        only the device knows come from `previous`, see `SINGLE_TOKEN_INPUTS`.
+        """Split `step` into token ids, positions and KV slots, [T] each, and sampling parameters, [T, 15]. Ids that are
+        not in `step` are samples of the previous step, `previous` (see `SINGLE_TOKEN_INPUTS`).
         """
         given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
@@ -147,7 +147,7 @@ class SingleTokenNetwork(TokenNetwork):
 
 
 class TokenRowsNetwork(TokenNetwork):
-    """A network for steps in which some requests, the last ones, have no token, or some tokens have no sample."""
+    """A network for steps in which the last requests have no token, or some tokens are not sampled."""
 
     inputs = TOKEN_ROW_INPUTS
 
@@ -168,7 +168,7 @@ class TokenRowsNetwork(TokenNetwork):
 
 
 class CellLmHead(nn.Cell):
-    """Computes logits, float32 [P, V], from hidden states [P, H] and the arrays of `step_inputs_for_rows(P)`."""
+    """Computes logits, float32 [P, V], from hidden states [P, H]. Its other inputs are `step_inputs_for_rows(P)`."""
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs `cell` on registers, a tuple of `NUM_REGISTERS` tensors with results that later Cells read.
+    """Runs `cell` and stores its results in registers: `NUM_REGISTERS` tensors that later Cells read.
 
     `reads`: indices of the registers that `cell` reads. `writes`: index of a register -> index of the result of `cell`
     that is stored in it. The code has no loop over registers, because MindSpore compiles loops slowly.
@@ -336,8 +336,8 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations as Cells compute them: a split cuts column ranges, cosines and sines are looked up once,
-    two rotations by the same tables are merged, and attention waits for the keys and values to be stored.
+    """Return the operations as Cells compute them: values are split into the column ranges that are read, cosines and
+    sines are looked up once, two rotations by one table are merged, and attention follows `store_kv`.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

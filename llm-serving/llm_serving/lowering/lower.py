@@ -35,7 +35,7 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 class Lowered(NamedTuple):
     """A network as two graphs: `states` computes hidden states, and `head` computes logits from them.
 
-    If one graph of the whole network is faster, it is `logits`. Its results are bit-identical.
+    `logits` is one graph for both. It is None unless it is faster. Its results are bit-identical.
     """
 
     logits: nn.Cell | None
@@ -127,7 +127,7 @@ def lower(
 
 
 class LoweredMtp(NamedTuple):
-    """The layer for multi-token prediction (`models.layers`) as two graphs: `embedding`, then `states`."""
+    """Two graphs of a layer for multi-token prediction (`models.layers`): call `embedding`, then `states`."""
 
     embedding: nn.Cell
     """Graph from the step inputs to the model's token embeddings, float32 [S, H]."""

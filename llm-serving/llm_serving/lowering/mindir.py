@@ -48,7 +48,7 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on."""
+    """Write a model's graphs as MindIR, with weights and caches, and a JSON file with the settings they depend on."""
     reader = WeightReader(source, spec.scheme)
     lowered = lower(spec, backend, reader, kv_caches, max_positions, as_program=False, quantization=quantization)
     for graph in GRAPHS:

@@ -81,8 +81,9 @@ class EmbeddingCell(nn.Cell):
 
 
 class LowRankCell(nn.Cell):
-    """Adds the change of each row's LoRA adapter: base, x -> base + B (A x). A and B stack all slots. A row keeps only
-    its own slot's columns of A x, so other adapters do not change it. `selected`: whether x has only sampled rows.
+    """Adds the change of each row's LoRA adapter: base, x -> base + B (A x). A and B stack the matrices of all adapter
+    slots. A row keeps only the columns of A x that belong to its own slot, so other adapters do not change it.
+    `selected`: whether x has only sampled rows.
     """
 
     def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:

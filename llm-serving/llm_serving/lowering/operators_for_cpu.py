@@ -68,8 +68,8 @@ def _add_topk_div(
     normalises: bool,
     scale: float,
 ) -> tuple[ms.Tensor, ms.Tensor]:
-    """FusedAddTopKDiv for `num_of_group` = k // group_topk, a sigmoid and normalised weights, as MindFormers calls it.
-    Return the weights of the chosen experts, float32 [rows, k], and their indices, int32.
+    """Compute FusedAddTopKDiv with a sigmoid, normalised weights and `num_of_group` = k // group_topk, as MindFormers
+    calls it. Return the weights of the chosen experts, float32 [rows, k], and their indices, int32.
     """
     scores = sigmoid(x)
     corrected = add(scores, ops.expand_dims(correction, 0))
@@ -80,15 +80,12 @@ def _add_topk_div(
 
 
 def fused_add_topk_div() -> Callable[..., tuple[ms.Tensor, ms.Tensor]]:
-    """Return the function that computes FusedAddTopKDiv, which MindFormers creates for each call."""
+    """Return a function that computes FusedAddTopKDiv. MindFormers calls this like the operator's constructor."""
     return _add_topk_div
 
 
 class HeadProducts(nn.Cell):
-    """(x [heads, T, K], weight with a matrix for each head, from `Backend.expert_weights`) -> [heads, T, N].
-
-    The rows of a head are multiplied like those of an expert.
-    """
+    """Multiplies x [heads, T, K] by a matrix for each head (from `Backend.expert_weights`). Returns [heads, T, N]."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def _quantized_values(
 
     If the files store integers that a matmul of one of `schemes` can use, return them. Dequantize other stored
     integers, because rounding them again would lose accuracy. Quantize floating-point values by the first scheme.
-    `as_cells`: also quantize dequantized values, because Cells choose their matmuls before the weights are read.
+    `as_cells`: quantize dequantized values again, because Cells choose their matmuls before the weights are read.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:
