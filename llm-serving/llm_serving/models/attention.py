@@ -220,7 +220,7 @@ def self_attention(
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
     """Return the key bias after the rotary embedding, averaged over all positions. An int8 KV cache subtracts it from
-    the keys, so that their rounding loses less (`Network.store_kv`).
+    the keys before it rounds them, which makes the rounding more exact (`Network.store_kv`).
     """
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]

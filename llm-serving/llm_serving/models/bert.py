@@ -32,9 +32,7 @@ def roberta_classifier(c: ConfigReader) -> Network:
 
 
 def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str] | None = None) -> Network:
-    """Build the network. `first_position`: table row of position 0. `classifier`: tensor names of the two linear layers
-    of a classifier, or None.
-    """
+    """Build the network. `first_position`: table row of position 0. `classifier`: names of its two linear layers."""
     net = empty_network(c, eps=1e-12, eps_key="layer_norm_eps", causal=False)
     heads, inner = attention_heads(c), c.integer("intermediate_size")
     function = _FUNCTIONS[c.choice("hidden_act", tuple(_FUNCTIONS), "gelu")]

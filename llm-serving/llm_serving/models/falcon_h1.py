@@ -1,7 +1,7 @@
 """Falcon-H1: Mamba-2 and attention in parallel in each layer, and constant multipliers.
 
-No operation computes a multiplier alone. If an activation function follows the multiplier, it is part of the weight
-before that function. Otherwise another operation, such as the addition to the residual, applies it as its factor.
+The multipliers need no operations of their own. A multiplier before an activation function is multiplied into the
+weight before that function. Any other one is a factor of another operation, such as the addition to the residual.
 """
 
 from typing import Literal

@@ -229,7 +229,7 @@ _WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
-    """Return the path of a weight's parameter. Weights of latent attention must be those of `with_latent_weights`."""
+    """Return the path of a weight of `with_latent_weights` in MindFormers' class, or None if the class lacks it."""
     if (path := latent_parameter(weight)) is not None:
         return path
     for pattern, place in _WEIGHT_NAMES:
@@ -239,10 +239,8 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether the parameter has the values of the stored tensors without padding. Padding of experts is allowed,
-    because MindFormers' class is built with the padded size.
-
-    Rows may be in another order, because MindFormers' class gets this server's rotary tables, which match the order.
+    """Return whether a weight has the values of its tensors without padding. Rows may be reordered, as for this
+    server's rotary tables. Experts may be padded, because MindFormers' class is built with the padded size.
     """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     is_plain = weight.transform is None or isinstance(weight.transform, Transposed)
@@ -260,9 +258,7 @@ def without_key_offsets(network: Network) -> Network:
 
 
 def _shared_with_native(network: Network) -> Network:
-    """Return a network without the choice of experts and without latent attention, for which MindFormers' classes have
-    operations of their own.
-    """
+    """Return a network without latent attention and routing, which MindFormers' classes compute themselves."""
     plain = copy.copy(network)
     plain.operations = [
         each for each in network.operations if each.kind != "route" and not is_of_latent_attention(each)
@@ -271,7 +267,7 @@ def _shared_with_native(network: Network) -> Network:
 
 
 def _unsupported_routing(network: Network, *, is_fused: bool) -> str | None:
-    """`is_fused`: whether FusedAddTopKDiv chooses experts in groups."""
+    """Return how MindFormers' class chooses experts differently, or None. `is_fused`: whether by FusedAddTopKDiv."""
     counts = [each.attributes["experts"] for each in network.operations if each.kind == "experts"]
     routes = [each.attributes for each in network.operations if each.kind == "route"]
     for count, each in zip(counts, routes, strict=True):
@@ -292,9 +288,7 @@ def _unsupported_routing(network: Network, *, is_fused: bool) -> str | None:
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what MindFormers' classes lack for the model with contexts of `num_positions` tokens. Return None if they
-    support it.
-    """
+    """Return what MindFormers' classes lack for a model with contexts of `num_positions` tokens, or None if nothing."""
     if architecture not in MINDFORMERS_CLASSES:
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"

@@ -59,12 +59,12 @@ def _attention_arguments(c: ConfigReader, network: Network) -> Mapping[str, Any]
 
 
 def _typed(c: ConfigReader, key: str) -> Any:
-    """Return a value of config.json, with a number that is written as text converted to a number."""
+    """Return a value of config.json. If it is a text, convert it to a number."""
     return c.number(key) if isinstance(c.config[key], str) else c.config[key]
 
 
 def _expert_arguments(network: Network, dtype: str, num_experts: str) -> Mapping[str, Any]:
-    """Return the arguments of MindFormers' config for experts. `num_experts`: the name of that for their number."""
+    """Return MindFormers' arguments about experts. `num_experts`: name of the argument for the number of experts."""
     found: dict[str, Any] = {}
     for each in network.operations:
         if each.kind == "route":
@@ -78,8 +78,8 @@ def _expert_arguments(network: Network, dtype: str, num_experts: str) -> Mapping
 
 
 def _group_arguments(network: Network) -> Mapping[str, Any]:
-    """Return the groups of experts if a token may use only some of them. MindFormers' GLM-4-MoE class has no fused
-    operator for the choice.
+    """Return the arguments about groups of experts, or none if a token may use all groups. MindFormers' GLM-4-MoE class
+    has no fused operator for the choice.
     """
     is_fused = bool(latent_attentions(network))
     for each in network.operations:

@@ -5,8 +5,8 @@ The class has the absorbed form of `models.latent_attention`, with three differe
 - The latent vector and the rotary key of a token are in one tensor. PagedAttention takes the first 512 elements of a
   key as its value (`mla_v_dim`).
 - One product computes the latent vector, the rotary key and the compressed query.
-- The elements of a query head that do not rotate are followed by those that rotate. In the native network, the former
-  of all heads are followed by the latter of all heads.
+- Each query head has its unrotated elements, then its rotated ones. The native network has the unrotated elements of
+  all heads, then the rotated ones of all heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def latent_attentions(network: Network) -> list[Operation]:
 
 
 def is_of_latent_attention(operation: Operation) -> bool:
-    """Return whether an operation is latent attention, or a product with a weight for each head beside it."""
+    """Return whether an operation is latent attention or one of its products with a matrix for each head."""
     return _is_latent(operation) or _projection(operation) == "kv_b_proj"
 
 
@@ -68,11 +68,10 @@ def unsupported_latent_attention(network: Network) -> str | None:
 
 
 def with_latent_weights(network: Network, *, transposed_values: bool = False) -> Network:
-    """Return a copy of the network that has the weights of MindFormers' class for latent attention. The copy serves to
-    read the weights. It does not compute the model.
+    """Return a network with the weights of MindFormers' class for latent attention. It serves only to read them.
 
-    Both weights with a matrix for each head are read like those of experts. `transposed_values`: transpose the one that
-    maps latent vectors to values, as BatchMatMul takes it.
+    The weights that map queries to latent vectors, and latent vectors to values, have a matrix for each head and are
+    read like weights of experts. `transposed_values`: transpose the matrices for values, as BatchMatMul takes them.
     """
     if not latent_attentions(network):
         return network
@@ -94,7 +93,7 @@ def with_latent_weights(network: Network, *, transposed_values: bool = False) ->
 def _of_layer(
     layer: dict[str, Operation], values: Operation, network: Network, *, transposed_values: bool
 ) -> list[Operation]:
-    """Return the products of a layer. `values`: the product of attended latent vectors."""
+    """Return one layer's products as MindFormers computes them. `values`: the product that maps latents to values."""
     keys, down = layer["kv_b_proj"], layer["kv_a_proj_with_mqa"]
     queries = layer.get("q_b_proj") or layer["q_proj"]
     heads, of_keys, of_values = keys.attributes["heads"], keys.weights["weight"], values.weights["weight"]
@@ -129,7 +128,7 @@ def _stacked(first: Weight, second: Weight) -> Weight:
 
 
 def _by_head(weight: Weight, heads: int, still: int) -> Weight:
-    """Reorder the rows of all heads' elements that do not rotate, `still` of each head, and of all that rotate."""
+    """Group rows by head: its `still` unrotated rows, then its rotated ones. Before, all unrotated rows come first."""
     rows = _order(weight)
     rotated = rows[heads * still :]
     wide = len(rotated) // heads
@@ -142,7 +141,7 @@ def _by_head(weight: Weight, heads: int, still: int) -> Weight:
 
 
 def latent_parameter(weight: Weight) -> str | None:
-    """Return the path of a weight of `with_latent_weights`. Return None if it does not belong to latent attention."""
+    """Return the path of a weight of latent attention in MindFormers' class, or None for any other weight."""
     found = _OF_LATENTS.fullmatch(weight.names[0])
     if found is None or (found[2] == "q_proj" and len(weight.names) > 1):
         return None

@@ -52,9 +52,7 @@ def feed_forward(
     stacks: ExpertStacks | None = None,
     normalise: bool = False,
 ) -> Value:
-    """Add the feed-forward block of layer `index`: a gated MLP if the layer is dense, otherwise `experts` experts, with
-    a shared one if configured.
-    """
+    """Add the feed-forward block of layer `index`: a gated MLP if it is dense, else experts and any shared expert."""
     dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
     if not experts or index in dense or (index + 1) % every:
         return gated_mlp(net, x, at, c.integer("intermediate_size"))
