@@ -1,7 +1,7 @@
 """`python -m llm_serving.log_keeper FILE BYTES FILES`: copy standard input to rotating log files.
 
-`llm-serving start` pipes the output of the server and its WorkAgents into this process, which writes the last lines of
-a crashed process, and keeps slow disks from blocking the server. It exits when all writers have exited.
+`llm-serving start` pipes the output of the server and its WorkAgents into this process. So the last lines of a crashed
+process are still written, and slow disks do not block the server. It exits when all writers have exited.
 """
 
 from __future__ import annotations
