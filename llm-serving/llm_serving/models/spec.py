@@ -66,7 +66,7 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the MTP layer's spec, or None. `stored`: tensor names, which show whether its experts are stacked."""
+        """Return the MTP layer's spec, or None. The tensor names `stored` show if each expert has its own tensors."""
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
         spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
@@ -78,7 +78,7 @@ class ModelSpec:
         return scheme_of(self.config, CONFIG_NAME)
 
     def config_value(self, key: str) -> Any:
-        """Return a configuration value. Derive the number of KV heads or layers from the network if it is absent."""
+        """Return a value of config.json. If it lacks the number of KV heads or layers, take it from the network."""
         caches = self.network.caches
         found = {"num_key_value_heads": caches[0].kv_heads, "num_hidden_layers": len(caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
@@ -90,12 +90,12 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """Shapes of the pairs of key and value tensors: one pair for each layer, unless `CacheLayout` shares them."""
+        """Shape of each pair of key and value tensors. Each layer has its own pair, unless `layout` shares pairs."""
         return self.layout.shapes
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """The groups of layers in the KV cache. There is one group unless `with_cache_groups` returned this spec."""
+        """Groups of layers in the KV cache: one group of all layers, unless `with_cache_groups` made this spec."""
         return self.network.layout or ungrouped(self.network.caches, self._windows)
 
     @cached_property
@@ -133,10 +133,9 @@ class ModelSpec:
         return self._with_network(sharded(self.network, rank, num_ranks))
 
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
-        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens.
-
-        Layers of an int8 cache that have different shapes stay in one group. With their scales, the bytes of a large
-        layer are no multiple of those of a small one, so they cannot share blocks.
+        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens. An int8
+        cache keeps layers of different shapes in one group: its scales make the bytes of a large layer no multiple of
+        the bytes of a small one, so the layers cannot share blocks.
         """
         network = copy(self.network)
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)
@@ -144,7 +143,7 @@ class ModelSpec:
         return self._with_network(network)
 
     def of_mindformers(self) -> ModelSpec:
-        """Return the spec with the KV cache of MindFormers' class."""
+        """Return the spec for MindFormers' KV cache, which has latent vector and rotary key in one tensor (MLA)."""
         network = copy(self.network)
         network.caches = joined_caches(network)
         return self._with_network(network)
@@ -254,7 +253,7 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """`config`: the section `model.model_config` of a MindFormers YAML. `network`: its `model.arch.type`."""
+        """Return the spec of a MindFormers YAML. `config`: its `model.model_config`. `network`: `model.arch.type`."""
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 

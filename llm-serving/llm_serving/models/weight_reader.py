@@ -45,7 +45,7 @@ class Extent:
 
 
 class ReadAhead:
-    """Reads extents one after another in its own thread. It ignores read errors, which the later access reports."""
+    """Reads ranges of files in order, in its own thread. It ignores errors, which the model's own read then reports."""
 
     def __init__(self, extents: Iterable[Extent], max_ahead: int = MAX_READ_AHEAD_BYTES) -> None:
         self._max_ahead = max_ahead
@@ -91,7 +91,6 @@ class ReadAhead:
 
 
 def _load(file: int, start: int, num_bytes: int, nowhere: int) -> None:
-    """Load bytes of a file into the page cache."""
     try:
         os.sendfile(nowhere, file, start, num_bytes)
     except OSError:  # some file systems cannot send
@@ -147,7 +146,7 @@ class WeightReader:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def zero_biases(self) -> dict[str, tuple[int, ...]]:
-        """Return the all-zero biases of quantized weights, which some exporters write for every layer."""
+        """Return names and shapes of the biases of quantized weights that are all zeros. Some exporters add them."""
         found = {name: tensor for name, tensor in self._tensors.items() if name.endswith(".bias")}
         return {
             name: tensor.shape
@@ -233,7 +232,7 @@ def check_folder(folder: Path) -> ModelSpec:
 
 
 def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
-    """Return the spec of a model's MTP layer (`models.layers`). Raise ModelError if it or its tensors are missing."""
+    """Return the spec of the multi-token prediction (MTP) layer. Raise ModelError if it or its tensors are missing."""
     rule = "scheduler_config.speculative_method: mtp needs a layer for multi-token prediction"
     stored = reader.shapes()
     layer = spec.mtp(stored)
