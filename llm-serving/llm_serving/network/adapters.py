@@ -3,8 +3,8 @@
 The result of a row x with an adapter is x * weight^T + B * round(A * x). A * x is rounded to the model dtype, and so is
 the sum at the end. A slot holds the matrices A and B of one adapter for every linear operation. If an operation stacks
 several tensors, such as q, k and v, each tensor is one part: it has its own A, which affects only its own columns of
-the result. A rank of a tensor-parallel replica holds the columns of A or the rows of B that match its rows or columns
-of the weight.
+the result. With tensor parallelism, a rank with some rows of the weight holds the same rows of B, and a rank with some
+columns holds the same columns of A.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LowRankChange:
 
 
 class Matrices(NamedTuple):
-    """A [rank, K] and scale * B [N, rank] of one part, such as q of a QKV weight. Rows of B for k and v are zeros."""
+    """A [rank, K] and scale * B [N, rank] of one part. For part q of a QKV weight, B's rows for k and v are zeros."""
 
     a: Float32Array
     b: Float32Array
@@ -53,13 +53,12 @@ class AdaptedLinear:
 
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
-        part_of_panel: Index of the part that each panel of 16 columns of the result belongs to.
-        a, b: The matrices A and B of all slots, where R is the rank of a part. The C++ kernels, which run a network as
-            a program (`network.program`), read them as panels (see `panels`): [slots, parts * R / 16, K, 16] and
-            [slots, N / 16, R, 16], with K, N and R rounded up to multiples of 16. MindSpore Cells, the alternative to
-            programs, read [slots * R, K] and [N, slots * R]; for them, all tensors form one part.
-        ranks: float32 [slots, parts], the rank of each part of the adapter in a slot. Only programs read it.
-        parts: float32 [N / 16], `part_of_panel` in the form that programs read.
+        part_of_panel: For each panel (16 columns of the result), the index of its part.
+        a, b: The matrices A and B of all slots; R is the rank of a part. The C++ kernels read panels (see `panels`):
+            [slots, parts * R / 16, K, 16] and [slots, N / 16, R, 16], with K, N and R rounded up to multiples of 16.
+            MindSpore Cells read [slots * R, K] and [N, slots * R], and all tensors form one part.
+        ranks: float32 [slots, parts], the rank of each part of the adapter in a slot, for the C++ kernels.
+        parts: `part_of_panel` as float32 [N / 16], for the C++ kernels.
     """
 
     weight: Weight
@@ -100,10 +99,9 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a copy of the network whose linear operations have adapter slots, and these slots.
-
-    The LM head or classifier gets no slots. Other linear operations get none if their weight is transformed, transposed
-    or separate for each head. `as_program`: use the slot layout of `network.program`, else that of MindSpore Cells.
+    """Return a copy of the network whose linear operations have adapter slots, and these slots. The LM head or
+    classifier gets no slots. Other linear operations get none if their weight is transformed, transposed or separate
+    for each head. `as_program`: lay the slots out for the C++ kernels, else for MindSpore Cells.
     """
     adapted = copy(network)
     head = network.head_operations
@@ -134,9 +132,8 @@ def experts_modules(network: Network) -> tuple[str, ...]:
 
 
 def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
-    """Return a matrix [N, K] as zero-padded panels [N / 16, K, 16], the layout that the C++ kernels read.
-
-    `in_pairs`: place inputs 2i and 2i + 1 of a row next to each other, as bfloat16 kernels multiply them together.
+    """Return a matrix [N, K] as zero-padded panels [N / 16, K, 16], the layout that the C++ kernels read. `in_pairs`:
+    place inputs 2i and 2i + 1 of a row next to each other, as bfloat16 kernels multiply them together.
     """
     n, k = matrix.shape
     rows, inputs = _padded(n), _padded(k)
@@ -211,7 +208,7 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError if the network cannot use an adapter, or if matrices that its configuration names are absent."""
+    """Raise ModelError if the network cannot use an adapter, or if it lacks a matrix that its configuration names."""
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:
         raise ModelError(

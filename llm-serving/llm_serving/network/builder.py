@@ -19,7 +19,6 @@ from llm_serving.network.weights import Constant, PaddedMeanScale, PositionEmbed
 
 class Network:
     """A network under construction. Each method appends one operation and returns the value that it writes.
-
     `gamma_transform`: function of stored norm weights, in float32, that returns the weights to use, or None. `causal`:
     whether a token attends only to itself and earlier tokens. If not, one step computes a whole prompt.
     """
@@ -201,8 +200,8 @@ class Network:
         stored_shape: tuple[int, ...] | None = None,
         eps: float | None = None,
     ) -> Value:
-        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments are those of `rms_norm`, but
-        each group has its own gamma and, if `bias`, its own beta. `stored_shape`: shape of tensors that are no vectors.
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32. Arguments: see `rms_norm`, but each
+        group has its own gamma and, with `bias`, its own beta. `stored_shape`: shape of a tensor that is no vector.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)
@@ -235,7 +234,7 @@ class Network:
         return self.record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Write keys and values to the cache of the next layer. Return the number of this layer.
+        """Add a layer with a KV cache, and write keys and values to it. Return the layer's index for `attention`.
 
         An int8 cache subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally, so
         the softmax stays the same. Capped scores would change, so the attention must not have a cap. If the network is
@@ -332,7 +331,6 @@ class Network:
         routed: Value | None = None,
     ) -> Value:
         """Compute the sum of topk_weight * down(function(gate) * up) over a row's experts, in order of their numbers.
-
         `router`: prefix of the tensor `<router>.weight`, [number of experts, H]. `inner`: intermediate size of an
         expert. `routed`: input of the router, by default x.
         """

@@ -18,8 +18,8 @@ STATE_ELEMENT_BYTES: Final = 4
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The KV cache of a layer: keys and values, each [num_blocks, block_size, kv_heads, width]. A `value_width` of 0
-    means that values are parts of the keys.
+    """The KV cache of a layer: keys and values, each [num_blocks, block_size, kv_heads, width]. If `value_width` is 0,
+    the keys contain the values, as in latent attention.
     """
 
     kv_heads: int
@@ -58,7 +58,7 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """A part of a key and a value tensor, for a layer that needs less memory per token than these tensors provide."""
+    """One part of a pair of key and value tensors, for a layer that needs only a fraction of the pair's memory."""
 
     tensors: int
     part: int
@@ -71,9 +71,9 @@ class CacheLayout:
     """The groups of a network's layers, and the tensors that hold their keys and values.
 
     The layers of a group attend to the same tokens and share a block table. All groups share the tensors: each pair of
-    key and value tensors has one row for every block. A block belongs to one group at a time. Its row in a pair then
-    holds the keys and values of one layer of that group, or of several smaller layers. So all groups take blocks from
-    one pool, although groups with a window need fewer blocks than others.
+    key and value tensors has one row for every block. The row holds the keys and values of one layer, or of several
+    smaller layers, of the group that uses the block. So all groups take blocks from one pool, although groups with a
+    window need fewer blocks than others.
     """
 
     windows: tuple[LayerWindow, ...]
@@ -90,9 +90,8 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks of this layout fit into the configured memory.
-
-        The configuration gives it as `num_tables` blocks that would each hold the keys and values of all layers.
+        """Return how many blocks of this layout fit into the configured memory, which suffices for `num_tables` blocks
+        with the keys and values of all layers.
         """
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)
@@ -104,7 +103,7 @@ ONE_LAYER: Final = CacheLayout((LayerWindow(),), ((0, 0),), (CacheShape(1, 1, 1)
 
 
 def ungrouped(shapes: Sequence[CacheShape], windows: Sequence[LayerWindow]) -> CacheLayout:
-    """Return one group with the widest window of the layers, or without a window if a layer attends within chunks."""
+    """Return a layout with one group. Its window is the layers' widest, or none if a layer attends within chunks."""
     widest = max(windows, key=_reach, default=LayerWindow())
     chunked = any(each.is_chunked for each in windows)
     layer_tensors = tuple((0, layer) for layer in range(len(shapes)))

@@ -30,7 +30,6 @@ class Expert:
 @dataclass(frozen=True)
 class ExpertStacks:
     """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
-
     `biases`: names of the tensors of both biases, [count, 2 * inner] and [count, H], or empty. `interleaved`: whether
     rows of gate and up alternate. `transposed`: whether the last two axes are exchanged.
     """
@@ -79,7 +78,7 @@ class ExpertRouting:
 def expert_weights(
     experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool, gated: bool = True
 ) -> dict[str, Weight]:
-    """Return the weights gate_up [count * 2 * inner, H] (half the rows without gates) and down [count * H, inner]."""
+    """Return gate_up [count * 2 * inner, H] (without gates [count * inner, H]), down [count * H, inner], and biases."""
     wide, halves = padded_order(inner, PANEL_ROWS), 1 + gated
     above: tuple[str, ...]
     below: tuple[str, ...]

@@ -5,8 +5,8 @@ a model folder that it is assembled from. SIGNATURES lists the inputs, weights a
 
     embedding         rows of a table by token id, or by position; zeros for a token whose row another rank holds
     linear            x * weight^T, optionally with a bias, one weight for each head, or adapters (`adapters.py`)
-    rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); with `centred`
-                      their layer norm (Ba et al. 2016), which subtracts the mean first
+    rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); if `centred`,
+                      layer norm (Ba et al. 2016), which subtracts the mean first
     rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
     store_kv          write keys and values to the cache of a layer
     attention         attention over that cache, causal or bidirectional
@@ -18,8 +18,8 @@ a model folder that it is assembled from. SIGNATURES lists the inputs, weights a
     causal_conv       depthwise convolution of a row with the rows before it in its sequence
     delta_rule        linear attention with a state for each head, by the gated delta rule
     ssm               state space model with a state for each head (Mamba-2)
-    mix_streams       several residual streams (AltUp), each plus a weighted sum of the equal parts of another value
-    match_streams     scale the equal parts of x to the root mean square of `like`; join `like` and them, or add all
+    mix_streams       add a weighted sum of the equal parts of x to each residual stream (AltUp, Baykal et al. 2023)
+    match_streams     `like` and the equal parts of x, scaled to the root mean square of `like`; or the sum of all
     sparsify          max(x - threshold, 0), with a threshold of mean + scale * standard deviation of the row
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights

@@ -94,15 +94,14 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits or scores from given hidden states.
-
-    The hidden states are its last weight. The token ids of a step are indices of their rows.
+    """Build the program that computes logits or scores from given hidden states. The caller passes the hidden states as
+    the program's last weight, and their row indices as token ids.
     """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network such as an MTP layer. It looks up its input rows like `build_head_program`."""
+    """Build the program of an MTP layer or the like. The caller passes input rows as in `build_head_program`."""
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
 
@@ -131,10 +130,9 @@ def assemble(
     num_adapter_slots: int = 0,
     layer_tensors: Sequence[tuple[int, int]] = (),
 ) -> Program:
-    """Encode a plan.
-
-    `first`: weights to number before all others, by default those of the last operation. `layer_tensors`: (group, KV
-    cache) of each layer. If it is empty, all layers form one group, and each layer has its own cache.
+    """Encode the operations of a plan as a program. `first`: weights that get the lowest numbers, by default those of
+    the last operation. `layer_tensors`: (group, KV cache) of each layer. If it is empty, all layers form one group, and
+    each has its own cache.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())

@@ -111,7 +111,7 @@ def block_weights(network: Network) -> set[Weight]:
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored GGUF blocks of a weight by tensor, or None if the kernels cannot multiply by them."""
+    """Return the stored GGUF blocks of a weight, in row order, or None if the kernels cannot multiply by them."""
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
         return None
@@ -145,10 +145,8 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return the given columns of quantized tensors.
-
-    If the columns split groups of inputs that share a scale, use groups of half the size, and so on. Return [] if this
-    needs groups below MIN_GROUP_SIZE.
+    """Return the given columns of quantized tensors. While the columns split groups of inputs that share a scale, halve
+    the groups. Return [] if this needs groups below MIN_GROUP_SIZE.
     """
     while True:
         picked = [each.with_columns(columns) for each in tensors]

@@ -53,7 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the context length that `factor` multiplies, or None if the model's maximum, `own`, includes it."""
+        """Return the length that `factor` multiplies, or None if the model's maximum `own` is already the product."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
@@ -99,9 +99,8 @@ class Rotary:
         return self._table(np.sin, num_positions)
 
     def mean_rotated(self, values: Float32Array) -> Float32Array:
-        """Rotate the bias of the keys to each of the first `MEAN_POSITIONS` positions, and return the mean.
-
-        An int8 KV cache subtracts this mean from all keys before it rounds them (see `Network.store_kv`).
+        """Rotate the bias of the keys to each of the first `MEAN_POSITIONS` positions, and return the mean. An int8 KV
+        cache subtracts this mean from all keys before it rounds them (see `Network.store_kv`).
         """
         cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
         heads = values.reshape(-1, 2, self.head_dim // 2)
@@ -162,7 +161,7 @@ def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_position
 
 
 def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
-    """Scale frequencies like `_yarn`, with the limits of `apply_scaling` in meta-llama/llama-models."""
+    """Interpolate like `_yarn`, between the wavelengths `original` / `high` and `original` / `low` (Llama 3)."""
     wavelengths = 2 * math.pi / plain
     # 0 where the wavelength is original/low or longer, 1 where it is original/high or shorter.
     kept = np.clip((scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)

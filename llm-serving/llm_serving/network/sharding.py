@@ -4,7 +4,7 @@
                          only their keys and values. Latent keys belong to all heads, so every rank stores all of them
     norm of all heads    every rank computes this norm, and the product before it, for all heads, and uses its own heads
     delta_rule, ssm      heads are split as well, with their states and with the columns of the convolution before
-                         them. If there are more ranks than groups of heads, several ranks have the same group
+                         them. If there are more ranks than groups of heads, several ranks compute one group
     causal_conv          columns are split, if a gate precedes and another gate follows the convolution (LFM2)
     gated_activation     columns of the gate and the matching columns of up are split
     experts              gate and up are split in the same way within each expert
@@ -45,7 +45,7 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network cannot be split over the ranks. The message is the rule that `KEY` violates, such as "must be 1"."""
+    """The network cannot be split over ranks. The message is the rule for `tensor_parallel`, such as "must be 1"."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
@@ -157,8 +157,8 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Follow `value`, such as the queries of attention, back to the matrix product that computes it. Return these
-        columns of the product. If a norm over all heads follows the product, also return the norm's result.
+        """Return the columns of a matrix product from which `value`, such as the queries of attention, is computed. If
+        a norm over all heads follows the product, also return the norm's result, else None.
         """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
@@ -187,7 +187,7 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Return this rank's part of each range (first column, width, number of equal parts to split it into)."""
+        """Split each range (first column, width, number of parts) over the ranks. Return the columns of this rank."""
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))
 

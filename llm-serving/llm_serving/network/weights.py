@@ -29,7 +29,7 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the order that turns [group][part] into [part][group]. `widths`: sizes of parts. `start`: first index."""
+    """Return the order with part 0 of all groups, then part 1, ... `start`: first index. `widths`: part sizes."""
     elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]
@@ -144,10 +144,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Multiplies a norm weight by sqrt(`share`), because the zero padding of rows reduces their mean square.
-
-    `share`: number of unpadded columns, divided by the number of all columns.
-    """
+    """Multiplies a norm weight by sqrt(`share`), the share of unpadded columns, as zeros lower a row's mean square."""
 
     share: float
     transform: Transform | None
@@ -186,10 +183,9 @@ class RowFactors:
 
 @dataclass(frozen=True)
 class PositionEmbedding:
-    """A learned embedding of positions, to which an embedding of token types is added.
-
-    `name`: tensor name prefix of the position table [first + num_positions, H], whose row `first` is position 0.
-    `types`: tensor name prefix of the type table [num_types, H].
+    """A learned embedding of positions, to which an embedding of token types is added. `name`: tensor name prefix of
+    the position table [first + num_positions, H], whose row `first` is position 0. `types`: tensor name prefix of the
+    type table [num_types, H].
     """
 
     name: str
