@@ -1,1 +1,1 @@
-"""The event log of requests and steps, explanations, timeline, snapshots and `/metrics`."""
+"""Shows what a server does: event log, latency breakdown of a request, timeline, snapshots and `/metrics`."""

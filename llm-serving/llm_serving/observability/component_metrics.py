@@ -196,7 +196,7 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Metrics of swapped requests and blocks, summed over replicas. Each scrape reads the use of the host pools."""
+    """Metrics of requests and blocks that were swapped to host memory, summed over replicas."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -238,9 +238,8 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count requests that migrated here, and the imports of KV blocks among `moves`.
-
-        `seconds`: time of each request from its last step on the old replica to its first on the new one.
+        """Count requests that migrated here, and their KV blocks, which the copies in `moves` import. `seconds`: for
+        each request, the time from its last step on the old replica to its first step here.
         """
         with self._lock:
             self._num_requests += len(seconds)

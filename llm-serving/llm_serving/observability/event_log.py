@@ -27,7 +27,7 @@ ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
 class Step(NamedTuple):
-    """One step, with times on the engine's clock. It began at `formed`, or at the end of the previous step if later."""
+    """A step, timed by the engine's clock. It began at the later of `formed` and the end of the previous step."""
 
     number: int
     formed: float
@@ -57,7 +57,7 @@ class Decision(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """A period without results, because steps were lost or the WorkAgent was restarting. `ended` may be infinite."""
+    """A period without results, because steps were lost or the WorkAgent restarted. `ended` is inf while it lasts."""
 
     began: float
     ended: float
@@ -132,8 +132,8 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """An immutable copy of an event log: steps since `kept_since`, outages, and decisions which waiting request is
-    blocked, each in order of time. The last two steps may be in flight; they then end at `now`.
+    """An immutable copy of an event log: the steps since `kept_since`, the outages, and at each change the waiting
+    request that was blocked, all in order of time. The last two steps may be in flight; their end is then `now`.
     """
 
     def __init__(
@@ -169,10 +169,9 @@ class EventSnapshot:
 
 
 class EventLog(StepObserver):
-    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
-
-    It holds the unfinished requests, the latest `num_requests` ended ones and the latest `num_steps` steps. If
-    `num_requests` is 0, the log records nothing.
+    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records. It holds
+    the unfinished requests, the latest `num_requests` ended ones and the latest `num_steps` steps. If `num_requests` is
+    0, the log records nothing.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
@@ -332,7 +331,7 @@ class EventLog(StepObserver):
 
 
 def client_ids(request_id: str) -> list[str]:
-    """Return the ids to search for: `request_id`, and `request_id` without a prefix of response ids (`ID_PREFIXES`)."""
+    """Return the ids under which an engine may know a response id: the id itself, and the id without its prefix."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 

@@ -172,7 +172,7 @@ class _SpanBuilder:
         self._until(end, Part.SENDING)
 
     def _find_states(self) -> list[_State]:
-        """Return the states of the request in order of time. The first is the time in the engine's inbox."""
+        """Return the states of the request in order of time. In the first, it waits in the engine's inbox."""
         record, events = self._record, self._events
         changes: list[_State] = []
         if record.queued_time is not None:

@@ -70,9 +70,8 @@ class StateSlotUsage(NamedTuple):
 
 
 class Metrics(Collector):
-    """The metrics of a server. Names that start with `vllm:` match dashboards for vLLM. Times are in seconds.
-
-    Several engine threads record without a lock, so the numbers of one scrape may belong to adjacent steps.
+    """The metrics of a server. Names that start with `vllm:` match dashboards for vLLM. Times are in seconds. Several
+    engine threads record without a lock, so the numbers of one scrape may belong to adjacent steps.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -119,7 +118,7 @@ class Metrics(Collector):
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions that every scrape calls. `machine` returns the WorkAgent's host, or "" if local."""
+        """Register functions that every scrape calls for a WorkAgent. `machine` returns its host, or "" if local."""
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
 
@@ -197,7 +196,7 @@ class Metrics(Collector):
         self._add("llm_serving:bound_violations_total", count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
-        """Count requests above their tenant's limit, and slots given to a class though another was entitled to them."""
+        """Count requests above their tenant's limit, and slots given to a class that was not entitled to them."""
         if num_of_tenants or num_of_classes:
             with self._lock:
                 for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
@@ -293,7 +292,6 @@ class Metrics(Collector):
         yield from self.http.collect()
 
     def _of_replicas(self, table: Sequence[tuple[str, str, str]], found: Mapping[int, NamedTuple]) -> Iterator[Metric]:
-        """Yield the gauges of a table of (metric, help text, field). `found` has the fields' values by replica."""
         for name, text, field in table:
             values = {(str(each), self.machine(each)): getattr(usage, field) for each, usage in sorted(found.items())}
             yield gauges(name, text, self._labels, ("replica", "machine"), values)

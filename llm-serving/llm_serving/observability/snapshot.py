@@ -48,7 +48,7 @@ class RunningRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a running request. Its `group` is a block id, which the caller must hide from clients."""
+        """Describe a running request. `group` is a block id of the server, which the caller must hide from clients."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(

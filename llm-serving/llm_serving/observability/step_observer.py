@@ -27,10 +27,8 @@ class CompletedStep(NamedTuple):
 
 
 class StepObserver:
-    """Base class of observers. Times are seconds on the engine's clock.
-
-    An engine calls only the methods that a subclass overrides, for each step in this order: `on_scheduled`,
-    `on_submitted`, then `on_completed` or `on_failed`.
+    """Base class of observers. Times are seconds on the engine's clock. An engine calls only the methods that a
+    subclass overrides, for each step in this order: `on_scheduled`, `on_submitted`, then `on_completed` or `on_failed`.
     """
 
     def on_scheduled(
