@@ -18,7 +18,6 @@ CLOSE_S: Final = 10.0
 
 class RecordFiles:
     """Files `{name}-{number}.rec` in a folder. Numbers continue after existing files; the oldest files are deleted.
-
     Only the background thread and `close` wait for the disk. The first error stops the recording, with one log line.
     """
 

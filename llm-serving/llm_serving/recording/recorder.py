@@ -97,9 +97,8 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Writes events and decisions as records with a running hash. Starts a new file after `max_file_bytes`.
-
-    Each file begins with the scheduler's complete state, so it can be replayed alone. An error ends only the recording.
+    """Writes events and decisions as records with a running hash. Starts a new file after `max_file_bytes`. Each file
+    begins with the scheduler's complete state, so it can be replayed alone. An error ends only the recording.
     """
 
     def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:

@@ -138,7 +138,7 @@ class ClassesDeprioritized(msgspec.Struct, array_like=True, frozen=True, tag="pu
 
 
 class Reloaded(msgspec.Struct, array_like=True, frozen=True, tag="reload"):
-    """A call of `Scheduler.reload`, with the rules in the same form as the state in `Header`."""
+    """A call of `Scheduler.reload`. `layouts` and `nodes` hold its rules, as `snapshot.capture` returns them."""
 
     layouts: dict[str, list[str]]
     nodes: list[Any]

@@ -84,9 +84,9 @@ class Replay:
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
-        """Replay all records, or those up to the decision of step number `until`. With `explain`, set `explanation`.
-
-        Raise ReplayDiffersError if a decision differs, RecordingError if a record is damaged or there is no such step.
+        """Replay all records, or those up to the decision of step number `until`. With `explain`, describe that step in
+        `explanation`. Raise ReplayDiffersError if a decision differs, RecordingError if a record is damaged or there is
+        no such step.
         """
         entries = iter(self._reader)
         for entry in entries:

@@ -82,7 +82,7 @@ def describe_decision(schedule: Schedule) -> str:
 
 
 def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
-    """Return why the step did not admit any waiting request. The numbers in the text are those after the step."""
+    """Return why the step did not admit any waiting request. The text shows the scheduler's numbers after the step."""
     blocked = scheduler.blocked
     if blocked is None:
         return "no request waits for admission"

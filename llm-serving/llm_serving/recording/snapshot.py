@@ -1,8 +1,8 @@
 """Writes a scheduler's state. A restored scheduler makes the same decisions as the original.
 
 The state is a graph of objects, some of which are shared and compared by identity. It is written as a list of nodes,
-each after the nodes to which it refers. A node has the name of its type and cells: scalars, or `[index]` of other
-nodes. Classes are restored without a call of their constructors.
+each after the nodes to which it refers. A node has the name of its type and then its values: scalars, or `[index]` of
+another node. Classes are restored without a call of their constructors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return (attribute names of each class, nodes) for an object and all objects to which it refers, as above."""
+    """Encode an object and all that it refers to. Return (attribute names of each class, nodes as described above)."""
     writer = _Writer()
     writer.cell(value)
     return writer.layouts, writer.nodes

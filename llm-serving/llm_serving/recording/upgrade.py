@@ -1,7 +1,4 @@
-"""Reads the scheduler's state in recordings of older formats.
-
-The classes of formats 14 and 17 were in other modules; those of format 14 and their attributes had other names, too.
-"""
+"""Reads the scheduler's state in recordings of formats 14 and 17, whose classes and attributes had other names."""
 
 from __future__ import annotations
 
@@ -149,7 +146,7 @@ def upgrade_scheduler(version: int, attributes: dict[str, Any]) -> dict[str, Any
 
 
 def _upgrade_blocks(blocks: dict[str, Any]) -> None:
-    """Convert a block manager: put all layers into one group, and let no free block be reused before others."""
+    """Convert a block manager of an older format: all layers form one group, and no free block is reused early."""
     groups = blocks["groups"] = CacheGroups((blocks.pop("window"),))
     blocks |= {"num_groups": 1, "has_sliding_window": groups.is_sliding, "max_blocks": [blocks.pop("most_blocks")]}
     blocks["_kept_ends"] = {}
