@@ -34,10 +34,8 @@ class ClassBounds:
     """Maximum number of consecutive steps that compute no token of a running request whose prompt is incomplete."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
-        """Return the maximum number of steps from arrival to first admission.
-
-        `num_ahead`: earlier requests of the class that were never admitted. `num_returning`: requests that
-        may be preempted and admitted again.
+        """Return the maximum number of steps from arrival to first admission. `num_ahead`: earlier requests of the
+        class that were never admitted. `num_returning`: requests that may be preempted and admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -72,7 +70,7 @@ def class_bounds(
     groups: CacheGroups = ONE_GROUP,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return how many steps requests of each class wait at most for admission, and at most between two tokens."""
+    """Return for each class how many steps a request waits at most: for its admission, and between two tokens."""
     # The bounds follow from these arguments:
     # Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens
     #   fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at
@@ -157,9 +155,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps by which one prompt token of a request delays the tokens of other requests.
-
-    `chunk`: number of prompt tokens for which every step that begins with prompts has room.
+    """Return by how many steps, at most, one prompt token of a request delays the tokens of other requests. `chunk`:
+    number of prompt tokens that a step can always compute if it begins with prompts.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -178,7 +175,7 @@ def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
 
 
 class _Due(NamedTuple):
-    """Heap entry of a waiting request. The request exceeds its bound when the clock of its class reaches `clock`."""
+    """Heap entry of a waiting request. Its wait exceeds the bound once the step clock of its class reaches `clock`."""
 
     clock: int
     sequence: int
@@ -187,10 +184,9 @@ class _Due(NamedTuple):
 
 
 class WaitMonitor:
-    """Counts the requests whose wait for admission exceeds its bound.
-
-    Each class has a clock, which counts the steps that could have scheduled the class. While a beam search runs, all
-    clocks stop, because beams may wait for each other without a bound.
+    """Counts the requests whose wait for admission exceeds its bound. Each class has a clock, which counts the steps
+    that could have scheduled the class. While a beam search runs, all clocks stop, because beams may wait for each
+    other without a bound.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
@@ -200,9 +196,8 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Monitor the wait of a request that has waited `num_waited` steps, in another class or before a reload.
-
-        `num_ahead`, `num_returning`: see `ClassBounds.max_wait_steps`.
+        """Monitor the wait of a request that has already waited `num_waited` steps, in another class or before a
+        reload. `num_ahead`, `num_returning`: see `ClassBounds.max_wait_steps`.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -230,10 +225,8 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes except `closed`. Return how many waits have just exceeded their bound.
-
-        `closed`: classes that the step could not admit from, for example because they are at their share limit, or all
-        classes while a beam search runs.
+        """Count a step on the clock of each class, except `closed`. Return how many requests now wait longer than their
+        bound. `closed`: classes at their share limit, or all classes while a beam search runs.
         """
         violations = 0
         for name, due in self._due.items():

@@ -1,4 +1,4 @@
-"""The parts of a scheduler that depend on its rules, and how a reload replaces them."""
+"""The queues, stages and bounds of a scheduler, which a reload of its rules replaces."""
 
 from __future__ import annotations
 

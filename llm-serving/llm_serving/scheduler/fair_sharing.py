@@ -24,7 +24,7 @@ _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
 class ClassUsage(NamedTuple):
-    """Service of a class at one scheduler since the last `pop_usage`, divided by its weight."""
+    """Sum of a class's shares of one scheduler's steps since the last `pop_usage`, divided by the class's weight."""
 
     service: int
     quantum: int
@@ -62,10 +62,8 @@ class WeightedFairSharing:
         self.contenders: list[str] = []
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine the contending classes, the only ones that may admit requests.
-
-        `waiting`: classes with a request to admit. `aged`: classes with a request that has waited `ageing_steps`.
-        `held`: class -> number of running slots.
+        """Determine the contending classes, which alone may admit requests. `waiting`: classes with a request to admit.
+        `aged`: classes with a request that has waited `ageing_steps`. `held`: class -> number of running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -86,10 +84,10 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class of `waiting` that admits the next request, or None if none of them may admit one.
 
-        This is the class with the lowest charge among the classes below their share of slots and blocks. If another
-        class has a charge that is lower by more than a quantum, that class is next. A quantum is the charge for one
-        slot in `quantum_steps` steps. If no class is below its share, the highest class is next. `held`, `blocks`:
-        class -> number of running slots, and of blocks.
+        It is the class with the lowest charge among those below their share of slots and blocks. A class at its share
+        goes first if its charge is lower by more than a quantum, the charge for one slot in `quantum_steps` steps. If
+        no class is below its share, the highest class is next. `held`, `blocks`: class -> number of running slots, and
+        of blocks.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -113,7 +111,7 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class of `among` whose prompts go first in a step, or None for fewer than two classes."""
+        """Return the class of `among` whose prompts go first in a step, or None if `among` has fewer than two."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
@@ -128,9 +126,9 @@ class WeightedFairSharing:
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """Return how many running requests of the class `name` the higher class `by` must not preempt.
 
-        These are the requests that fit into the share of `name` of slots and blocks. A request that only partly fits
-        counts too, until the class has received service for `quantum_steps` steps above its share. `blocks`: number of
-        blocks of each request. The share is given to the requests in this order.
+        These are the requests that fit into the share of `name` of slots and blocks. `blocks`: number of blocks of each
+        running request. They get the share in this order. One more request, which fits only partly, counts unless the
+        charge of `name` exceeds the charge of `by` by more than this request costs in `quantum_steps` steps.
         """
         if name not in self.contenders:
             return 0
@@ -157,7 +155,6 @@ class WeightedFairSharing:
         unserved: Collection[str],
     ) -> None:
         """Charge the classes in `contenders` for a formed step: for slots, for tokens of the step, and for blocks.
-
         `backlogged`: classes with a waiting request or a prompt to compute. `unserved`: classes with a prompt for which
         the step had too few tokens.
         """
@@ -251,17 +248,15 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return the maximum number of consecutive steps whose prefills may leave out the decodes of a class.
-
-    A class with 1/n of the weights decodes at least in every n-th step. The result is at least 1.
+    """Return the maximum number of consecutive steps whose prefills may leave out the decodes of a class. A class with
+    1/n of the weights decodes at least in every n-th step. The result is at least 1.
     """
     return max(1, sum_of_weights // weight - 1)
 
 
 class TenantTokenCounters:
-    """Virtual token counters of a class's tenants. The waiting tenant with the smallest counter goes next.
-
-    Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Recomputed tokens count again.
+    """Virtual token counters of a class's tenants. The waiting tenant with the smallest counter goes next. Recomputed
+    tokens count again. Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
     """
 
     def __init__(self) -> None:
@@ -279,10 +274,9 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Record that a tenant begins to wait.
-
-        Its counter rises at least to `least_waiting`, the smallest counter of the tenants that wait already. So idle
-        time earns no credit. If no tenant waits (None), the counter of the tenant that stopped waiting last is used.
+        """Record that a tenant begins to wait. Its counter rises at least to `least_waiting`, the smallest counter of
+        the tenants that wait already, so that idle time gives it no advantage. If no tenant waits (None), the counter
+        of the tenant that stopped waiting last is used.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)

@@ -161,10 +161,8 @@ class FairOrder:
 
 
 class ShortestOrder:
-    """Shortest job first.
-
-    The expected output length is the mean length of the tenant's finished requests in the class, at most `max_tokens`.
-    `PROMPT_TOKENS_A_STEP` prompt tokens count as much as one output token.
+    """Shortest job first. The expected output length is the mean length of the tenant's finished requests in the class,
+    at most `max_tokens`. `PROMPT_TOKENS_A_STEP` prompt tokens count as much as one output token.
     """
 
     shares_fairly = False

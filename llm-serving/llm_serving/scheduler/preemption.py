@@ -48,9 +48,8 @@ class Preemptor:
         return bool(victims)
 
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
-        """Allocate the blocks for a running request's next step. If too few are free, preempt other requests.
-
-        Return False if the request itself was preempted. This never happens to a protected request.
+        """Allocate the blocks for a running request's next step. If too few are free, preempt other requests. Return
+        False if the request itself was preempted. This never happens to a protected request.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)

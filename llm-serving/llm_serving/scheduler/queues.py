@@ -35,9 +35,8 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Waiting requests of one class. Preempted requests go first.
-
-    New requests follow in the configured order, which bypasses the oldest at most `max_overtakes` times in a row.
+    """Waiting requests of one class. Preempted requests go first. New requests follow in the configured order, which
+    bypasses the oldest at most `max_overtakes` times in a row.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -118,7 +117,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return when the longest-waiting request arrived, by the clock of its class, or None for an empty queue."""
+        """Return when the oldest request arrived, in steps on its class's clock, or None for an empty queue."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -211,7 +210,6 @@ class WaitingQueue:
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
         """Determine which classes may admit requests. Return the classes with waiting requests that are not closed.
-
         `closed`: classes at their share limit. `held`: class -> number of running slots. `aged_prefills`: classes with
         a prompt that is incomplete `ageing_steps` after its admission.
         """
@@ -225,12 +223,12 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the next request to admit, or None. See `update_contenders`; `blocks`: class -> number of blocks."""
+        """Return the next request to admit, or None. `held`, `blocks`: class -> number of slots, and of KV blocks."""
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 
     def charge(self, charges: Mapping[tuple[str, str], int]) -> None:
-        """Charge tenants for the tokens of a step: (class, tenant) -> number of virtual tokens."""
+        """Charge tenants for the tokens of a step. `charges`: (class, tenant) -> tokens; output tokens count more."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in charges.items():
@@ -277,7 +275,7 @@ class QueueKeys:
         return rank, order_key, step + self._priority_boost(request), sequence
 
     def _priority_boost(self, request: Request) -> int:
-        """Return by how many steps the priority shifts the arrival. A negative number moves the request forward."""
+        """Return by how many steps the priority shifts the request's arrival in queue order. Negative is earlier."""
         if not self._honours_classes:
             return 0
         boost = (request.priority - request.request_class.rank) * request.request_class.ageing_steps

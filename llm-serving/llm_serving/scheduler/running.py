@@ -104,10 +104,9 @@ class RunningSlots:
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
-        """Return whether slots and blocks suffice for a request, if the requests `without` are preempted first.
-
-        Enough blocks must stay free that each request that runs already can still allocate one block in each group of
-        layers. So a preemption is not needed immediately after the admission.
+        """Return whether slots and blocks suffice for a request, if the requests `without` are preempted first. One
+        block per running request and group of layers must stay free, so that running requests can grow without
+        preemption.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:

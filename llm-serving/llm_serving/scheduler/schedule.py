@@ -35,7 +35,7 @@ NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
 
 
 class Blocked(NamedTuple):
-    """The next request of the queue, which does not fit into a step. All requests behind it wait too."""
+    """Why the next request of the queue does not fit into a step. All requests behind it wait too."""
 
     request_id: str | None
     class_name: str | None
@@ -76,7 +76,7 @@ class ScheduledRow(NamedTuple):
 
 
 class PromptResults(NamedTuple):
-    """What a step returns about the prompt of one row besides sampled tokens: log-probabilities or a hidden state."""
+    """What a step returns about one row's prompt: log-probabilities of prompt tokens, or a hidden state."""
 
     row: int
     start: int
@@ -195,7 +195,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Return `blocked`, with reason SLOTS if all running slots belong to its own class or to higher classes."""
+    """Change the reason to SLOTS if all slots are in use, and none of them by a class below the blocked request's."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -204,7 +204,7 @@ def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: Runn
 
 
 def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
-    """Return the prompt results of these rows, without the log-probabilities that earlier steps returned."""
+    """Return what a step must return about the prompts of `rows`, without log-probabilities from earlier steps."""
     results = []
     for index, (request, num_computed, query_len, _, _) in enumerate(rows):
         if not request.has_prompt_results or num_computed >= request.num_prompt_tokens:
@@ -220,9 +220,8 @@ def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 
 
 def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[list[ScheduledRow], list[BlockMove]]:
-    """Return the rows whose requests migrate after this step, and the copies of their blocks for the next replica.
-
-    A request migrates after its first token. It stays if this token is also its last, or if the memory for such copies
+    """Return the rows whose requests migrate after this step, and the copies of their blocks for the next replica. A
+    request migrates after its first token. It stays if this token is also its last, or if the memory for such copies
     (`kvcache.transfer_pool`) is full.
     """
     migrating: list[ScheduledRow] = []
@@ -243,7 +242,7 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def plan_stores(
     rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
 ) -> list[StoredBlocks]:
-    """Return prompt blocks of these rows to store in the disk cache. Append the copies of these blocks to `exports`."""
+    """Return the prompt blocks of `rows` to store in the disk cache. Append the copies of these blocks to `exports`."""
     stores = []
     for row in rows:
         request = row.request
@@ -265,7 +264,7 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to a step without prompts, higher classes first. In recurrent models each takes a state slot."""
+    """Add draft tokens to a step without prompts, higher classes first. Recurrent models need a state slot for each."""
     if plan.prefills:
         return
     num_left = plan.budget if blocks.states is None else blocks.states.num_spare
@@ -279,9 +278,8 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 
 
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many tokens a step adds to a request: one, and one more for each accepted draft token.
-
-    A negative id in `token_ids` means that the request's constraint allows no token there.
+    """Return how many tokens a step adds to a request: one, and one more for each accepted draft token. A negative id
+    in `token_ids` means that the request's constraint allows no token there.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

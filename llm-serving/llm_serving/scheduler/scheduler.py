@@ -48,7 +48,7 @@ class Scheduler:
         classes: Sequence[RequestClass],
         order: Order | None = None,
     ) -> None:
-        """`classes`: by ascending rank. `order`: the order of admission within a class, by default that of arrival."""
+        """Start without requests. `classes`: by ascending rank. `order`: within a class, None for order of arrival."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
@@ -157,7 +157,7 @@ class Scheduler:
         )
 
     def _end_step(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Advance the waits of all requests by one step. Return how many requests exceed their bound because of it."""
+        """Count the step in all waits. Return how many requests now exceed their maximum wait or gap between steps."""
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
         num_violations = self.decode.count_gap_violations(plan, running, has_prompts)
@@ -170,10 +170,8 @@ class Scheduler:
         return num_violations
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        """Apply the sampled tokens of a step, in row order.
-
-        Return the requests that got a token, in row order. They are followed by the requests without output tokens that
-        finish, because they now have all results about their prompt.
+        """Apply the sampled tokens of a step. Return the requests that got a token, in row order, then the requests
+        that ask for no output tokens and finish now, because all results about their prompt have arrived.
         """
         self._confirm(schedule.rows)
         for store in schedule.stores:
@@ -251,16 +249,16 @@ class Scheduler:
     def set_priority(self, request: Request, priority: int) -> bool:
         """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
 
-        The new position counts from the request's arrival, so repeated changes do not add up. In a new class, the
-        request is queued last, or first if it has ever run. The priority stays the same if `max_overtakes` or the new
-        class's share forbids it.
+        Within its class, the request is placed as if it had arrived with this priority. In a new class, it is queued
+        last, or first if it has ever run. The priority stays the same if `max_overtakes` or the new class's share
+        forbids it.
         """
         if request.is_finished:
             return False
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline. The queue position changes only when the queue key is next computed."""
+        """Change the deadline. The request keeps its queue position until its class changes or the rules reload."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -276,7 +274,7 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request whose blocks a step has copied for the next replica. Return its state for this replica."""
+        """Remove a request whose blocks a step has copied for another replica. Return what that replica needs."""
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
@@ -322,7 +320,7 @@ class Scheduler:
     # --- sharing with the schedulers of other replicas --------------------------------------------------------------
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge the tenants for service that other replicas report. The bounds on waits stay the same."""
+        """Charge tenants for tokens that other replicas computed for them. The bounds on waits stay the same."""
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:

@@ -162,9 +162,8 @@ class PrefillStage:
 
     def estimate_tokens(self, request: Request) -> int:
         """Return how many prompt tokens must be computed before the first token of a waiting request, if it is next.
-
-        Cached tokens do not count. If a running request computes the same prefix now, only the part of the prefix that
-        is not computed yet counts.
+        Cached tokens do not count. If a running request computes the same prefix now, only the part that it has not
+        computed yet counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -191,7 +190,7 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit requests in order until one does not fit, or is of the class `before` or of a later class."""
+        """Admit requests in order, until one does not fit or its class is not ahead of the class `before`."""
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:

@@ -28,9 +28,8 @@ class LimiterChanges(NamedTuple):
 
 
 class SlotDemand(NamedTuple):
-    """Used and requested slots of a tenant at one scheduler.
-
-    All schedulers together may give the tenant `limit` slots. This scheduler may give it `num_leased` of them.
+    """Used and requested slots of a tenant at one scheduler. All schedulers together may give the tenant `limit` slots.
+    This scheduler may give it `num_leased` of them.
     """
 
     limit: int
@@ -69,10 +68,10 @@ class TenantLimiter:
     """Limits a tenant's requests in the waiting queue of each class to the number of the tenant's free slots.
 
     A tenant at its limit therefore blocks no other request. When one of its requests finishes, the first held request
-    of each class enters the queue. An admitted request counts until it finishes, also while it is preempted. The
-    classes of a tenant share its limit by weight. If fair sharing gives the next slot to a lower class, because its
-    requests have waited long enough, the free slots are reserved for this class. Several schedulers share a limit by
-    leases: each uses only its leased slots, and returns a lease when a request finishes.
+    of each class enters the queue. An admitted request uses a slot of its tenant until it finishes, also while it is
+    preempted. The classes of a tenant share its limit by weight. If fair sharing gives the next slot to a lower class,
+    because its requests have waited long enough, the free slots are reserved for this class. Several schedulers share a
+    limit by leases: each uses only its leased slots, and returns a lease when a request finishes.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
@@ -88,9 +87,8 @@ class TenantLimiter:
         """Ordered set of the tenants whose demand changed since `pop_demand`; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request, and hold it if its tenant is at its limit. Return changes of the waiting queue.
-
-        Return None if the tenant has no limit, or if the request counts already because it has run before.
+        """Add a request, and hold it if its tenant is at its limit. Return changes of the waiting queue, or None if the
+        tenant has no limit, or if the request has a slot already because it has run before.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -167,7 +165,7 @@ class TenantLimiter:
             self.is_active = self.is_active or bool(self._changed_tenants)
 
     def tick(self) -> LimiterChanges:
-        """Charge the classes of each tenant at its limit for their slots in a step. Return changes of the queue."""
+        """Charge classes of tenants at their limit for the slots they hold. Return changes of the waiting queue."""
         changes = LimiterChanges([], [])
         for tenant in list(self._full.values()):
             waiting, slots = self._update_contenders(tenant)
@@ -232,9 +230,8 @@ class TenantLimiter:
         return None if not waiting or name == waiting[0] else name
 
     def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
-        """Determine which classes of the tenant may admit requests.
-
-        Return its classes with waiting requests, by ascending rank, and the number of admitted requests of each class.
+        """Determine which classes of the tenant may admit requests. Return its classes with waiting requests, by
+        ascending rank, and the number of admitted requests of each class.
         """
         counts = Counter(each.request_class.name for each in tenant.active.values())
         waiting, aged = [], []

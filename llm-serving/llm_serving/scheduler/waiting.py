@@ -43,7 +43,6 @@ class WaitingRequests:
 
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
         """Take over all waiting requests from `before` at a reload, in order of arrival and with new wait bounds.
-
         `num_waited`: `Request.sequence` -> number of steps waited before. `requests`: all unfinished requests.
         """
         self.forks, self.paused = before.forks, before.paused
