@@ -90,7 +90,7 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the HTTP applications for `engine` and for the further models `others`. `open_model` loads more."""
+    """Return the HTTP applications for `engine` and the models `others`. `open_model` loads models on request."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -301,13 +301,13 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota that divides a store among tenants. Its size is the `serving_config` field `key`."""
+    """Return the quota of a store that tenants share. The `serving_config` field `key` sets its number of bytes."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
-    """Return the store of requests that clients may repeat. It loads requests from `log` and adds new ones."""
+    """Return the store of accepted requests, which clients may retry or resume. It reads and extends the file `log`."""
     serving, quota = engine.config.serving, tenant_quota_of(engine, "request_log_bytes")
     if serving.request_log == "none":
         quota = replace(quota, num_bytes=0)
@@ -320,8 +320,9 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Open the configured batch database, or `path`, whose answers may have any size. Return None if neither is
-    given. `ask` sends a line's request to the server's routes. Raise ConfigError if the database cannot be used.
+    """Open the configured batch database, or the one at `path`, whose answers have no size limit. Return None if
+    neither is given. `ask` sends a line's request to the server's routes. Raise ConfigError if the database cannot be
+    used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path

@@ -1,4 +1,4 @@
-"""The declaration of one route."""
+"""Declares one HTTP route, and turns errors of its handler into responses."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """Renumber `group`, the id of a request's first shared block: block ids show the activity of other tenants."""
+    """Replace block ids in `group` by 0, 1, ..., because block ids would show the activity of other tenants."""
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))

@@ -265,7 +265,7 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response, or None if the store is full. Also return `timeout_s`, which limits retries."""
+        """Return the response, or None if the store is full, and the seconds after which the line is not retried."""
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf

@@ -1,4 +1,4 @@
-"""Files and batches in the API, and the lines of their files."""
+"""Structs of OpenAI's files and batches, and of the lines in these files."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class PendingLine(NamedTuple):
 
 class BatchStore:
     """The database of files, batches and their lines. Each call is one transaction. Only one thread may use it. A
-    locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. `shares` limits
-    all stored bytes, and separately the inputs of unfinished batches.
+    locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. The quota
+    `shares` limits all stored bytes, and in the same way the inputs of unfinished batches alone.
     """
 
     def __init__(self, path: Path, shares: TenantQuota) -> None:

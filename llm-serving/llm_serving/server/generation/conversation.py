@@ -143,7 +143,7 @@ class ConversationRequest(ProtocolRequest):
 async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> list[int]:
-    """Render a conversation outside the event loop. Return its token ids. Raise RequestError if it is invalid."""
+    """Render a conversation in a thread, and return its token ids. Raise RequestError if the request is invalid."""
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))

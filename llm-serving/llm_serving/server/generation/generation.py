@@ -86,7 +86,7 @@ class Generation:
             self.streams[0].take = deliver
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
-        """Call `listener` with each change, such as -20, in the bytes of unread outputs. If None, stop calling."""
+        """Call `listener` with each change, such as -20, in the bytes of unread outputs. None ends the calls."""
         for stream in self.streams:
             stream.report_waiting(listener)
 

@@ -63,7 +63,7 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol. `bodies`: the request body and nested objects that may also describe the caller."""
+    """A request of one protocol. `bodies`: the parsed body, and nested objects with fields such as `user`."""
 
     id_prefix = ""
     route: ClassVar[str] = ""
@@ -166,9 +166,8 @@ async def _start(
 
 
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
-    """Refuse a request before tokenization if admission control would refuse even the fewest tokens that its prompts
-    can have. Raise CapacityError, UnavailableError if no WorkAgent is ready, or RequestError if it can never be
-    admitted.
+    """Refuse a request before tokenization if admission control would refuse even the fewest tokens its prompts can
+    have. Raise CapacityError, UnavailableError if no WorkAgent is ready, or RequestError if it can never be admitted.
     """
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     min_lens = []

@@ -36,7 +36,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes the event with the JSON of `content_of(text)` for many texts. Only the text is encoded for each event."""
+    """Encodes events whose JSON, `content_of(text)`, differs only in the text. For each, it encodes only the text."""
 
     __slots__ = ("_after", "_before")
 

@@ -104,7 +104,7 @@ def _compile(engine: AsyncEngine, output: StructuredOutput) -> TokenConstraint:
 
 
 def json_whitespace(engine: AsyncEngine) -> str:
-    """Return the whitespace that JSON may contain by default, as a regular expression."""
+    """Return the configured whitespace that JSON output may contain, as a regular expression."""
     return WHITESPACES[engine.config.serving.json_whitespace]
 
 

@@ -108,7 +108,7 @@ class OfferedTools:
 
     @property
     def constrained_by(self) -> str | None:
-        """The request field that forces calls, or that forces calls to match their schemas. None if no field does."""
+        """The field that forces tool calls (`tool_choice`) or calls that match their schemas (`tools`), or None."""
         if self.must_call:
             return "tool_choice"
         return "tools" if any(each.strict for each in self.callees) else None

@@ -107,7 +107,7 @@ class ConnectionLimits:
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the oldest connection of the group that is idle and has no unread bytes. Return False if none is."""
+        """Close the oldest idle connection of the group without unread bytes. Return False if there is none."""
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)

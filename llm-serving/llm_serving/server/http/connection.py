@@ -1,4 +1,4 @@
-"""One client connection, which enforces limits before uvicorn gets data and uses only public interfaces of asyncio."""
+"""One client connection. It enforces limits before uvicorn gets any data."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """The transport of uvicorn's protocol. uvicorn gets a request head when it is complete, in an unambiguous form, and
-    the next request once the previous response is complete. So a connection runs at most one request, whose application
-    is notified when the client disconnects. The application in `config` must be wrapped by `within_connection`.
+    """A client connection, which uvicorn uses as its transport. uvicorn gets a request head when it is complete, in an
+    unambiguous form, and the next request after the previous response. So a connection runs at most one request, whose
+    application is notified when the client disconnects. `within_connection` must wrap the application in `config`.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Pause reading while the application pauses the body or too much pipelined data is held. Else resume."""
+        """Pause reading while the application pauses the body or too many pipelined bytes wait. Otherwise resume."""
         request = self.request
         is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
         waits = not request.is_complete or self._write_paused
@@ -306,7 +306,7 @@ class Connection(asyncio.Protocol):
     # The transport as uvicorn sees it
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return information of the transport. An IPv4 address on an IPv6 socket is written as IPv4."""
+        """Return information about the transport. The address ::ffff:1.2.3.4 of an IPv6 socket becomes 1.2.3.4."""
         if name == "socket" or self._transport is None:
             return default
         value = self._transport.get_extra_info(name, default)

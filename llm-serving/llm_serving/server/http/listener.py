@@ -1,4 +1,4 @@
-"""The listening socket, and the limit of open files."""
+"""Opens the listening socket, and raises the limit of open files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `u
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Raise ConfigError if that is in use or not on this machine."""
+    """Return a listening socket. Raise ConfigError if the address is in use or does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -223,8 +223,8 @@ class HttpRequest:
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Return how many bytes of `data` were read as body, and the bytes for uvicorn. For uvicorn, the content of
-        several chunks is joined into one chunk. Raise RefusedError if the chunks are invalid or have too much framing.
+        """Return how many bytes of `data` belong to the body, and these bytes for uvicorn, with several chunks joined
+        into one. Raise RefusedError if chunks are invalid, or if their sizes and extensions take too many bytes.
         """
         if self._left is None:
             return self._read_chunks(data[:SLICE_BYTES])
@@ -235,8 +235,8 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Parse chunks. Return the number of bytes read and their content as one chunk. The parser gets pieces that end
-        at a blank line, as the body does, so that it reads nothing beyond the body.
+        """Parse chunks. Return the number of bytes read and their content as one chunk. The body ends with a blank
+        line, so the parser gets no piece that continues after one, and reads nothing beyond the body.
         """
         num_read, chunks = 0, self._chunks
         try:
@@ -303,9 +303,9 @@ class HttpRequest:
         self._connection.on_response_complete()
 
     def chunk_writer(self, to_bytes: Callable[[int, T], bytes], index: int) -> Callable[[T], bool]:
-        """Return a function of `piece` that writes `to_bytes(index, piece)` to the client as one chunk, without waking
-        the application's task. It returns False if nothing can be written now, because the response is not chunked or
-        the client reads too slowly.
+        """Return a function that writes `to_bytes(index, piece)` to the client as one chunk, without waking the
+        application's task. The function returns False if it can write nothing now, because the response is not chunked
+        or the client reads too slowly.
         """
         connection = self._connection
 

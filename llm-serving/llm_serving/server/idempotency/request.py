@@ -108,7 +108,7 @@ class IdempotentRequest:
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def id_generator(self, choice: int) -> Random:
-        """Return a generator of tool call ids: always the same for a recorded request, and random for others."""
+        """Return a generator of tool call ids. A retry of a recorded request gets the same ids; others are random."""
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -121,7 +121,7 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how identical or repeated requests share the response. Return None if none may share it."""
+        """Return the key and rules by which equal requests share the response, or None if they must not share it."""
         if self.rules.coalesces_identical and caller.deadline is None and (self.seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
@@ -154,7 +154,7 @@ def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
 
 
 def _distinctive(sampling: SamplingParams) -> object:
-    """Return the sampling parameters that affect the response. With greedy sampling, the seed does not."""
+    """Return the sampling parameters that affect the response. With greedy sampling, they exclude the seed."""
     content = msgspec.to_builtins(sampling)
     if sampling.greedy:
         del content["seed"]

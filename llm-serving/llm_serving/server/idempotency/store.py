@@ -1,8 +1,8 @@
 """The accepted requests that clients may repeat, found by stream or key, and their log on disk.
 
-The oldest requests are dropped when memory is full, or when they are too old. Files `requests-N.log` hold records:
-length and CRC-32 of the content as little-endian 32-bit integers, then the content as MessagePack. Reading stops at a
-damaged record, which a killed process may leave, and which is removed before the next record is appended.
+Requests are dropped when they are too old, and the oldest ones when memory is full. Files `requests-N.log` hold
+records: length and CRC-32 of the content as little-endian 32-bit integers, then the content as MessagePack. Reading
+stops at a damaged record, which a killed process may leave. The next append removes it first.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class AcceptedRequests:
         return record
 
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
-        """Return the accepted request of a key, or a claim, whose owner holds the key until it calls `settle`. Wait
-        while another request claims the key. Raise IdempotencyError if the key belongs to a different request.
+        """Return the accepted request of a key. If there is none, return a claim, which holds the key until `settle`.
+        Wait while another request holds the key. Raise IdempotencyError if the key belongs to a different request.
         """
         name = (tenant, key)
         while True:
@@ -145,7 +145,7 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Store a record as `restore` does. If it is stored and there is a log, log it too."""
+        """Store a record like `restore`. If the record is stored, also append it to the log."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)

@@ -52,7 +52,7 @@ class LineBudget:
         self._num_suppressed = 0
 
     def take(self, now: float) -> int | None:
-        """Count a line. Return the number of lines suppressed just before it, or None if it must be suppressed too."""
+        """Count a line. Return None if it must be suppressed, else how many lines were suppressed just before it."""
         self._left = min(self._burst, self._left + (now - self._since) * self._per_second)
         self._since = now
         if self._left < 1.0:
@@ -217,7 +217,7 @@ class Accounting:
                 self.tracer.answered(trace, context, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
-        """Record a connection that was refused before it became a request."""
+        """Log and count a connection that was refused before it sent a request. `status`: that of the refusal."""
         now = self.clock()
         context = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._record(context, int(status), now)
