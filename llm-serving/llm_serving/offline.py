@@ -139,7 +139,7 @@ class LLM:
         return [vectors[index] for index in range(len(prompts))]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter in addition to those of `lora_modules`. Raise ModelError if the model cannot use it."""
+        """Add an adapter to the configured ones (`lora_modules`). Raise ModelError if the model cannot use it."""
         adapter = self.adapters.read(name, folder)
         self.adapters.add(adapter)
         self.engine.set_adapter(adapter.number, str(folder))
@@ -147,9 +147,8 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams, *, adapter: str = ""
     ) -> list[list[RequestOutput]]:
-        """Return the best sequences of each prompt, best first.
-
-        `sampling` gives `max_tokens`, stop conditions and `logprobs`; it must be greedy and not change logits.
+        """Return the best sequences of each prompt, best first. `sampling` gives `max_tokens`, stop conditions and
+        `logprobs`; it must be greedy and not change logits.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search, adapter=adapter) for prompt in prompts]
