@@ -152,7 +152,7 @@ SECURITY_SCHEMES: Final = {
 
 
 def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
-    """Add ranges and descriptions to the schemas of the request bodies `bodies` and of the structs nested in them."""
+    """Add ranges and descriptions to the schemas `bodies` and to all schemas nested in them. Return `components`."""
     for name in _reached(components, bodies):
         schema = components[name]
         schema["additionalProperties"] = False

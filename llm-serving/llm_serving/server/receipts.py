@@ -39,9 +39,9 @@ class ReceiptIssuerProtocol(Protocol):
 
 
 class ReceiptHook:
-    """Loads the issuer of receipts for the first request that needs a receipt, or at the start of the server. Create
-    the hook before the model is loaded, because it records the state of the model's files. Raise ConfigError if
-    `serving_config.receipts` is `at_start` and the package is not installed.
+    """Starts receipts (verifiable records of responses). Loads the package that issues them for the first receipt, or
+    at the start of the server. Create the hook before the model is loaded, because it records the state of the model's
+    files. Raise ConfigError if `serving_config.receipts` is `at_start` and the package is not installed.
     """
 
     def __init__(self, config: ServingConfig) -> None:
@@ -66,7 +66,7 @@ class ReceiptHook:
     async def start_receipt(
         self, engine: AsyncEngine, response_id: str, created: int, adapter: Adapter | None
     ) -> ReceiptDraftProtocol:
-        """Start a response's receipt. The first one waits until the model's files are hashed."""
+        """Start a response's receipt, once the model's files are hashed. Raise RequestError if receipts are off."""
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)
         try:

@@ -262,7 +262,7 @@ class ServedModels:
         return self._models[name]
 
     def check_names(self, field: str, names: Iterable[str], besides: str) -> None:
-        """Raise RequestError for `field` if one of `names` belongs to an adapter or to a model other than `besides`."""
+        """Raise RequestError for `field` if another model than `besides`, or an adapter of it, has one of `names`."""
         used = [(model.name, {*names_of(model.engine.config), *model.engine.adapters.by_name}) for model in self]
         used += [(name, {*all_names_of(config)}) for name, config in self._changing.items()]
         for owner, taken in used:
@@ -371,7 +371,7 @@ def _uncommitted_bytes(model: ServedModel) -> int:
 
 
 def _check_serves(model: ServedModel) -> None:
-    """Raise RequestError if the model is paused or sleeps, because its waiting requests would block a drain forever."""
+    """Raise RequestError if the model is paused or asleep: its requests would wait, and a drain would never end."""
     if (gate := model.engine.lifecycle.gate) is not None:
         raise RequestError(QUERY, f"cannot be changed: {gate.reason}. Resume it or wake it up first", model.name)
 

@@ -18,7 +18,7 @@ class TenantQuota:
     key: str = "serving_config.batch_store_bytes"
 
     def room(self, used: int, own: int) -> int:
-        """Return how many more bytes a tenant may use. A negative number means that the tenant exceeds its limit."""
+        """Return how many bytes a tenant may still use, below 0 if too many. `used`: by all tenants. `own`: by it."""
         free = self.num_bytes - used
         return (free - own) // 2 if self.is_shared() else free
 

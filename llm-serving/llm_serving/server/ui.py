@@ -48,7 +48,7 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return a route for each file of the page, and one that redirects from / to the page. Read the files now."""
+    """Return a route for each file of the page, read by this call, and a route that redirects from / to the page."""
     files = [
         _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
         for path in sorted(FOLDER.iterdir())

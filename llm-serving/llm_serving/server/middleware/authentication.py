@@ -169,7 +169,7 @@ def hash_key(key: str) -> str:
 
 
 def _presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the distinct keys in a request's headers. `Authorization` counts only with the scheme Bearer."""
+    """Return the distinct API keys of a request, from `x-api-key` and from `Authorization` after `Bearer`."""
     shown = []
     for name, value in headers:
         scheme, _, rest = value.partition(b" ")

@@ -44,7 +44,7 @@ SHOWN_HEADERS: Final = (
 
 
 class BrowserGuard:
-    """ASGI middleware that refuses requests of foreign web pages if no API keys are needed, and answers preflights."""
+    """ASGI middleware that answers CORS preflights. If no API keys are needed, it refuses requests of foreign pages."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, *, needs_keys: bool, refused: Callable[[str], None]) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class BrowserGuard:
         raise PermissionDeniedError("Origin", rule, origin)
 
     def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
-        """Raise PermissionDeniedError if a page of another site loads a resource. Links are allowed from everywhere."""
+        """Raise PermissionDeniedError if another site's page loads a resource from here. A link to it is allowed."""
         if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
             return
         if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:

@@ -10,7 +10,7 @@ from llm_serving.errors import RateLimitError
 
 
 class TokenBucket:
-    """A token bucket that starts full and gets `capacity` tokens per minute. Its level may become negative."""
+    """A token bucket that starts full and gains `capacity` tokens per minute. More can be withdrawn than it holds."""
 
     def __init__(self, capacity: float, now: float) -> None:
         self.capacity = capacity
@@ -73,7 +73,7 @@ class Quota:
         return refund
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's `x-ratelimit-*` headers: limit, remaining amount, and time until the bucket is full."""
+        """Return OpenAI's `x-ratelimit-*` headers: each limit, what remains of it, and when it is full again."""
         now = self._clock()
         found = {}
         for what, bucket in self._buckets.items():

@@ -100,7 +100,7 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
 
 
 class Tracer:
-    """Exports spans in its own thread. `send` posts a message to the collector, or raises OSError or HTTPException."""
+    """Sends spans to the collector in its own thread. `send` posts one message, or raises OSError or HTTPException."""
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:
         self._send = send

@@ -1,6 +1,6 @@
-"""Reads a request body: limits its size and decoding cost, decodes it strictly, and checks unsupported fields. Decoding
-cannot be interrupted, so the values of a long body are counted first. A field that the body's struct lacks is refused
-if it might change the response, and otherwise named in the header `x-ignored-parameters`. A null counts as absent.
+"""Reads a request body: limits its size, decodes it strictly, and checks unsupported fields. Decoding cannot be
+interrupted, so a body with too many values is refused before it is decoded. A field that the body's struct lacks is
+refused if it might change the response, else named in the header `x-ignored-parameters`. A null counts as absent.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None:
-    """Return a name that occurs twice in the object `text`, decoded as `content`. Nested objects do not count."""
+    """Return a name that occurs twice in the JSON object `text`, or None. Names in nested objects do not count."""
     # Each name is followed by a colon; all other colons are inside names and values.
     inside = sum(name.count(":") + bytes(value).count(b":") for name, value in content.items())
     if text.count(b":") <= len(content) + inside:

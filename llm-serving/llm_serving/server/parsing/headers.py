@@ -26,7 +26,7 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return the names of ignored query parameters. Raise RequestError if one is unknown or given twice."""
+    """Return the query parameters in `IGNORED`. Raise RequestError for one not in `known`, or given twice."""
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:
@@ -66,7 +66,7 @@ def check_headers(request: Request) -> list[str]:
 
 
 def read_header(request: Request, name: str) -> str | None:
-    """Return a header of `CHECKED_HEADERS`, or None. `ignored_headers` then does not report this header."""
+    """Return a header of `CHECKED_HEADERS`, or None. `ignored_headers` does not report headers that were read."""
     value = request.headers.get(name)
     if value is not None:
         request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)

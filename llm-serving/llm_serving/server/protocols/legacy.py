@@ -112,7 +112,7 @@ class LegacyBuilder(ResponseBuilder):
         self._num_generated = 0
 
     def check(self, output: RequestOutput) -> None:
-        """Accept every output, because a failure becomes text of the response."""
+        """Do nothing, because this protocol reports failed requests as text of the response, not as errors."""
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
         return b"".join([self._token_line(token) for token in self._add(output)])

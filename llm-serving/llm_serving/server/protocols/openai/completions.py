@@ -122,7 +122,7 @@ class _CompletionRequest(ProtocolRequest):
 
 
 class _TextOffset:
-    """The `text_offset` of the next token: the number of characters before it. Tokens of one character share it."""
+    """The `text_offset` of the next token: the number of characters before it. Tokens within one character share it."""
 
     def __init__(self, text: IncrementalDetokenizer) -> None:
         self._text = text

@@ -79,8 +79,9 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Embed each text, or score each pair, cut to `truncations` tokens, by default to `body.truncate_prompt_tokens`.
-    The response id begins with `prefix`. Raise LLMServingError if the model has no pooling or a text is refused.
+    """Embed each text, or score each pair. `truncations`: maximum number of tokens of each one, by default
+    `body.truncate_prompt_tokens`. The response id begins with `prefix`. Raise LLMServingError if the model has no
+    pooling or a text is refused.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
@@ -182,7 +183,7 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens after `of_text` in `ids`. Truncation keeps them, as many models pool the last token."""
+    """Return the special tokens in `ids` after `of_text`. Truncation keeps them, as many models pool the last token."""
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
@@ -191,7 +192,7 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
-    """Raise RequestError for an empty, too long or invalid text. The engine's error would not have the field name."""
+    """Raise RequestError, which names the field, if a text is empty, too long, or has a token id from `num_ids` on."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, prompt in enumerate(prompts):
         if not prompt:

@@ -119,7 +119,7 @@ def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
-    """Return the `tool_choice` of chat completions, in which the name of a function is nested."""
+    """Convert a `tool_choice` to that of chat completions, which has the name of a function inside `function`."""
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
         refuse_unknown_keys("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice["name"]}}

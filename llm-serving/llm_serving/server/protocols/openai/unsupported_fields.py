@@ -47,7 +47,7 @@ EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 
 
 def named(here: str) -> RefusedField:
-    """Return the rule that refuses a field of another protocol and names the field `here` of this route instead."""
+    """Return the rule that refuses a field of another protocol. Its error names `here`, this route's own field."""
     return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)
 
 
