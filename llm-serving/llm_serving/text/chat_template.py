@@ -69,7 +69,7 @@ class GenerationBlock(Extension):
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """Return an environment in which templates see copies of plain data and no Python internals."""
+    """Return a Jinja environment in which templates see copies of plain data and no Python internals."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -222,11 +222,10 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a model folder, by name. `config`: content of `tokenizer_config.json`.
-
-    The templates in files are added to those in `config`. If a file, such as `chat_template.jinja`, has the default
-    template, the templates in `config` are ignored. Raise ModelError if a file cannot be read, or if a
-    `chat_template.json` has no template.
+    """Return the chat templates of a model folder, by name. `config`: content of `tokenizer_config.json`. The templates
+    in files are added to those in `config`. If a file, such as `chat_template.jinja`, has the default template, the
+    templates in `config` are ignored. Raise ModelError if a file cannot be read, or if a `chat_template.json` has no
+    template.
     """
     files = _read_template_files(folder)
     if DEFAULT in files:
@@ -284,7 +283,6 @@ class Conversations:
         **variables: object,
     ) -> str:
         """Return the prompt text, like `apply_chat_template` of transformers. Raise RequestError if the template fails.
-
         `add_generation_prompt`: end the text with the start of an assistant's answer. `continue_final_message`: end the
         text with the last message, so that the model continues this message. It needs at least one message, and cannot
         be combined with `add_generation_prompt`.

@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 def confined_channel(
     module: str, questions: Any, argv: Sequence[str] | None, max_memory_bytes: int
 ) -> tuple[Any, float]:
-    """Confine this process. Return its channel, for messages of type `questions`, and the CPU seconds per message."""
+    """Confine this process. Return the channel on which the master sends `questions`, and the CPU seconds for each."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
     parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one question")

@@ -14,7 +14,7 @@ from llm_serving.text.tool_parsers.base import COMMON
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls that an answer may contain, at most `most`. With `must`, the answer must consist of calls."""
+    """The tool calls that an answer may contain, at most `most`. `must`: whether it may contain nothing but calls."""
 
     format: ToolFormat
     callees: Sequence[Callee]

@@ -48,9 +48,8 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return the tokenizer in the form that llguidance needs. This takes a second for 200,000 tokens.
-
-    `end_ids`: ids of the tokens that end an output. At least one of them must have an entry in `token_bytes`.
+    """Return the tokenizer in the form that llguidance needs. This takes a second for 200,000 tokens. `end_ids`: ids of
+    the tokens that end an output. At least one of them must have an entry in `token_bytes`.
     """
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
@@ -94,7 +93,7 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Replace the matcher by one without cached lexer states, because outputs have used up `max_states`."""
+        """Replace the matcher, whose cached lexer states have reached the limit `max_states`, by one without any."""
         self._matcher = self._compiled()
         return self._matcher
 

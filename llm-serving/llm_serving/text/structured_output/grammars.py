@@ -1,8 +1,8 @@
 """Response formats as grammars: JSON schema, regular expression, choice, Lark and GBNF, translated for llguidance.
 
 A grammar consists of parts. The first part describes the whole response. A part in llguidance's language (Lark with
-extensions) refers to another part as `@name`. Every token whose text matches is allowed. This also holds where the
-grammar leaves only one text: the model may divide this text into any tokens.
+extensions) refers to another part as `@name`. Every token whose text matches is allowed. Where only one text is left,
+the model may still divide it into any tokens.
 
 For some formats in JSON schemas, the compiler is too permissive. For example, it accepts 29 February of any year as a
 `date`. This module adds a pattern to parts of a schema with such a format.
@@ -127,7 +127,7 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """Return the member of a JSON schema that sets llguidance's options. `whitespace`: see `json_grammar`."""
+    """Return the member of a JSON schema with llguidance's options: `others`, and `whitespace` as in `json_grammar`."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 
@@ -170,14 +170,13 @@ def any_grammar(text: str) -> Grammar:
 
 
 def is_lark(text: str) -> bool:
-    """Return whether a grammar is Lark: one of its lines starts the rule `start` or an option."""
+    """Return whether a grammar is Lark, not GBNF: a line begins with `%llguidance` or with the rule `start`."""
     return _LARK.search(text) is not None
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return the grammar that `text` describes in llguidance's language. There, `@name` refers to `named[name]`.
-
-    A grammar in `named` must have one part, apart from a first part that only refers to it.
+    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. Each
+    grammar in `named` must have one part, or two of which the first only refers to the second.
     """
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():

@@ -37,11 +37,9 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
 
 
 class TokenMatcher:
-    """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`.
-
-    `start`: a matcher at the start of the grammar, which is copied and never advanced. All copies share one limit on
-    the number of lexer states, which other outputs may have exhausted. `create_start()` returns a matcher at the start
-    that has no lexer states yet.
+    """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`. `start`: a matcher at the start
+    of the grammar, which is copied and never advanced. All copies share a limit on their lexer states. If other outputs
+    have used it up, `create_start()` makes a new matcher at the start.
     """
 
     def __init__(

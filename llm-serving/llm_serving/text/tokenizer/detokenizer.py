@@ -38,7 +38,7 @@ class StopStringMatcher:
         return self._held
 
     def add(self, text: str) -> Release:
-        """Add a piece of text. This is not allowed after a stop string was found."""
+        """Add a piece of text. Return the text before a possible stop string, and the stop string if it is complete."""
         if not self._held and not any(char in text for char in self._first_chars):
             return Release(text, None)
         states = self._states
@@ -99,7 +99,6 @@ SILENT: Final = _SilentDetokenizer()
 
 class IncrementalDetokenizer:
     """Decodes the output of one request in pieces. The pieces and the result of `flush()`, joined, are the whole text.
-
     Text is held back while the bytes of a character are incomplete, and while it may start a stop string. If the prompt
     ends within a character, the output completes it. A leading space that the tokenizer's decoder would strip is kept
     if the prompt has text, because the output continues that text.

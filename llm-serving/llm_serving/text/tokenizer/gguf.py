@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file: `llama` (sentencepiece), `gpt2` (byte pairs) or `bert` (word pieces)."""
+"""Reads the tokenizer in a GGUF file: `llama` (sentencepiece), `gpt2` (byte pairs) or `bert` (word pieces)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from llm_serving.text.tokenizer.word_pieces import word_pieces
 
 
 class Pre(NamedTuple):
-    """How to encode texts for one value of `tokenizer.ggml.pre`.
-
-    `words`: rule that splits a text into words. `begins`: value of `add_bos_token` if the file has none.
+    """How to encode texts for one value of `tokenizer.ggml.pre`. `words`: rule that splits a text into words. `begins`:
+    value of `add_bos_token` if the file has none.
     """
 
     words: Words
@@ -41,7 +40,7 @@ _END: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_case(suffix: str, digits: str, *, upper: str = _UPPER, lower: str = _LOWER, end: str = _END) -> str:
-    """Return an expression that splits words between a lower-case letter and an upper-case one."""
+    """Return a regular expression for one word. A word ends where an upper-case letter follows a lower-case one."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}|{digits}|{end}"
 
@@ -202,10 +201,9 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the ids of the tokens that end an answer: the end tokens that the file names.
-
-        If it names no end-of-turn token, the tokens with a text in `_TURN_ENDS` are added. For gpt-oss, the result is
-        the end-of-sequence token and the tokens in `_HARMONY_ENDS`.
+        """Return the ids of the tokens that end an answer: the end tokens that the file names. If it names no
+        end-of-turn token, the tokens with a text in `_TURN_ENDS` are added. For gpt-oss, the result is the
+        end-of-sequence token and the tokens in `_HARMONY_ENDS`.
         """
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()

@@ -1,4 +1,4 @@
-"""Sentencepiece tokenizers: `tokenizer.model`."""
+"""Reads the sentencepiece tokenizer in a `tokenizer.model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte-pair tokenizers with ranks: tiktoken files, and `tekken.json` of Mistral."""
+"""Reads byte-pair tokenizers whose tokens have ranks: tiktoken files, and `tekken.json` of Mistral."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ QWEN: Final = TiktokenFamily(
 
 @dataclass(frozen=True)
 class RankedPairs:
-    """The content of a vocabulary file; `TiktokenFamily` describes the other attributes.
-
+    """The vocabulary in a file of ranked byte pairs. `TiktokenFamily` describes `pattern`, `prefix` and `composes`.
     `ranks`: bytes of every text token -> rank; the pair with the lowest rank is merged first. `first_id`: id of rank 0.
     `special`: tokens of the file that are recognised in a text, by id.
     """

@@ -97,7 +97,6 @@ def _family(path: Path, config: Mapping[str, Any]) -> TiktokenFamily:
 
 class Tokenizer:
     """The tokenizer of a model folder. It runs no code of the folder except the chat template, in a confined process.
-
     `config`: content of `tokenizer_config.json`. `more_eos_token_ids`: ids that end a text in addition to the config's
     `eos_token`. `chat_templates`: templates by name, or None to use those of the config. Raise ModelError if the config
     contradicts itself or the vocabulary.
@@ -172,10 +171,9 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
-        """Return the token ids of two texts with the special tokens around them, and the type of each token: 0 or 1.
-
-        If the ids exceed `max_tokens`, the longer text is cut first. Vocabularies other than `TokenizersVocabulary` do
-        not specify special tokens and types for pairs: then no special tokens are added, and all types are 0.
+        """Return the token ids of two texts with the special tokens around them, and the type of each token: 0 or 1. If
+        the ids exceed `max_tokens`, the longer text is cut first. Vocabularies other than `TokenizersVocabulary` do not
+        specify special tokens and types for pairs: then no special tokens are added, and all types are 0.
         """
         if isinstance(self._vocabulary, TokenizersVocabulary):
             return self._vocabulary.encode_pair(first, second, max_tokens)
@@ -205,9 +203,8 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
-        """Return the bytes of each token id, and its text, or None if the bytes are not complete characters.
-
-        With `skip_special_tokens`, the bytes and texts of special tokens are empty.
+        """Return the bytes of each token id, and its text, or None if the bytes are not complete characters. With
+        `skip_special_tokens`, the bytes and texts of special tokens are empty.
         """
         return self._tables_without_special if skip_special_tokens else self._tables
 

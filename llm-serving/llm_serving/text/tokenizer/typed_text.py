@@ -20,7 +20,6 @@ _FILLERS: Final = ("", "\n", "a")
 
 class TypedText:
     """Tokenizes prompts so that special tokens which clients type in messages, such as `<|im_end|>`, remain plain text.
-
     Before the chat template is rendered, a random text (the sentinel) is inserted into each typed special token. It
     shows `encode` where to cut. `special`: text of each special token -> its id. `token_bytes(id)`: bytes of a token.
     """

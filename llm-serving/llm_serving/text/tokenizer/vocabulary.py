@@ -61,7 +61,7 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 class TokenSplitter:
-    """Finds tokens in a text from left to right. If several match at one position, the longest wins."""
+    """Splits a text at tokens, found from left to right. If several match at one position, the longest wins."""
 
     def __init__(self, tokens: Mapping[str, AddedToken]) -> None:
         self._tokens = dict(tokens)
@@ -117,7 +117,7 @@ class Vocabulary(Protocol):
 
 
 class TokenizersVocabulary:
-    """A `tokenizer.json`, whose decoder must join the tokens' bytes.
+    """The vocabulary in a `tokenizer.json`. Raise ModelError if its decoder does more than join the bytes of tokens.
 
     `added_tokens`: tokens of `tokenizer_config.json`, by id, some of which the file may lack. `special_texts`: texts
     that the config names as special tokens, for example as `bos_token`. A token of the file with such a text becomes a
@@ -188,7 +188,7 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts cut to `most` tokens. The longer is cut to the shorter, then both alike."""
+    """Return the lengths of two texts, cut to `most` tokens together. Cut the longer one first, then both alike."""
     if most is None or first + second <= most:
         return first, second
     shorter, longer = sorted((first, second))

@@ -75,10 +75,9 @@ class ToolParser(Protocol):
 
 
 class DelimitedCalls:
-    """Parser of calls that follow an opening delimiter. If no call follows, the text is returned unchanged.
-
-    `readers`: opening delimiter -> function that creates a reader of the text after it. `begins_open`: an answer may
-    start with a call that has no opening.
+    """Parser of calls that follow an opening delimiter. If no call follows, the text is returned unchanged. `readers`:
+    opening delimiter -> function that creates a reader of the text after it. `begins_open`: an answer may start with a
+    call that has no opening.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
@@ -200,7 +199,7 @@ class Callee:
 
 
 class Delimiters:
-    """Creates grammar terms for delimiters. `special_id(text)` returns the id of a special token, or None."""
+    """Creates the grammar terms that match delimiters. `special_id(text)`: id of the special token `text`, or None."""
 
     def __init__(
         self,
@@ -242,10 +241,9 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
-    """Return two grammar rules of a format in which an opening delimiter precedes the tool calls.
-
-    The rule `calls` matches an answer that must call tools: the first of `openings`, then `inside`, the grammar term of
-    the calls. The rule `free` matches any text; if one of `openings` occurs in it, `inside` must follow.
+    """Return two grammar rules of a format in which an opening delimiter precedes the tool calls. The rule `calls`
+    matches an answer that must call tools: the first of `openings`, then `inside`, the grammar term of the calls. The
+    rule `free` matches any text; if one of `openings` occurs in it, `inside` must follow.
     """
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
@@ -255,7 +253,7 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return the grammar rules of `call`: a JSON object with the members `first`, the tool's name and its arguments."""
+    """Return the rules of `call`: an object with the members `first`, tool name and arguments (key `arguments`)."""
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")

@@ -31,7 +31,7 @@ _KEY: Final = re.compile(r"[^\s:{}\[\],<\"']+")
 
 
 class _Source(PythonicSource):
-    """Reads one call. Its keys and strings have other delimiters than in JSON."""
+    """Parses one call of Gemma 4, whose keys and strings have other delimiters than in JSON."""
 
     def calls(self) -> list[Call]:
         if not self._skip(HEAD):

@@ -27,7 +27,6 @@ class JsonEnd:
 
     def find(self, text: str, start: int = 0) -> int | None:
         """Return the index after the object or array at `start`, or None if it is incomplete. Skip leading white space.
-
         `text` must extend the text of the previous call. Raise NotACallError if it cannot become an object or array.
         """
         if not self._closing:
@@ -65,7 +64,7 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call returned while its arguments, which begin at index `start`, are generated. They may be invalid JSON."""
+    """A call that is returned while the model writes its arguments, which begin at `start` and may be invalid JSON."""
 
     def __init__(self, name: str, start: int, call_id: str = "") -> None:
         self._name = name
@@ -90,7 +89,7 @@ class StreamedCall:
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return the call whose object at `start` begins with a name of `names` and arguments, or None."""
+    """Return the call in the JSON object at `start`, or None unless it begins with a name in `names` and arguments."""
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 

@@ -48,7 +48,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Texts before, after and between calls.  `fence`: delimiters of a code block that may surround all calls."""
+    """The texts before, after and between calls. `fence`: delimiters of a code block that may surround all calls."""
 
     opening: str
     closing: str
@@ -65,7 +65,7 @@ OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_l
 
 
 class PythonicReader:
-    """Reads calls up to a closing text. `calls` parses a text, or raises IncompleteError if it ends within a call."""
+    """Reads calls before `closing`. `calls(text)` parses them, or raises IncompleteError if `text` ends in a call."""
 
     def __init__(self, closing: str, calls: Callable[[str], list[Call]]) -> None:
         self._closing, self._calls = closing, calls

@@ -132,7 +132,7 @@ class _Reader:
         return True
 
     def _value(self, body: str) -> bool:
-        """Read a value up to the first closing tag that precedes another argument or the end of the call."""
+        """Read the value before a closing tag that an argument or the call's end follows. Return False if cut off."""
         closing = self._layout.argument[2]
         start = self._at
         while (end := body.find(closing, self._search)) >= 0:
