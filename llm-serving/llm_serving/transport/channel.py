@@ -29,10 +29,9 @@ Incoming = TypeVar("Incoming")
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connection. It sends messages of any type, and receives messages of the union `incoming`.
-
-    A frame is a little-endian uint32 length and that many bytes of msgpack. If a deadline passes in the middle of a
-    frame, the next call continues with the bytes already read. The channel owns the socket.
+    """One end of a connection. It sends messages of any type, and receives messages of the union `incoming`. A frame is
+    a little-endian uint32 length and that many bytes of msgpack. If a deadline passes in the middle of a frame, the
+    next call continues with the bytes already read. The channel owns the socket.
     """
 
     def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
@@ -58,9 +57,8 @@ class Channel(Generic[Incoming]):
         return str(self._socket.getpeername()[0])
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one frame, with characters that UTF-8 cannot encode escaped. Only one thread may send at a time.
-
-        Raise ProtocolError if the message exceeds `max_frame_bytes`, ChannelClosedError if the peer has exited, or has
+        """Send one frame, with characters that UTF-8 cannot encode escaped. Only one thread may send at a time. Raise
+        ProtocolError if the message exceeds `max_frame_bytes`, ChannelClosedError if the peer has exited, or has
         accepted nothing for `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
@@ -79,9 +77,8 @@ class Channel(Generic[Incoming]):
             raise ChannelClosedError(f"the connection failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
-        """Return the next message. Raise DeadlineExceededError if none is complete within `timeout_s` seconds.
-
-        Raise ChannelClosedError if the peer has exited, ProtocolError if the frame is too long or not a known message.
+        """Return the next message. Raise DeadlineExceededError if none is complete within `timeout_s` seconds. Raise
+        ChannelClosedError if the peer has exited, ProtocolError if the frame is too long or not a known message.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)

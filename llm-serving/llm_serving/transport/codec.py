@@ -49,10 +49,9 @@ _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
-    """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
-
-    A sample's history is the tokens that its penalties count. For a draft token, it ends with the draft tokens before
-    it. If the history of a sample starts with the whole history of the previous sample, this prefix is sent only once.
+    """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes. A
+    sample's history is the tokens that its penalties count. For a draft token, it ends with the draft tokens before it.
+    If the history of a sample starts with the whole history of the previous sample, this prefix is sent only once.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
     if len(sampling.history_token_ids):
@@ -136,8 +135,8 @@ def max_step_bytes(
     """Return the size of a buffer for the arrays of any step of a model with `num_groups` groups of layers.
 
     It covers, for each row, its whole history and a full bias table; for each token, a result and a bit mask; for each
-    draft token, a bias table and one history token (the rest is shared); for each block table entry, five block moves,
-    although four are enough. The kernel allocates pages at the first write, so a generous size costs little.
+    draft token, a bias table and one history token (the rest is shared); for each block table entry, five copies of KV
+    blocks. The kernel allocates pages at the first write, so a generous size costs little.
     """
     max_row_blocks = -(-max_model_len // block_size) * num_groups
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4

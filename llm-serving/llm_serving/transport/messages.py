@@ -153,7 +153,7 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """Notice that a step ends soon, so that the master forms the next. Sent before the step if its end is unknown."""
+    """Notice that a step ends soon, so that the master forms the next. Sent at once if the end is unknown."""
 
     step: int
 
@@ -165,7 +165,7 @@ class TopTokensDone(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
-    """`core.step.Scores`, each array as raw little-endian bytes."""
+    """Log-probabilities and ranks of given tokens (`core.step.Scores`), each array as raw little-endian bytes."""
 
     logprobs: bytes
     ranks: bytes
@@ -214,7 +214,7 @@ class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
 
 
 class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
-    """KV blocks of one machine's transfer pool, to be copied to the same block ids on another machine."""
+    """KV blocks that the master copies from the shared memory of one machine to the same block ids on another."""
 
     block_ids: list[int]
     epochs: list[int]
@@ -229,7 +229,7 @@ class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
-    """Request to copy a prompt's KV blocks, found by their `hashes`, from the disk cache into the transfer pool."""
+    """Request to copy KV blocks, found by `hashes`, from disk to the transfer pool, which WorkAgents share."""
 
     hashes: list[bytes]
     start: int

@@ -1,4 +1,4 @@
-"""Memory that processes share: arrays of steps, all-reduce buffers, and the transfer pool of KV blocks."""
+"""Memory that processes share: arrays of steps, all-reduce buffers, and KV blocks in transfer between WorkAgents."""
 
 from __future__ import annotations
 
@@ -50,10 +50,9 @@ def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
 
 
 class SharedBuffers:
-    """Buffers of equal size in one anonymous memory file. Each array starts at a multiple of 64 bytes.
-
-    The master creates the file, and the WorkAgent inherits its descriptor. The file has no name, so the kernel removes
-    it when both processes have exited. Pages are allocated when first written, so a generous size costs nothing.
+    """Buffers of equal size in one anonymous memory file. Each array starts at a multiple of 64 bytes. The master
+    creates the file, and the WorkAgent inherits its descriptor. The file has no name, so the kernel removes it when
+    both processes have exited. Pages are allocated when first written, so a generous size costs nothing.
     """
 
     def __init__(self, fd: int, num_buffers: int, buffer_bytes: int) -> None:
@@ -76,7 +75,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after arrays with the layout `behind`. Raise ProtocolError if they do not fit."""
+        """Copy arrays into a buffer, after those with the layout `behind`. Raise ProtocolError if they do not fit."""
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -190,7 +189,7 @@ def rank_memory(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def transfer_memory() -> Iterator[int]:
-    """Yield the descriptor of a new file for the KV transfer pool. The first process that maps it sets its size."""
+    """Yield the descriptor of a new file in which WorkAgents exchange KV blocks. Its first user sets its size."""
     fd = os.memfd_create("llm_serving_transfer", os.MFD_CLOEXEC)
     try:
         yield fd
