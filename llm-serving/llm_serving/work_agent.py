@@ -240,7 +240,7 @@ def run_steps(
     buffers: SharedBuffers | InlineArrays,
     throttle: BackgroundThrottle | None = None,
 ) -> None:
-    """Run steps and propose draft tokens until the master sends Shutdown. Raise the errors of `serve`."""
+    """Run steps and propose draft tokens until Shutdown. Raise TransportError or RankLostError if a peer is lost."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
     replies = _Replies(channel, runner)
@@ -367,7 +367,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input ends, a pipe from the parent. This also works if the parent exited very early."""
+    """Exit when the master exits, which closes standard input, a pipe. This works even if it exited before the call."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a WorkAgent: their matrices in host memory, and copies in the slots that the network reads."""
+"""The LoRA adapters of a WorkAgent: all in host memory, and copies of those in use where the network reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Stored(NamedTuple):
 
 
 class AdapterMemory:
-    """Holds LoRA adapters in host memory, and copies them to the slots in the network's Parameters that steps read."""
+    """Holds LoRA adapters in host memory, and copies them to slots: ranges of the Parameters that steps read."""
 
     def __init__(
         self,
@@ -75,10 +75,9 @@ class AdapterMemory:
         return [self._matrices(adapter, linear) for linear in self._linears]
 
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Copy adapters that are missing in their slots. Return the slot of each token, [T], or -1 without an adapter.
-
-        `adapters` [B, 2] holds the adapter number (0 if there is none) and the slot of each row. It is empty if no row
-        has an adapter. Raise WorkerError if an adapter is not in host memory, or if two adapters have the same slot.
+        """Copy each adapter of a step to its slot, unless it is there. Return the slot of each token, [T], or -1 for
+        none. `adapters` [B, 2] holds the adapter number (0 if there is none) and the slot of each row. It is empty if
+        no row has an adapter. Raise WorkerError if an adapter is not in host memory, or shares its slot with another.
         """
         if not len(adapters):
             return np.full(int(query_lens.sum()), -1, np.int32)
@@ -141,8 +140,8 @@ def _load_panels(slot: int, stored: _Stored, parameters: Sequence[ms.Parameter],
 
 
 def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[ms.Parameter]) -> None:
-    """Copy an adapter to its slot in a network of MindSpore Cells. One matrix A and one matrix B hold all `slots`
-    there. A slot is a range of rows of A and of columns of B. The part beyond the adapter's rank becomes 0.
+    """Copy an adapter to `slot` in a network of MindSpore Cells, where one matrix A and one matrix B hold all `slots`.
+    A slot is a range of rows of A and of columns of B. Beyond the adapter's rank it holds zeros.
     """
     a, b = parameters
     width = a.shape[0] // slots

@@ -52,9 +52,8 @@ def check_block_moves(
     exports: bool = False,
 ) -> None:
     """Raise WorkerError if a block move (a copy of a KV block or recurrent state) has an unknown kind, or an id that
-    its source or target memory lacks (see `SOURCE_AND_TARGET`).
-
-    If `exports`, each move must copy to the transfer pool. Otherwise, no move may copy to it.
+    its source or target memory lacks (see `SOURCE_AND_TARGET`). If `exports`, each move must copy to the transfer pool,
+    the memory that WorkAgents share. Otherwise, no move may copy to it.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -111,7 +110,7 @@ class BlockGuard:
         transfer: BlockTags | None = None,
         states: BlockTags | None = None,
     ) -> None:
-        """`transfer`: tags of the transfer pool, which WorkAgents share. `states`: tags of recurrent-state slots."""
+        """`transfer`: tags of the blocks in memory that WorkAgents share. `states`: tags of recurrent-state slots."""
         self._block_size = block_size
         self._groups = groups
         self._num_groups = len(self._groups.windows)
@@ -124,7 +123,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check the sources of the next copies, and tag the targets. Raise WorkerError if a source does not match."""
+        """Check the source of each copy before it starts, and tag its target. Raise WorkerError for a wrong source."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -132,21 +131,21 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check the next copies to the transfer pool. Tag targets as empty (unreadable) until `finish_exports`."""
+        """Check the sources of the next copies to shared memory. Tag targets unreadable until `finish_exports`."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
             num_written[move.target] = 0
 
     def finish_exports(self, exports: Int32Array) -> None:
-        """Tag the blocks that were copied to the transfer pool. Other WorkAgents can read them from now on."""
+        """Tag the blocks that were copied to the transfer pool, so that other WorkAgents can read them from now on."""
         tags = self._memories[BlockLocation.TRANSFER]
         for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
             tags.num_written[move.target] = min(move.num_tokens, MAX_TOKENS_PER_BLOCK)
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """After copies from the transfer pool, raise WorkerError if one of their sources was overwritten meanwhile."""
+        """After copies from the transfer pool, raise WorkerError if a source was overwritten while it was copied."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind in (BlockMoveKind.IMPORT, BlockMoveKind.IMPORT_STATE):
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
@@ -187,8 +186,8 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if a block was allocated again since its table was sent: its number of allocations, the
-        epoch, differs from `owners`. `reads` marks which entries of the block tables `blocks` come from.
+        """Raise WorkerError if one of `blocks` was allocated again after the master sent its number of allocations, the
+        epoch, in `owners`. `reads`: mask of the entries of the block tables that hold `blocks`.
         """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
@@ -211,7 +210,6 @@ class StateGuard:
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
         """Check which state slots a step reads and writes, and tag the written ones. Raise WorkerError on a mismatch.
-
         Return the slot that each row reads, [B], and the slot for the state after each token, [T], or `NO_SLOT`.
         """
         accesses = step.states

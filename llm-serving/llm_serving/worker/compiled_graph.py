@@ -64,8 +64,8 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph and return its result. The arrays must not change during the call. If the network is one CPU
-        operator (`ProgramNetwork`), the next call overwrites the result.
+        """Run the graph and return its result. The arrays must not change during the call. If one CPU operator computes
+        the whole network, the next call overwrites the result.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -75,8 +75,8 @@ class CompiledNetwork:
         return values
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph and return its result, which a device may still compute. If the network is one CPU operator
-        (`ProgramNetwork`), wait for the result.
+        """Start the graph and return its result, which a device may still compute. If one CPU operator computes the
+        whole network, wait for the result.
         """
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
@@ -112,10 +112,9 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """The graph in a MINDIR file, which mindspore_lite computes on an NPU. It is called like a `CompiledNetwork`.
-
-    `ini` is a file with options of the graph engine. The constructor raises ConfigError if the arguments of the graph
-    differ from `names` and the examples `inputs` in name, type or number of dimensions.
+    """The graph in a MINDIR file, which mindspore_lite computes on an NPU. It is called like a `CompiledNetwork`. `ini`
+    is a file with options of the graph engine. The constructor raises ConfigError if the arguments of the graph differ
+    from `names` and the examples `inputs` in name, type or number of dimensions.
     """
 
     num_compilations = 1
@@ -167,7 +166,7 @@ class StepNetwork(Protocol):
     def num_compilations(self) -> int: ...
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph. Arrays, and results of `submit`, must not change before this method returns."""
+        """Run the graph on arrays or results of `submit`, which must not change before this method returns."""
 
     def submit(self, arrays: Sequence[Any]) -> Any:
         """Start the graph. Return its result, which a device may still be computing."""
@@ -184,8 +183,8 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that compile at their first call. `num_prompt_rows`: maximum number of prompts in a step that
-    computes only whole prompts, or 0 for no such graph.
+    """Return the graphs of a network, each compiled at its first call. `hidden`: width of hidden states.
+    `num_prompt_rows`: maximum number of prompts in a step of whole prompts, or 0 for no graph of such steps.
     """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
@@ -199,7 +198,7 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return the networks that `llm-serving export` wrote. Raise ConfigError if the graphs have other arguments."""
+    """Return the graphs that `llm-serving export` wrote to `folder`. Raise ConfigError if they do not fit `spec`."""
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]
     states, head = (

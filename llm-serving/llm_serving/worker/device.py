@@ -49,9 +49,8 @@ def free_npu_memory() -> int:
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, at most `free` - `NPU_RESERVE`.
-
-    `free` is 0 if unknown. A limit that is too high is no error, because YAML files for older servers expect that.
+    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, at most `free` - `NPU_RESERVE`. `free`
+    is 0 if unknown. A limit that is too high is no error, because YAML files for older servers expect that.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
@@ -84,11 +83,10 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice for the operator.
-
-    The notice is empty unless the operator library is missing or the device cannot guarantee `exactness: exact`.
-    `is_native` is False for MindFormers' networks, which have their own matrix products. Raise KernelError if `kernels`
-    requires the library and it cannot be built or loaded.
+    """Return the backend for `device_target` and `kernels`, and a warning. The warning is empty unless the library of
+    CPU kernels is missing, or the device cannot guarantee `exactness: exact`. `is_native` is False for MindFormers'
+    networks, which have their own matrix products. Raise KernelError if `kernels` requires the library and it cannot be
+    built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)

@@ -57,10 +57,9 @@ class _File(NamedTuple):
 
 
 class DiskStore:
-    """Reads and writes the blocks of one model in a folder that other processes and models may use too.
-
-    All files together have at most `max_bytes`. No error of the disk is raised: a block that cannot be read counts as
-    missing, and one that cannot be written is not stored. The first error after a success is logged.
+    """Reads and writes the blocks of one model in a folder that other processes and models may use too. All files
+    together have at most `max_bytes`. No error of the disk is raised: a block that cannot be read counts as missing,
+    and one that cannot be written is not stored. The first error after a success is logged.
     """
 
     def __init__(self, folder: Path, max_bytes: int, fingerprint: bytes) -> None:
@@ -84,7 +83,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Mark the blocks before the first missing one as used now. Return their number."""
+        """Mark the stored blocks before the first missing one as used now. Return how many they are."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())

@@ -75,7 +75,7 @@ class DraftRow(NamedTuple):
 
 class DraftModel:
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        """Only the thread of `runner` may call this object. Tokens from `vocab_size` on are not proposed."""
+        """Only the thread of `runner` may call this object. It proposes only token ids below `vocab_size`."""
         self._runner = runner
         self._vocab_size = vocab_size
         self.blocks_per_request = count = blocks_per_draft_request(runner.kv_tensors.block_size)
@@ -84,7 +84,7 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` per request, or none if the request exceeds a limit, or raise WorkerError."""
+        """Return up to `num_draft_tokens` draft tokens for each request, or none for a request that exceeds a limit."""
         proposed: list[list[int]] = [[] for _ in requests]
         try:
             rows = self._rows(requests)
@@ -153,7 +153,7 @@ class DraftModel:
         return unfinished
 
     def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute a step of the uncached tokens. Return the next token of each row, or -1 if none can be sampled."""
+        """Run a step of the uncached tokens of `rows`. Return the next token of each, or -1 if none can be sampled."""
         token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
         return token_ids
 
@@ -180,7 +180,7 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the runner's model, for which the runner then keeps hidden states, or raise ModelError."""
+    """Load the MTP layer of the runner's model, or raise ModelError. The runner then keeps the states that it reads."""
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
     reader = WeightReader(folder, runner.spec.scheme, on_weights)
@@ -199,10 +199,9 @@ def load_mtp(
 
 
 class MtpModel(DraftModel):
-    """Runs the MTP layer of the model of `runner`. The layer shares the model's embedding and LM head.
-
-    For each token, the layer reads the token and the hidden state of the token before it. This state comes from the
-    layer itself if the token before is a draft token, otherwise from the model.
+    """Runs the MTP layer of the model of `runner`. The layer shares the model's embedding and LM head. For each token,
+    the layer reads the token and the hidden state of the token before it. This state comes from the layer itself if the
+    token before is a draft token, otherwise from the model.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class MtpModel(DraftModel):
         self._states.drop(no_block_moves(), slots)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Do the same as `DraftModel.propose`. A request whose hidden states are not kept gets no draft tokens."""
+        """Propose as `DraftModel.propose` does, but nothing for a request whose hidden states are not kept."""
         self._given = {}
         requests = [self._with_states(index, request) for index, request in enumerate(requests)]
         proposed = super().propose(requests)
@@ -235,8 +234,8 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request with only its last tokens, each of which follows a token whose hidden state is kept. Store
-        these hidden states in `_given`.
+        """Return the request without its first tokens, so that the hidden state before each remaining token is kept.
+        Store these hidden states in `_given`.
         """
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:

@@ -43,13 +43,13 @@ OF_EXPERTS: Final = (
 
 
 def has_experts_in_dtype(network: Network, quantization: str | None) -> bool:
-    """Return whether a network has experts whose rows are multiplied in the model dtype, not as 8-bit integers."""
+    """Return whether a network multiplies experts in the model dtype, which is not batch-invariant on Ascend."""
     has_experts = any(each.kind == "experts" for each in network.operations)
     return has_experts and quantization != QuantizationName.W8A8
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return whether answers are bit-identical, and otherwise why not. `has_experts`: see `has_experts_in_dtype`."""
+    """Return a text: whether answers are bit-identical, and if not, why. `has_experts`: see `has_experts_in_dtype`."""
     if has_experts and backend_name == "ascend_invariant":
         return OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]
@@ -59,11 +59,9 @@ PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
 
 
 def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return the guarantees that a WorkAgent on Ascend may give. A key says which packages must be installed for its
-    guarantee, or is "" if the packages do not matter.
-
-    `is_native`: whether the network is this project's own, not read from exported graphs. `has_experts`: see
-    `guarantee`.
+    """Return the guarantees that a WorkAgent on Ascend may give, by the packages that must be installed for them, or by
+    "" if the packages do not matter. `is_native`: whether the network is this project's own, not read from exported
+    graphs. `has_experts`: see `guarantee`.
     """
     if exactness == ExactnessName.FAST:
         return {"": guarantee(exactness, "ascend_fast")}
@@ -79,8 +77,8 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if, with this block size, other rows of a step can change the order in which PagedAttention
-    sums over a row's keys. If `Backend.attention_rows` is 0, every size is allowed.
+    """Raise ConfigError if, with this block size, PagedAttention may sum over the keys of a row in an order that
+    depends on other rows. `attention_rows`: of the backend. If it is 0, every size is allowed.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

@@ -27,7 +27,7 @@ def newest_tokens(query_lens: Int32Array) -> Int32Array:
 
 
 class HiddenStates:
-    """Hidden states of the last layer, by KV block and offset, of the `num_entries` most recently used blocks."""
+    """The last layer's hidden states of the tokens in the `num_entries` most recently used KV blocks."""
 
     def __init__(self, num_entries: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:
         self._block_size, self._dtype = block_size, dtype
@@ -39,7 +39,7 @@ class HiddenStates:
         self._num_uses = 0
 
     def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
-        """Drop the states of blocks that a step's moves overwrite, and those of the KV slots that the step writes."""
+        """Drop the states of tokens whose keys a step overwrites: by `block_moves` (copies of blocks) or at `slots`."""
         if len(block_moves):
             entries = self._entry_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
             self._is_kept[entries[entries != _NO_ENTRY]] = False
@@ -49,7 +49,7 @@ class HiddenStates:
         self._is_kept[entries[found], offsets[found]] = False
 
     def keep(self, slots: Int32Array, states: Float32Array) -> None:
-        """Keep the states [N, H] of the N KV slots of a step."""
+        """Keep the hidden states [N, H] of the N tokens whose keys a step writes to `slots`."""
         self._num_uses += 1
         blocks, offsets = np.divmod(slots, np.int32(self._block_size))
         known = self._entry_of[blocks]

@@ -230,10 +230,8 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return key and value tensors for a layer with smaller blocks, in a part of the memory of `pair`.
-
-    A row of the pair has n parts of the size of a smaller block. Block n * i of the result is part `view.part` of row
-    i.
+    """Return key and value tensors for a layer with smaller blocks, in the memory of `pair`. One row of the pair holds
+    n smaller blocks. Block n * i of the result is part `view.part` of row i.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):

@@ -28,7 +28,7 @@ SHARE: Final = 0.1
 
 
 class BlockStore(Protocol):
-    """The methods of `worker.kv_cache.TransferMemory`, whose module imports MindSpore."""
+    """The methods of `worker.kv_cache.TransferMemory`. An import of that class would import MindSpore."""
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]: ...
 
@@ -58,11 +58,9 @@ def serve_blocks(
     disk: Disk | None = None,
     block_size: int = 0,
 ) -> None:
-    """Answer the master's requests for blocks until the connection fails.
-
-    After each answer, call `pause_after` with the CPU seconds that the answer took by `clock`. Make no pause after
-    reads from disk, because a request waits for the blocks. `block_size` is the number of tokens in each block of
-    `disk`.
+    """Answer the master's requests for blocks until the connection fails. After each answer, call `pause_after` with
+    the CPU seconds that the answer took by `clock`. Make no pause after reads from disk, because a request waits for
+    the blocks. `block_size` is the number of tokens in each block of `disk`.
     """
     began = clock()
     while True:

@@ -63,12 +63,11 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
-    """Select the device, prepare kernels, read weights and compile the network. Return the runner and a notice.
-
-    `ranks_fd` and `transfer_fd` are the shared memory of the ranks and of the transfer pool, if they exist.
-    `group_port` is the port on this machine that the collectives of the ranks use. Raise ConfigError if the model
-    cannot be read or its cache does not fit, KernelError if kernels are missing, RankLostError if another rank has
-    exited.
+    """Select the device, prepare kernels, read weights and compile the network. Return the runner, and a warning about
+    missing kernels or inexact answers, or an empty text. `ranks_fd` and `transfer_fd` are the shared memory of the
+    ranks and of the transfer pool, if they exist. `group_port` is the port on this machine that the collectives of the
+    ranks use. Raise ConfigError if the model cannot be read or its cache does not fit, KernelError if kernels are
+    missing, RankLostError if another rank has exited.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -204,7 +203,7 @@ def limit_progress_reports(
 
 
 def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
-    """Return a runner for exported graphs, which contain weights and caches, and a notice for the operator."""
+    """Return a runner for exported graphs, which contain weights and caches, and the guarantee about its answers."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len

@@ -101,9 +101,8 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
-    """Keep the most typical tokens that have at least the fraction `share` < 1 of the total weight. Set others to 0.
-
-    A token is the more typical, the closer its exponent is to the mean exponent (Meister et al. 2022, section 4). Of
+    """Keep the most typical tokens that have at least the fraction `share` < 1 of the total weight. Set others to 0. A
+    token is the more typical, the closer its exponent is to the mean exponent (Meister et al. 2022, section 4). Of
     equally typical tokens, those with the lowest ids are kept. `exponents` [V] holds the logarithm to base 2 of each
     weight before it was rounded.
     """

@@ -84,7 +84,7 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """Tokens whose hidden states a network returns: all with results, or the first one because kernels need one."""
+        """Indices of the tokens whose hidden states a network returns. At least one, because kernels need one."""
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
@@ -92,7 +92,7 @@ class ModelInputs:
         return bool((self.context_lens == self.query_lens).all())
 
     def padded_to(self, num_rows: int) -> ModelInputs:
-        """Add rows without tokens up to `num_rows`, the number of rows of a graph."""
+        """Return a copy with empty rows added up to `num_rows`, the number of rows of a graph."""
         missing = num_rows - len(self.query_lens)
         return replace(
             self,
@@ -102,7 +102,7 @@ class ModelInputs:
         )
 
     def with_token_rows(self, multiple: int) -> ModelInputs:
-        """Make each token a row of its own. Add rows without tokens up to a multiple of `multiple`."""
+        """Return a copy in which each token is a row, with empty rows added up to a multiple of `multiple`."""
         rows = np.repeat(np.arange(self.num_rows, dtype=np.int32), self.query_lens)
         of_tokens = replace(
             self,
@@ -207,7 +207,7 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with 0 for `NO_BLOCK`, a freed block. Raise WorkerError for any other invalid id."""
+    """Return the block tables, with 0 for a freed block (`NO_BLOCK`). Raise WorkerError for other invalid ids."""
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

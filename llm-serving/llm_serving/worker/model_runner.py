@@ -380,7 +380,7 @@ class ModelRunner:
         return self._head((network.submit(arrays), *step_inputs_for_rows(len(inputs.selected_indices))))
 
     def _keep_states(self, inputs: ModelInputs, kept: HiddenStates) -> Float32Array:
-        """Do the same as `_forward`, and keep the hidden states of the newest tokens of each row."""
+        """Return the logits of a step, and keep the hidden states of each row's newest tokens for draft tokens."""
         indices = newest_tokens(inputs.query_lens)
         states = self._states_of(replace(inputs, sample_indices=indices))
         kept.keep(inputs.slot_mapping[indices], states)
@@ -398,7 +398,6 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for the previous step, `latest`. Return `inputs` with references replaced by its tokens, and the tokens."""
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

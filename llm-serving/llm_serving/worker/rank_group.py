@@ -43,13 +43,12 @@ class RankGroup(Protocol):
         """Raise RankLostError if another rank has exited or computes a different step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send numbers below 2^31, equally many on each rank. Return the numbers of all ranks, by rank."""
+        """Send `numbers`, each below 2^31 and as many on every rank. Return the list of each rank, by rank."""
 
 
 class CollectiveGroup:
-    """Ranks whose graphs use collectives. Create it once for each process, before the first tensor.
-
-    A collective never ends if a rank is missing. So the master terminates all ranks when one exits or a step exceeds
+    """Ranks whose graphs use collectives. Create it once for each process, before the first tensor. A collective never
+    ends if a rank is missing. So the master terminates all ranks when one exits or a step exceeds
     `serving_config.step_timeout_s`.
     """
 

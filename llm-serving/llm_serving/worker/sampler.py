@@ -56,7 +56,7 @@ class SampleArgs(ctypes.Structure):
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Do the same as `sampling_reference.choose_tokens` by the operator library, which does not check `sampling`."""
+    """Sample like `sampling_reference.choose_tokens`, by the library of CPU kernels. `sampling` is not checked."""
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
     inputs = [
@@ -163,7 +163,6 @@ def sample(
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
     """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Call `check_sampling` before.
-
     `previous` holds the tokens of the previous step, to which the token histories of samples may refer. If no token of
     a row can be sampled, `row_errors` of the output says why.
     """
@@ -177,13 +176,13 @@ def sample(
 
 
 def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
-    """Return for each sample whether it takes the largest logit, counted after penalties, bias and allowed tokens."""
+    """Return which samples take the token with the largest logit, after penalties, bias and allowed tokens."""
     greedy: NDArray[np.bool_] = (sampling.temperature == 0) | (sampling.top_k == 1)
     return greedy
 
 
 def uses_logits_unchanged(sampling: SamplingInput) -> bool:
-    """Return whether no sample changes its logits or needs log-probabilities."""
+    """Return whether no sample has penalties, a bias or allowed tokens, or needs log-probabilities."""
     return (
         not len(sampling.bias_token_ids)
         and not len(sampling.allowed_words)

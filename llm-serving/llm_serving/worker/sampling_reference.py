@@ -177,11 +177,9 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Apply the penalties to the logits `values`, in place.
-
-    Presence and frequency penalties apply to the tokens in `output`. The repetition penalty (Keskar et al. 2019,
-    section 4.1) applies to all `tokens`. It multiplies negative logits instead of dividing them, as later
-    implementations do.
+    """Apply the penalties to the logits `values`, in place. Presence and frequency penalties apply to the tokens in
+    `output`. The repetition penalty (Keskar et al. 2019, section 4.1) applies to all `tokens`. It multiplies negative
+    logits instead of dividing them, as later implementations do.
     """
     if repetition != 1:
         seen = np.unique(tokens)

@@ -91,13 +91,13 @@ def _rank(logits: Float32Array, token_id: int) -> int:
 
 
 def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
-    """Return how many hidden states each result needs, or None if each needs one. Only mean pooling needs several."""
+    """Return how many hidden states each result needs, several for mean pooling, or None if each needs one."""
     of_means = result_tokens[:, 2] == ResultKind.MEAN
     return np.where(of_means, result_tokens[:, 1] + 1, 1).astype(np.int32) if of_means.any() else None
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return a copy that selects, for each result, the last `counts` tokens up to and including the result's token."""
+    """Return a copy that selects, for each result, the last `counts` tokens up to and including its own token."""
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)
@@ -105,7 +105,7 @@ def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
 
 
 def means(states: Float32Array, counts: Int32Array) -> Float32Array:
-    """Return the mean of each result's hidden states, [len(counts), H]. The sums are in float64, in token order."""
+    """Return the mean of each result's `counts` hidden states, [len(counts), H], summed in float64 in token order."""
     ends = np.cumsum(counts)
     pooled = [states[end - count : end].mean(axis=0, dtype=np.float64) for end, count in zip(ends, counts, strict=True)]
     return np.array(pooled, np.float32)
@@ -113,7 +113,7 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
     """Split each input id, `token + type * vocab`, into the token and its type (in BERT: first or second text). Move
-    its position to the rows of `PositionEmbedding.table` for this type.
+    its position to the rows that `PositionEmbedding.table` has for this type.
     """
     if embedding is None or embedding.num_types == 1:
         return inputs

@@ -1,5 +1,5 @@
-"""The graph of steps in which each row has one token, such as decode steps. On a backend with `attention_rows`, every
-token becomes a row of its own, so the graph computes all steps.
+"""Runs the graph of steps in which each row has one token, such as decode steps. If the backend's attention computes
+each token as a row of its own (`attention_rows`), this graph computes all steps.
 
 The device chooses the tokens unless `choice_of` says that the host must sample. The device computes a step while the
 host prepares the next one.
@@ -90,7 +90,7 @@ class StartedStep:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`finish` makes the output of the step from the copied array."""
+        """`finish` makes the output of the step from the array that `copy` brings to the host."""
         self._pending: tuple[HostCopy, Callable[[NDArray[Any]], StepOutput]] | None = (copy, finish)
         self.placeholders: Int32Array = np.zeros(num_samples, np.int32)
         """Valid token ids that stand for the samples until these are known."""
@@ -114,10 +114,9 @@ class StartedStep:
 
 
 class DeviceLogits:
-    """Logits [S, V], float32, in the memory of the device, which computes them while the host continues.
-
-    `token_ids` and `largest` are the results of `Backend.largest_logits`. `parameters`, int32 [S, 15], says how
-    `TokenDrawing` draws tokens on the device. All three are None if no `TokenGraph` computed the step.
+    """Logits [S, V], float32, in the memory of the device, which computes them while the host continues. `token_ids`
+    and `largest` are the results of `Backend.largest_logits`. `parameters`, int32 [S, 15], says how `TokenDrawing`
+    draws tokens on the device. All three are None if no `TokenGraph` computed the step.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ def _pieces(fractions: Any) -> list[Any]:
 
 
 class TokenGraph:
-    """Runs a compiled `TokenNetwork`, which can read token ids of its latest run, and the graphs that draw tokens."""
+    """Runs a compiled `TokenNetwork` and the graphs that draw tokens. A run can read tokens of the run before."""
 
     def __init__(self, network: CompiledNetwork, backend: Backend, vocab_size: int) -> None:
         self._network = network
@@ -213,8 +212,8 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether the graph can compute a step. If the backend has no `attention_rows`, each row of the step
-        must have one token and one result.
+        """Return whether the graph can compute a step: always if the backend has `attention_rows`, otherwise if each
+        row of the step has one token and one result.
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
@@ -222,7 +221,6 @@ class TokenGraph:
         self, inputs: ModelInputs, given_ids: Int32Array | None = None, sampling: SamplingInput | None = None
     ) -> DeviceLogits:
         """Start a step. If it has no results, return the logits of its first token, because some kernels need a row.
-
         `given_ids` are token ids with references (`core.step.reference_to_previous_step`) to tokens that the device
         chose in the latest run, or None if there are no references. If `sampling` is None, the host samples.
         """
@@ -254,9 +252,8 @@ class TokenGraph:
         return step, self._latest, rows.context_lens, rows.query_lens, table_rows, selected
 
     def _rows_of(self, num_tokens: int, rows: ModelInputs) -> tuple[Any, Any]:
-        """Return `table_rows` and `sample_indices` of `TOKEN_ROW_INPUTS` for a step.
-
-        If every token is sampled, they depend only on the number of tokens, and stay on the device for later steps.
+        """Return the arguments `table_rows` and `sample_indices` of the graph for a step (see `TOKEN_ROW_INPUTS`). If
+        every token is sampled, they depend only on the number of tokens, and stay on the device for later steps.
         """
         table_rows, selected = np.arange(rows.num_rows, dtype=np.int32), rows.selected_indices
         table_rows[num_tokens:] = 0
