@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from llm_serving.core.request import FinishReason
+from llm_serving.speculation import NgramProposer, SpeculationController
 from support.engine_harness import Harness, bytes_of
 from support.factories import create_request
 from support.fake_runner import expected_output
@@ -71,6 +72,21 @@ def test_every_token_is_a_separate_output_with_and_without_drafts() -> None:
         )
     assert pieces[0] == pieces[1]
     assert [piece[2] for piece in pieces[0]] == list(range(1, 31))
+
+
+def test_waiting_requests_take_no_time_of_the_drafter() -> None:
+    """It learns a request when the request starts, so a long queue does not prolong its updates."""
+    drafter = SpeculationController(4, NgramProposer(3))
+    harness = Harness(drafter=drafter, block_size=16, max_num_seqs=2, ahead=False)
+    for number in range(8):
+        harness.engine.submit(create_request(4, request_id=str(number), max_tokens=20))
+    num_known, has_queue = [], []
+    while harness.engine.step():
+        num_known.append(len(drafter._ngram.requests))
+        has_queue.append(drafter.has_queue)
+    assert max(num_known) == 2
+    assert has_queue.index(False) == has_queue.count(True) > 30, "until the last two requests start"
+    assert all(harness.token_ids(str(number)) for number in range(8))
 
 
 class PayingDrafts(RandomDrafts):

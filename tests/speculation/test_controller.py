@@ -347,7 +347,7 @@ def test_the_draft_length_maximizes_throughput() -> None:
 def test_a_request_that_lost_its_draft_for_a_moment_does_not_count_as_delayed() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     for num_tokens in (*range(4, 37),) * 4:
-        controller.gain.record_step(num_tokens, 0.001 * max(1.0, num_tokens / 18), 0.00001)
+        controller.gain.record_step(num_tokens, 0.001 * max(1.0, num_tokens / 18), 0.0002)
     requests = [predictable(controller, rounds=4) for _ in range(4)]
     lost = controller._ngram.requests[requests[0]]
     del controller._ngram.matched[requests[0]], controller._predictable[requests[0]]
@@ -355,6 +355,18 @@ def test_a_request_that_lost_its_draft_for_a_moment_does_not_count_as_delayed() 
     assert controller._evaluate(4, {})
     lost.match_rate = MIN_ACCEPTANCE_RATE / 2
     assert not controller._evaluate(4, {})
+
+
+def test_drafts_may_prolong_steps_while_new_requests_wait_for_a_slot() -> None:
+    controller = SpeculationController(8, NgramProposer(3))
+    for num_tokens in (1, 5, 9):
+        controller.gain.record_step(num_tokens, 0.004 + 0.006 * num_tokens, 0.0)
+    controller.measured.prompt_share = 0.9
+    request = predictable(controller, rounds=4)
+    assert not controller.pays
+    controller.has_queue = True
+    answer(controller, request, AGAIN * 4)
+    assert controller.pays
 
 
 def test_aborted_requests_are_removed() -> None:

@@ -41,6 +41,16 @@ def test_the_expected_number_of_accepted_tokens_is_the_sum_of_rates() -> None:
 
 def test_drafts_delay_arriving_requests_little() -> None:
     """The more steps compute prompts, the less may drafts prolong the others."""
-    model, candidates = gain_model(0.3), [DraftCandidate(alike(0.95))]
+    model, candidates = gain_model(0.6), {DraftCandidate(alike(0.95)): 1}
     assert [model.pays(1, 1, candidates, 0, 0.0, share) for share in (0.0, 0.02, 0.9)] == [True, True, False]
     assert gain_model(0.0).pays(1, 1, candidates, 0, 0.0, 0.9), "free drafts delay no request"
+
+
+def test_shorter_drafts_pay_where_the_longest_delay_arriving_requests_too_much() -> None:
+    """The search also runs in short steps, and starts near the length that was best before."""
+    model, candidates, lengths = gain_model(0.1), {DraftCandidate(alike(0.95)): 1}, []
+    for prompt_share in (0.0, 0.9, 0.0, 0.0):
+        assert model.pays(1, 1, candidates, 0, 0.0, prompt_share)
+        model.prepare(1, 1)
+        lengths.append(model.plan(alike(0.95))[0])
+    assert lengths == [16, 4, 8, 16]

@@ -383,7 +383,7 @@ class EngineRequests:
         self._num_added += 1
         if (every := self._auditor.every) and self._num_added % every == 0:
             self._auditor.start(request)
-        self._expect(request)
+        self._watch_deadline(request)
         self._attach_sink(request, self._sink_context)
         self.event_log.queued(request, self._clock())
 
@@ -391,15 +391,15 @@ class EngineRequests:
         assert self.migration is not None
         if self.fleet is not None:
             self.fleet.record_migrated(migrating.request)
-        self._expect(migrating.request)
+        if self._drafter is not None:
+            self._drafter.add_request(migrating.request)
+        self._watch_deadline(migrating.request)
         self.migration.accept(migrating)
         self.event_log.queued(migrating.request, self._clock())
         if is_cancelled:
             finish(migrating.request, FinishReason.ABORT)
 
-    def _expect(self, request: Request) -> None:
-        if self._drafter is not None:
-            self._drafter.add_request(request)
+    def _watch_deadline(self, request: Request) -> None:
         if request.deadline is not None:
             self._deadlines.add(request)
 

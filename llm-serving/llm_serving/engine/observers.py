@@ -14,7 +14,7 @@ from llm_serving.observability.component_metrics import SwapLoad
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.schedule import Blocked
+from llm_serving.scheduler.schedule import FULL, Blocked
 from llm_serving.speculation import SpeculationController
 
 if TYPE_CHECKING:
@@ -185,6 +185,14 @@ class SpeculationObserver(StepObserver):
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
         self._continues = False
         """Whether unfinished requests remained after the previous step, so that the engine was never idle since."""
+
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
+        self._drafter.has_queue = blocked is not None and blocked.reason in FULL
+        if schedule is not None:
+            for request in schedule.started:
+                self._drafter.add_request(request)
 
     def on_completed(self, step: CompletedStep) -> None:
         drafter, schedule = self._drafter, step.schedule

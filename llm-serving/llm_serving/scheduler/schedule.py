@@ -32,6 +32,8 @@ class WaitReason(enum.StrEnum):
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
 """Reasons that may not hold in the next step: other requests used up the budget of this step."""
+FULL: Final = (WaitReason.SLOTS, WaitReason.BLOCKS)
+"""Reasons that hold until another request ends."""
 
 
 class Blocked(NamedTuple):

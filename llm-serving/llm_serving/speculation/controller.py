@@ -7,7 +7,8 @@ drafts can be formed only after the reply to the previous step. Drafts never cha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -37,18 +38,18 @@ RATE_PARTS: Final = 64
 """Acceptance rates are rounded down to multiples of 1/RATE_PARTS, so that draft lengths can be cached."""
 MAX_DELAY: Final = 0.03
 """Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
-MAX_ARRIVAL_DELAY: Final = 0.1
+MAX_ARRIVAL_DELAY: Final = 0.4
 """Maximum of (share of steps with prompts) * (time that drafts add to a step) / (step time). This limits the delay of
 new requests, because they wait until the current step has finished.
 """
 HOST_MEMORY: Final = 16
 PROPOSAL_S: Final = 3e-6
-MIN_SEARCH_STEP_S: Final = 0.004
-"""Minimum seconds of a step in which the best draft length is searched, which takes 1 % of this time."""
 MIN_CHECKED: Final = 32
 """`could_pay` is called before an update of the drafts only if at least this many requests have an n-gram match."""
 UPDATE_SHARE: Final = 0.005
 """Maximum fraction of the step time for updates of n-gram drafts while drafts do not raise the throughput."""
+PROMISING_SHARE: Final = 0.02
+"""The same, while requests without a match have lookups that should save more than they cost."""
 UPDATE_MEMORY: Final = 16
 MAX_UPDATE_PERIOD: Final = 16
 MIN_SWEPT: Final = 64
@@ -75,7 +76,7 @@ class GainModel:
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         self._num_rows = 0
         self._rows_s = self._token_s = 0.0
-        self._plans: dict[tuple[int, int], tuple[int, float]] = {}
+        self._plans: dict[Acceptance, tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """Record a decode step. `host_s`: by how long the wait for the previous step's reply delayed its start."""
@@ -105,18 +106,17 @@ class GainModel:
 
     def plan(self, acceptance: Acceptance) -> tuple[int, float]:
         """Return (draft length, expected number of accepted tokens) of the best draft, if proposing takes no time."""
-        key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
-        if (plan := self._plans.get(key)) is None:
-            acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
+        acceptance = rounded(acceptance)
+        if (plan := self._plans.get(acceptance)) is None:
             length = self.draft_length(acceptance)
-            plan = self._plans[key] = length, expected_tokens(acceptance, length)
+            plan = self._plans[acceptance] = length, expected_tokens(acceptance, length)
         return plan
 
     def pays(
         self,
         num_rows: int,
         num_drafted: int,
-        candidates: Sequence[DraftCandidate],
+        candidates: Mapping[DraftCandidate, int],
         num_unmatched: int,
         pass_s: float,
         prompt_share: float = 0.0,
@@ -124,15 +124,17 @@ class GainModel:
         """Return whether drafts raise the throughput of a step, and set the maximum draft length to the best one.
 
         Drafts delay requests without a draft, and new requests. Return False if no length keeps both delays within
-        limits. `num_rows`, `num_drafted`: see `prepare`. `num_unmatched`: requests that just lost their n-gram match;
-        they do not count as requests without a draft. `pass_s`: seconds of a draft model's pass. `prompt_share`:
-        fraction of the steps that compute prompts.
+        limits. `num_rows`, `num_drafted`: see `prepare`. `candidates`: how many requests have each draft.
+        `num_unmatched`: requests that just lost their n-gram match; they do not count as requests without a draft.
+        `pass_s`: seconds of a draft model's pass. `prompt_share`: fraction of the steps that compute prompts, or 0 if
+        new requests wait for a slot anyway.
         """
         if not self.step_s or not num_rows:
             return True
-        num_delayed = max(0, num_rows - len(candidates) - num_unmatched)
-        host_s, best_length, best_rate = self._host.value + len(candidates) * self._proposal.value, 0, 0.0
-        length = self._max_draft_tokens
+        num_candidates = sum(candidates.values())
+        num_delayed = max(0, num_rows - num_candidates - num_unmatched)
+        host_s, best_length, best_rate = self._host.value + num_candidates * self._proposal.value, 0, 0.0
+        length = min(self._max_draft_tokens, 2 * self._max_length)
         while length:
             self._num_rows, self._max_length = 0, length
             self.prepare(num_rows, num_drafted)
@@ -148,7 +150,7 @@ class GainModel:
                 best_length, best_rate = length, rate
             elif best_length:
                 break
-            length = length // 2 if self._rows_s >= MIN_SEARCH_STEP_S else 0
+            length //= 2
         if best_length != self._max_length:
             self._num_rows, self._max_length = 0, best_length or self._max_draft_tokens
         return best_length > 0
@@ -164,22 +166,28 @@ class GainModel:
                 return True
         return False
 
-    def _balance(self, candidates: Sequence[DraftCandidate], pass_s: float) -> tuple[float, float]:
-        num_draft_tokens, gain, longest = 0.0, 0.0, 0
-        share_s = 0.0 if pass_s == 0.0 else pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
-        for acceptance, max_tokens, uses_model in candidates:
+    def _balance(self, candidates: Mapping[DraftCandidate, int], pass_s: float) -> tuple[float, float]:
+        num_draft_tokens, gain, longest, share_s = 0.0, 0.0, 0, 0.0
+        if pass_s:
+            share_s = pass_s / max(1, sum(num for candidate, num in candidates.items() if candidate.uses_model))
+        for (acceptance, max_tokens, uses_model), num in candidates.items():
             if uses_model:
                 length = self.draft_length(acceptance, share_s)
                 accepted, longest = expected_tokens(acceptance, length), max(longest, length)
             else:
                 length, accepted = self.plan(acceptance)
-            num_draft_tokens += min(length, max_tokens)
-            gain += min(accepted, max_tokens)
+            num_draft_tokens += num * min(length, max_tokens)
+            gain += num * min(accepted, max_tokens)
         return gain, longest * pass_s + self._step_times.added_s(self._num_rows, num_draft_tokens)
 
 
 def alike(rate: float) -> Acceptance:
     return Acceptance(rate, rate)
+
+
+def rounded(acceptance: Acceptance) -> Acceptance:
+    first, further = acceptance
+    return Acceptance(int(RATE_PARTS * first) / RATE_PARTS, int(RATE_PARTS * further) / RATE_PARTS)
 
 
 def expected_tokens(acceptance: Acceptance, length: int) -> float:
@@ -214,12 +222,16 @@ class SpeculationController:
         self.gain = GainModel(max_draft_tokens)
         """Measured costs of drafts. The engine records each step without prompts here."""
         self.measured = MeasuredGain()
+        self.has_queue = False
+        """Whether requests wait for a slot or for KV blocks. Then drafts cannot delay their first step."""
         self.pays = False
         """Whether drafts raise the throughput although a step with drafts must wait for the previous reply."""
 
     def add_request(self, request: Request) -> None:
-        """Start to propose drafts for a request. Beam searches and requests for one token get none."""
-        if request.beam_search is not None or request.sampling.max_tokens <= 1:
+        """Propose drafts for a request that starts to run. Beam searches and requests for one token get none."""
+        if request.is_beam or request.beam_search is not None or request.sampling.max_tokens <= 1:
+            return
+        if request in self._ngram.requests:
             return
         drafts = self._ngram.add_request(request, 0.0 if self._model is None else self._model.acceptance_rate)
         if request.matcher is not None:
@@ -247,7 +259,7 @@ class SpeculationController:
             for request, drafts in self.waiting.items():
                 if request in self._constrained or request in self._predictable:
                     candidates[request] = drafts
-        if not candidates or not num_running:  # requests that wait may be known, but only running ones get drafts
+        if not candidates or not num_running:  # preempted requests are known, but only running ones get drafts
             return []
         self.gain.prepare(num_running, self._max_drafted)
         model_drafts = self._propose_by_model(model)
@@ -304,15 +316,16 @@ class SpeculationController:
         model = {} if self._model is None else self._model_requests()
         has_drafts = bool(self._predictable or self._constrained or model) and not self.measured.is_paused
         self.pays = has_drafts and self._evaluate(num_rows, model)
-        if self.pays or is_promising:
+        if self.pays:
             self._update_period = 1
         else:
             self._update_time.add(self._now() - began)
-            period = self._update_time.value / (UPDATE_SHARE * step_s) if step_s else 0
+            share = PROMISING_SHARE if is_promising else UPDATE_SHARE
+            period = self._update_time.value / (share * step_s) if step_s else 0
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests that may use the draft model; none while a request waits or computes its prompt."""
+        """Return the requests that may use the draft model; none while one is preempted or computes its prompt."""
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():
@@ -371,19 +384,20 @@ class SpeculationController:
         return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
-        candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
-        candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
+        candidates = Counter(DraftCandidate(rounded(drafts.acceptance)) for drafts in self._predictable.values())
+        for drafts in model.values():
+            candidates[DraftCandidate(alike(drafts.model_rate), uses_model=True)] += 1
         for request, drafts in self._constrained.items():
             if request in self._predictable or request in model or request.status is not RUNNING:
                 continue
             if drafts.forced_rate >= MIN_ACCEPTANCE_RATE:
                 num_forced = drafts.forced_tokens(len(request.output_token_ids))
-                candidates.append(DraftCandidate(alike(drafts.forced_rate), num_forced))
+                candidates[DraftCandidate(alike(drafts.forced_rate), num_forced)] += 1
         num_unmatched = 0
         for request, drafts in self._ngram.unmatched.items():
             num_unmatched += drafts.match_rate >= MIN_ACCEPTANCE_RATE and request.status is RUNNING
         pass_s = 0.0 if self._model is None else self._model.pass_s
-        share = self.measured.prompt_share
+        share = 0.0 if self.has_queue else self.measured.prompt_share
         return self.gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s, share)
 
     def _remove_aborted(self) -> None:

@@ -34,7 +34,7 @@ MIN_VARIANCE: Final = 1e-6
 """Minimum relative variance of token counts for an estimate of the time of one token."""
 
 PROMPT_MEMORY: Final = 64
-GAIN_MEMORY: Final = 16
+GAIN_MEMORY: Final = 8
 FIRST_GAIN: Final = 1.15
 MIN_GAIN: Final = 1.03
 FIRST_PAUSE_STEPS: Final = 256
