@@ -4,10 +4,11 @@
 
 A decode step of a WorkAgent (arrays, network, sampling) is measured for each number of running requests and each
 context length. Its lower bound is the time to read every weight and context once, to read and write every fixed-size
-state, and to compute every product, at the best memory bandwidth and arithmetic peak measured before and after each
-round. The cache holds zeros, which cost as much time as other values.
+state, and to compute every product. The memory bandwidth is the best one measured between these steps, because that of
+a virtual machine changes within seconds; the arithmetic peak is the best one measured before and after each round. The
+cache holds zeros, which cost as much time as other values.
 Combinations whose contexts need more than `--gigabytes` of cache are left out. With several `--rounds`, each
-combination counts with its fastest round, which removes disturbances by other programs.
+combination counts with the round that came closest to its bound, which removes disturbances by other programs.
 
 Without `--model` the weights are random, of a shape that `run.py make_model` knows (`15m` by default). Writes OUT.md,
 OUT.json and, with matplotlib, OUT.svg.
@@ -20,13 +21,15 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from benchmarks.make_model import SHAPES, make_model
-from harness.machine_limits import Limits, LostCoresMeter, StepCost
+from harness.machine_limits import Limits, LostCoresMeter, MemoryReader, StepCost
 from llm_serving.config import load_config
 from llm_serving.core.step import STATE_BEFORE, ResultKind, SamplingInput, StateAccess, StepInput
 from llm_serving.executor.supervisor import load_settings
@@ -49,7 +52,7 @@ class Point(NamedTuple):
     seconds: float
     """Median of the measured steps."""
     least_s: float
-    """Minimum seconds at the measured limits."""
+    """Lower bound of the seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,19 +67,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             model = load_config(None, [], model).model.model_path
         runner = _runner(model, arguments)
-    cost = StepCost(runner.spec, DTYPE)
+    cost, reader = StepCost(runner.spec, DTYPE), MemoryReader()
     limits, meter = Limits.measure(DTYPE), LostCoresMeter()
-    medians: dict[tuple[int, int], float] = {}
+    measured: dict[tuple[int, int], list[StepTime]] = defaultdict(list)
     for _ in range(arguments.rounds):
         for context in arguments.contexts:
             for running in arguments.running:
                 if running * _num_blocks(context) <= runner.kv_tensors.num_blocks:
-                    seconds = step_seconds(runner, running, context, arguments.seconds)
-                    medians[running, context] = min(seconds, medians.get((running, context), seconds))
+                    measured[running, context].append(step_time(runner, running, context, arguments.seconds, reader))
         limits = limits.better_of(Limits.measure(DTYPE))
     lost = meter.read()
-    points = list(judged(medians, cost, limits))
-    notes = [str(limits), f"cores lost meanwhile: {lost.programs:.2f} to other programs, {lost.host:.2f} to the host"]
+    points = [closest(size, times, cost, limits) for size, times in measured.items()]
+    bandwidths = sorted(each.read_bytes_per_s / 1e9 for times in measured.values() for each in times)
+    notes = [
+        str(limits),
+        f"bandwidth between the steps: {bandwidths[0]:.1f} to {bandwidths[-1]:.1f} GB/s",
+        f"cores lost meanwhile: {lost.programs:.2f} to other programs, {lost.host:.2f} to the host",
+    ]
     text = "\n".join([*table(points, arguments.contexts), "", *notes])
     print(text)
     arguments.out.with_suffix(".md").write_text(text + "\n")
@@ -86,9 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def step_seconds(runner: ModelRunner, running: int, context: int, seconds: float) -> float:
-    """Return the median seconds of a decode step of `running` requests with `context - 1` computed tokens each."""
+class StepTime(NamedTuple):
+    seconds: float
+    read_bytes_per_s: float
+    """Best memory bandwidth between the steps."""
+
+
+def step_time(runner: ModelRunner, running: int, context: int, seconds: float, reader: MemoryReader) -> StepTime:
+    """Return the median time of a decode step of `running` requests with `context - 1` computed tokens each."""
     times: list[float] = []
+    bandwidth = 0.0
     number = runner._next_step
     started = time.perf_counter()
     while len(times) < 7 or time.perf_counter() - started < seconds:
@@ -98,7 +112,8 @@ def step_seconds(runner: ModelRunner, running: int, context: int, seconds: float
         start = time.perf_counter()
         runner.execute(step)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+        bandwidth = max(bandwidth, reader.bandwidth())
+    return StepTime(statistics.median(times[2:]), bandwidth)
 
 
 def decode_step(number: int, running: int, context: int, *, has_states: bool = False) -> StepInput:
@@ -121,12 +136,16 @@ def decode_step(number: int, running: int, context: int, *, has_states: bool = F
     )
 
 
-def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Limits) -> Iterable[Point]:
-    for (running, context), seconds in medians.items():
-        pairs = running * context
-        num_bytes = cost.num_bytes(pairs) + 2 * running * cost.spec.state_bytes
-        least_s = limits.seconds(num_bytes, *cost.flop(running, running, pairs))
-        yield Point(running, context, seconds, least_s)
+def closest(size: tuple[int, int], times: Sequence[StepTime], cost: StepCost, limits: Limits) -> Point:
+    """Return the time that is closest to its lower bound. `size`: (running requests, context length)."""
+    running, context = size
+    num_bytes = cost.num_bytes(running * context) + 2 * running * cost.spec.state_bytes
+    flop = cost.flop(running, running, running * context)
+    points = []
+    for seconds, read_bytes_per_s in times:
+        then = replace(limits, read_bytes_per_s=read_bytes_per_s)
+        points.append(Point(running, context, seconds, then.seconds(num_bytes, *flop)))
+    return max(points, key=lambda point: point.least_s / point.seconds)
 
 
 def table(points: Sequence[Point], contexts: Sequence[int]) -> list[str]:

@@ -71,15 +71,25 @@ class Limits:
         )
 
 
-def read_bandwidth() -> float:
-    """Return the bytes per second at which the kernels' threads read uncached memory, best of several tries.
+class MemoryReader:
+    """Reads `READ_BYTES` of memory that is in no cache with the kernels' threads."""
 
-    CPUs differ in the cache level that allows more outstanding lines, so both levels are tried.
-    """
-    memory = np.ones(READ_BYTES // 8, np.int64)
-    read = library.load().llm_read_memory
-    levels = [level for _ in range(NUM_TRIES) for level in CACHE_LEVELS]
-    return READ_BYTES / min(_seconds(partial(read, memory.ctypes.data, memory.nbytes, level)) for level in levels)
+    def __init__(self) -> None:
+        self._memory = np.ones(READ_BYTES // 8, np.int64)
+
+    def bandwidth(self, num_tries: int = 1) -> float:
+        """Return the bytes read per second, best of `num_tries` for each of `CACHE_LEVELS`.
+
+        CPUs differ in the cache level that allows more outstanding lines, so both levels are tried.
+        """
+        read, memory = library.load().llm_read_memory, self._memory
+        levels = [level for _ in range(num_tries) for level in CACHE_LEVELS]
+        return READ_BYTES / min(_seconds(partial(read, memory.ctypes.data, memory.nbytes, level)) for level in levels)
+
+
+def read_bandwidth() -> float:
+    """Return the bytes per second at which the kernels' threads read uncached memory, best of several tries."""
+    return MemoryReader().bandwidth(NUM_TRIES)
 
 
 def arithmetic_peak(dtype: str) -> float:

@@ -25,10 +25,17 @@ def test_growth_table_has_times_and_shares_of_the_limit() -> None:
 
 def test_growth_limit_is_memory_for_few_rows_and_arithmetic_for_many() -> None:
     cost, limits = StepCost(DEMO_SPEC, "bfloat16"), Limits("isa", 2, "bfloat16", 1e9, 1e10, 1e10)
-    one, many = growth.judged({(1, 128): 1.0, (4096, 128): 2.0}, cost, limits)
+    one = growth.closest((1, 128), [growth.StepTime(1.0, 1e9)], cost, limits)
+    many = growth.closest((4096, 128), [growth.StepTime(2.0, 1e9)], cost, limits)
     assert (one.running, one.context, one.seconds, many.seconds) == (1, 128, 1.0, 2.0)
     assert one.least_s == cost.num_bytes(128) / 1e9
     assert many.least_s == pytest.approx(sum(cost.flop(4096, 4096, 4096 * 128)) / 1e10)
+
+
+def test_growth_takes_the_round_closest_to_the_bandwidth_of_its_time() -> None:
+    cost, limits = StepCost(DEMO_SPEC, "bfloat16"), Limits("isa", 2, "bfloat16", 1e9, 1e10, 1e10)
+    point = growth.closest((1, 128), [growth.StepTime(1.0, 4e9), growth.StepTime(1.2, 1e9)], cost, limits)
+    assert (point.seconds, point.least_s) == (1.2, cost.num_bytes(128) / 1e9)
 
 
 @pytest.mark.parametrize(("running", "context"), [(1, 1), (3, 16), (2, 17)])
