@@ -72,7 +72,7 @@ def test_mtp_keeps_the_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(GainModel, "draft_length", lambda self, acceptance, proposing_s=0.0: 4)
     monkeypatch.setattr(RequestStatistics, "may_use_model", lambda self, num_output_tokens: True)
-    model = llm(folder, "mtp", num_blocks=14)
+    model = llm(folder, "mtp", num_blocks=11)
     assert answers(model, REQUESTS) == reference
     assert [answers(model, [each])[0] for each in REQUESTS] == reference
     assert counter(model, "num_preemptions") > 0

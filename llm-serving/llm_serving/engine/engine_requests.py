@@ -383,7 +383,8 @@ class EngineRequests:
         self._num_added += 1
         if (every := self._auditor.every) and self._num_added % every == 0:
             self._auditor.start(request)
-        self._watch_deadline(request)
+        if request.deadline is not None:
+            self._deadlines.add(request)
         self._attach_sink(request, self._sink_context)
         self.event_log.queued(request, self._clock())
 
@@ -393,15 +394,12 @@ class EngineRequests:
             self.fleet.record_migrated(migrating.request)
         if self._drafter is not None:
             self._drafter.add_request(migrating.request)
-        self._watch_deadline(migrating.request)
+        if migrating.request.deadline is not None:
+            self._deadlines.add(migrating.request)
         self.migration.accept(migrating)
         self.event_log.queued(migrating.request, self._clock())
         if is_cancelled:
             finish(migrating.request, FinishReason.ABORT)
-
-    def _watch_deadline(self, request: Request) -> None:
-        if request.deadline is not None:
-            self._deadlines.add(request)
 
     def end_all(self, reason: str, kind: FinishReason) -> None:
         self._auditor.cancel_copy()
