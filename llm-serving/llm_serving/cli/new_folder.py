@@ -21,7 +21,9 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to the target if nothing fails. Raise ConfigError on disk errors."""
+    """Yield a temporary folder, and rename it to the target if nothing fails. Raise ConfigError on disk errors, and if
+    less than `num_bytes` are free.
+    """
     parent = target.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} must exist: OUT is first written under a temporary name in it")

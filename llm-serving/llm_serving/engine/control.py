@@ -202,7 +202,7 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of all requests with this id. Return, by engine id, whether it is in effect now."""
+        """Change the priority of all requests with this id. Return, by engine request id, whether it is changed."""
         check_priority(priority)
         done: dict[str, bool] = {}
         found = self._lookup.find(request_id, tenant)

@@ -1,4 +1,6 @@
-"""The engine threads of the replicas, and their health. If a WorkAgent fails for good, its thread loads it again."""
+"""The engine threads of the replicas, and their health. If restarts of a WorkAgent fail too often, the replica leaves,
+and its thread tries to load the WorkAgent anew.
+"""
 
 from __future__ import annotations
 

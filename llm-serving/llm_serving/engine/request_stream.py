@@ -206,7 +206,9 @@ class CoalescedResponse:
             self._grew(self, piece.num_bytes)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams with these ids. If these are all, end none and return False: abort the request instead."""
+        """End the streams with these ids. If no other stream reads the response, end none and return False. The caller
+        must then abort the request.
+        """
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False

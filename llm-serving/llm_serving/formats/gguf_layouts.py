@@ -204,9 +204,10 @@ def less_one(arrays: Mapping[str, Array]) -> Array:
 
 
 def joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """Join the key and value projections of latent attention to kv_b_proj [heads * (n + v), rank], in which each head
-    has n rows of keys, then v rows of values. Keys are stored as [heads, rank, n] and values as [heads, v, rank]; a
-    file may also store the first two dimensions as one.
+    """Return kv_b_proj [heads * (n + v), rank] of latent attention: n rows of keys, then v of values for each head.
+
+    A file stores `keys` as [heads, rank, n] and `values` as [heads, v, rank], or with the first two dimensions joined.
+    Raise ModelError if `values` is None, which stands for a missing tensor, or if the shapes do not match.
     """
     if values is None:
         raise ModelError(f"{keys.file}: tensor {name} needs tensor {LATENT_VALUES} of the same layer, which is missing")

@@ -117,7 +117,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return when the oldest request arrived, in steps on its class's clock, or None for an empty queue."""
+        """Return when the oldest request arrived: the number of steps that its class had seen. None: empty queue."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest

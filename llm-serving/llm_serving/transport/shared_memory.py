@@ -92,8 +92,8 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of arrays in a buffer, which follow earlier arrays with the layout `behind`. The views are valid
-        until the next `write`. Raise ProtocolError if they exceed the buffer.
+        """Return views of arrays with this layout in buffer number `buffer`, after arrays with the layout `behind`. The
+        views are valid until the next `write`. Raise ProtocolError if they exceed the buffer.
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")

@@ -213,7 +213,7 @@ class TokenGraph:
 
     def computes(self, inputs: ModelInputs) -> bool:
         """Return whether the graph can compute a step: always if the backend has `attention_rows`, otherwise if each
-        row of the step has one token and one result.
+        request in the step has one token and one result.
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 

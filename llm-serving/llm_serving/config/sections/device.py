@@ -147,8 +147,8 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """Return how weights are quantized on a device. If `weights` is None and the device cannot multiply GGUF
-        blocks, stored quantized weights are dequantized.
+        """Return the format of weights on a device: `weights` if it is set. Otherwise None, which keeps the format of
+        the files, or DEQUANTIZED if the device cannot multiply GGUF blocks.
         """
         return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 

@@ -137,8 +137,8 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Record the class usage of a step. Return the lowest and highest lead of each class since this replica's last
-        call: how far the class was ahead of the class with the lowest usage (`FleetClassUsage`).
+        """Record the `usage` and the tokens (`service`) of a step by class. Return the lead of each class, which is its
+        usage minus the lowest usage of any class (`FleetClassUsage`): minimum and maximum since the previous call.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)

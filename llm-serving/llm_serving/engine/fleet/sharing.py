@@ -296,7 +296,9 @@ class TenantSlots:
         return change
 
     def _lease(self, names: set[str], caller: int | None = None) -> list[Callable[[], None]]:
-        """Lease the free slots of these tenants. Return the `wake` of each replica that got a slot, except `caller`."""
+        """Give replicas the running slots that these tenants may still use. Return the functions that wake the replicas
+        which got a slot, except `caller`.
+        """
         got = set()
         for name in sorted(names):
             if (tenant := self._tenants.get(name)) is None:

@@ -45,9 +45,10 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """A client connection, which uvicorn uses as its transport. uvicorn gets a request head when it is complete, in an
-    unambiguous form, and the next request after the previous response. So a connection runs at most one request, whose
-    application is notified when the client disconnects. `within_connection` must wrap the application in `config`.
+    """A client connection, which uvicorn uses as its transport. It passes a request head to uvicorn only when the head
+    is complete, in a normalized form, and only after the response to the previous request. So a connection runs at most
+    one request at a time. The application in uvicorn's `config` must be wrapped by `within_connection`, which tells it
+    when the client disconnects.
     """
 
     def __init__(

@@ -175,8 +175,8 @@ def is_lark(text: str) -> bool:
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. Each
-    grammar in `named` must have one part, or two of which the first only refers to the second.
+    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. A
+    grammar in `named` must not refer to other grammars, except as a whole: its first rule may only name another one.
     """
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():

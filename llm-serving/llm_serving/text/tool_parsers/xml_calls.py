@@ -132,7 +132,9 @@ class _Reader:
         return True
 
     def _value(self, body: str) -> bool:
-        """Read the value before a closing tag that an argument or the call's end follows. Return False if cut off."""
+        """Read a value up to its closing tag, which is the first one before another argument or the end of the call.
+        Return False if the text ends before.
+        """
         closing = self._layout.argument[2]
         start = self._at
         while (end := body.find(closing, self._search)) >= 0:
