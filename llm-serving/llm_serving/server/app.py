@@ -90,7 +90,7 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the HTTP applications for `engine` and the models `others`. `open_model` loads models on request."""
+    """Return the HTTP application of `engine` and the models `others`. `open_model` loads a model while it runs."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -301,7 +301,7 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota of a store that tenants share. The `serving_config` field `key` sets its number of bytes."""
+    """Return the quota that divides a store among tenants. `key`: field of `serving_config` with the total bytes."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 

@@ -262,7 +262,7 @@ class ServedModels:
         return self._models[name]
 
     def check_names(self, field: str, names: Iterable[str], besides: str) -> None:
-        """Raise RequestError for `field` if another model than `besides`, or an adapter of it, has one of `names`."""
+        """Raise RequestError for `field` if a model (except `besides`) or one of its adapters has one of `names`."""
         used = [(model.name, {*names_of(model.engine.config), *model.engine.adapters.by_name}) for model in self]
         used += [(name, {*all_names_of(config)}) for name, config in self._changing.items()]
         for owner, taken in used:
@@ -335,7 +335,7 @@ class ServedModels:
 
 
 def models_shown(http_request: Request) -> ServedModels | None:
-    """Return all models for a route that shows all. Return None if there is one model, or if the query selects one."""
+    """Return all models, for a route that shows every model. None if there is only one, or the query selects one."""
     models: ServedModels | None = http_request.app.models
     return None if SELECTED_KEY in http_request.scope else models
 

@@ -18,13 +18,13 @@ class TenantQuota:
     key: str = "serving_config.batch_store_bytes"
 
     def room(self, used: int, own: int) -> int:
-        """Return how many bytes a tenant may still use, below 0 if too many. `used`: by all tenants. `own`: by it."""
+        """Return how many more bytes a tenant may use; may be negative. `used`: of all tenants. `own`: of this one."""
         free = self.num_bytes - used
         return (free - own) // 2 if self.is_shared() else free
 
     @property
     def rule(self) -> str:
-        """The limit, as the second half of an error message."""
+        """The limit as the end of an error message: "(responses) have at most 1000 bytes (serving_config.KEY)"."""
         of_one = ", and those of one API key at most as many bytes as are free" if self.is_shared() else ""
         return f"have at most {self.num_bytes} bytes{of_one} ({self.key})"
 
@@ -63,7 +63,7 @@ class StoredSizes:
             del self._of_tenant[tenant], self._own[tenant]
 
     def evictions(self, tenant: str, num_bytes: int) -> list[str] | None:
-        """Return the entries to evict before a tenant stores `num_bytes`. Return None if that makes too little room."""
+        """Return the entries to evict before a tenant stores `num_bytes`. None if there cannot be enough room."""
         too_many = self.num_bytes + num_bytes - self._shares.num_bytes
         if too_many <= 0:
             return []

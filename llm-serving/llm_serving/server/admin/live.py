@@ -143,7 +143,7 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return the numbers (`Request.sequence`) of a tenant's unfinished and just ended requests. None means all."""
+    """Return the `Request.sequence` of a tenant's unfinished and just ended requests, or None if `tenant` is None."""
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]

@@ -103,7 +103,7 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """Replace block ids in `group` by 0, 1, ..., because block ids would show the activity of other tenants."""
+    """Replace `group`, the id of a shared block, by 0, 1, ..., because block ids would show other tenants' activity."""
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))

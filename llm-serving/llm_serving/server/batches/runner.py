@@ -64,7 +64,7 @@ Ask = Callable[[str, bytes, str], Awaitable[Answered]]
 
 @dataclass(eq=False)
 class Batches:
-    """Files, batches and the lines in progress. Only the event loop may use it; the store has its own thread."""
+    """Stores files and batches, and sends the lines of batches as requests. Only the event loop may use it."""
 
     open_store: InitVar[Callable[[], BatchStore]]
     ask: Ask
@@ -208,7 +208,7 @@ class Batches:
         await self.stored(BatchStore.finish, batch, tenant, unanswered, now)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
-        """Answer lines until the batch ends. Return its final status and the error of lines without an answer."""
+        """Answer lines until the batch ends. Return its final status, and the error of unanswered lines or None."""
         work = asyncio.create_task(self._answer_lines(batch.id, tenant))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
@@ -265,7 +265,7 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response, or None if the store is full, and the seconds after which the line is not retried."""
+        """Send a line. Return the response and the line's `timeout_s`, or (None, inf) if the store is full."""
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf

@@ -65,7 +65,7 @@ class PendingLine(NamedTuple):
 class BatchStore:
     """The database of files, batches and their lines. Each call is one transaction. Only one thread may use it. A
     locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. The quota
-    `shares` limits all stored bytes, and in the same way the inputs of unfinished batches alone.
+    `shares` applies twice: to all stored bytes, and to the inputs of unfinished batches.
     """
 
     def __init__(self, path: Path, shares: TenantQuota) -> None:
@@ -290,7 +290,7 @@ class BatchStore:
         self._db.execute("UPDATE batches SET about = ?, ended = ? WHERE id = ?", row)
 
     def _counted(self, batch: Batch) -> Batch:
-        """Return the batch with current counts. They are computed from its lines, or stored if the batch has ended."""
+        """Return the batch with current counts: computed from its lines, or as stored in a batch that has ended."""
         if not batch.has_ended:
             batch.request_counts = self._counts(batch.id)
         return batch

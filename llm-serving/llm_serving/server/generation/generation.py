@@ -227,7 +227,7 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Refund the unused tokens of a beam search. Every beam is charged `num_generated`, the best beam's length."""
+    """Refund to the rate limit what a beam search did not use. All beams count as long as the best one."""
     if num_generated:
         refund(num_generated * width)
 

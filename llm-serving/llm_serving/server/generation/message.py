@@ -137,7 +137,7 @@ class BlockKind(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class MessageBlock:
-    """A part of a message: consecutive reasoning, consecutive content, or one call. Only calls have `id` and `name`."""
+    """A part of a message: reasoning, content, or one tool call. Only a tool call has `id` and `name`."""
 
     kind: BlockKind
     index: int

@@ -63,7 +63,7 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol. `bodies`: the parsed body, and nested objects with fields such as `user`."""
+    """A request of one protocol. `bodies`: the parsed body, then nested objects that may have the caller's fields."""
 
     id_prefix = ""
     route: ClassVar[str] = ""
@@ -231,7 +231,7 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
-    """Raise ContextLengthError if a text over `least_chars` characters cannot fit into `max_input_len` tokens."""
+    """Raise ContextLengthError for a text too long for `max_input_len` tokens. `least_chars` characters always pass."""
     max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"

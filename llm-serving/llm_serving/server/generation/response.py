@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ResponseBuilder(ABC):
-    """Builds the response of one protocol: a stream from `encode_delta`, or a whole response from `fold`."""
+    """Builds one protocol's response: `encode_delta` returns the next bytes of a stream, `fold` extends a whole one."""
 
     media_type = EVENT_STREAM
 

@@ -97,7 +97,7 @@ def sampling_params(
 
 
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
-    """Return how many choices a request wants, and how they are selected. Raise RequestError if it is invalid."""
+    """Return how many choices a request wants, and how to select them. Raise RequestError for invalid fields."""
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     for name, value in (("n", n), ("best_of", best_of)):

@@ -1,4 +1,4 @@
-"""Streamed responses: server-sent events, with ids if the client may resume the stream after one of them."""
+"""Streamed responses as server-sent events. If the client may resume the stream, each event has an id."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes events whose JSON, `content_of(text)`, differs only in the text. For each, it encodes only the text."""
+    """Encodes events that differ only in one text of their JSON, `content_of(text)`. The rest is encoded once."""
 
     __slots__ = ("_after", "_before")
 

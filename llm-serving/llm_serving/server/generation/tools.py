@@ -108,7 +108,7 @@ class OfferedTools:
 
     @property
     def constrained_by(self) -> str | None:
-        """The field that forces tool calls (`tool_choice`) or calls that match their schemas (`tools`), or None."""
+        """The request field that constrains the output: `tool_choice` (must call), `tools` (strict schema), or None."""
         if self.must_call:
             return "tool_choice"
         return "tools" if any(each.strict for each in self.callees) else None
@@ -217,7 +217,7 @@ def reasoning_counter(
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
-    """Convert a message's call to the form that chat templates read. Raise RequestError if it is malformed."""
+    """Convert a message's tool call to the form that chat templates read. Raise RequestError if it is malformed."""
     if call.type != "function":
         raise RequestError(f"{field}.type", "must be function", call.type)
     arguments = arguments_of(f"{field}.function.arguments", call.function.arguments)
@@ -252,8 +252,8 @@ def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> b
 
 
 def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of the delimiters around reasoning, or None if no delimiters are parsed. A format with channels
-    (gpt-oss) also delimits the content, so it is returned even if reasoning stays in the content.
+    """Return the format of the delimiters around reasoning, or None if the output is not split at delimiters. gpt-oss
+    also delimits the content (channels), so its format is returned even if reasoning stays in the content.
     """
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)

@@ -84,7 +84,7 @@ class ConnectionLimits:
             del self._by_address[connection.address]
 
     def weigh(self, connection: Connection, weight: int) -> None:
-        """Record how many bytes a connection buffers. While the total is too large, refuse the largest connections."""
+        """Record how many bytes a connection buffers. If the total is too large, close the largest connections."""
         if connection not in self._by_address.get(connection.address, ()):
             return
         self.num_bytes += weight - connection.weight
@@ -107,7 +107,7 @@ class ConnectionLimits:
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the oldest idle connection of the group without unread bytes. Return False if there is none."""
+        """Close the oldest connection in `group` that is idle without unread bytes. Return False if there is none."""
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)

@@ -47,8 +47,8 @@ _CONNECTION_KEY: Final = "connection"
 class Connection(asyncio.Protocol):
     """A client connection, which uvicorn uses as its transport. It passes a request head to uvicorn only when the head
     is complete, in a normalized form, and only after the response to the previous request. So a connection runs at most
-    one request at a time. The application in uvicorn's `config` must be wrapped by `within_connection`, which tells it
-    when the client disconnects.
+    one request at a time. The application in uvicorn's `config` must be wrapped by `within_connection`, so that it
+    learns when the client disconnects.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
         self._update_reading()
 
     def resume_reading(self) -> None:
-        """Continue to pass on the body in the next event loop iteration, because uvicorn has not returned yet."""
+        """Pass on the body again, from the next event loop iteration on: uvicorn takes no data during this call."""
         self._app_paused = False
         self._loop.call_soon(self._advance)
 

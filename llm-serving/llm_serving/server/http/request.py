@@ -235,8 +235,8 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Parse chunks. Return the number of bytes read and their content as one chunk. The body ends with a blank
-        line, so the parser gets no piece that continues after one, and reads nothing beyond the body.
+        """Parse chunks. Return the number of bytes read, and their content as one chunk. The parser gets pieces that
+        end at a blank line, because the body ends with one and the parser must not read beyond it.
         """
         num_read, chunks = 0, self._chunks
         try:

@@ -193,7 +193,7 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Apply new limits: those of a single connection to new connections only, all others immediately."""
+        """Apply new limits. Limits on a single connection, such as timeouts, apply only to later connections."""
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)

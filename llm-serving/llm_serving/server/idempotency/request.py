@@ -1,8 +1,8 @@
 """Generation requests that a client may retry with the same Idempotency-Key, and streams that it may resume.
 
-An event id consists of the id of the stream, a colon, and the number of events sent for each choice, joined by dots.
-Events after the end of all choices append `+` and their number, and the last event appends `+end`. The order of choices
-depends on the load, but the events of each choice do not, so the id determines the remaining events.
+The event id `STREAM:12.7` says that the stream has sent 12 events of choice 0 and 7 of choice 1. Events after the end
+of all choices have ids such as `STREAM:12.7+1`, and the last event `STREAM:12.7+end`. The order of choices depends on
+the load, but the events of each choice do not, so the id determines the remaining events.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SharingRules(NamedTuple):
 
 @dataclass(eq=False)
 class IdempotentRequest:
-    """A request that may be retried or resumed, or whose response identical requests share."""
+    """A request that its client may retry or resume, or that may share its response with identical requests."""
 
     rules: SharingRules
     seeded: bool
@@ -121,7 +121,7 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return the key and rules by which equal requests share the response, or None if they must not share it."""
+        """Return the key by which identical requests find a shared response, and its lifetime. None: not shared."""
         if self.rules.coalesces_identical and caller.deadline is None and (self.seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:

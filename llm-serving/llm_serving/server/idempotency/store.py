@@ -145,13 +145,13 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Store a record like `restore`. If the record is stored, also append it to the log."""
+        """Store a record as `restore` does. If it was stored, also append it to the log."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
 
     def restore(self, record: AcceptedRequest) -> None:
-        """Store a record, unless it is too old or too large. If memory is full, evict the largest tenant's oldest."""
+        """Store a record, unless it is too old or too large. If memory is full, evict records of the largest tenant."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
         if record.stream_id in self._records or age_s > self._max_age_s:
             return
@@ -253,7 +253,7 @@ class LogFile:
             self._end(error)
 
     async def append(self, record: AcceptedRequest) -> None:
-        """Write a record. Return when the record is written, at the latest after `WAIT_S`."""
+        """Write a record. On a slow disk, return after `WAIT_S` while it is being written, or drop the record."""
         if self._broken:
             return
         content = _encode(record)

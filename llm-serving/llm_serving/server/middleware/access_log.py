@@ -217,7 +217,7 @@ class Accounting:
                 self.tracer.answered(trace, context, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
-        """Log and count a connection that was refused before it sent a request. `status`: that of the refusal."""
+        """Log and count a connection that was refused with the HTTP status `status` before it sent a request."""
         now = self.clock()
         context = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._record(context, int(status), now)

@@ -45,7 +45,7 @@ class FailedKeys:
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if too many unknown keys came from an address. Keys that succeeded there are exempt."""
+        """Raise RateLimitError if an address sent too many unknown keys. Keys that it used with success are exempt."""
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:

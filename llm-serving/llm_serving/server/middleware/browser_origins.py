@@ -109,7 +109,7 @@ class BrowserGuard:
         raise PermissionDeniedError("Origin", rule, origin)
 
     def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
-        """Raise PermissionDeniedError if another site's page loads a resource from here. A link to it is allowed."""
+        """Raise PermissionDeniedError if another site's page embeds a resource of this server. Links are allowed."""
         if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
             return
         if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:

@@ -26,7 +26,7 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return the query parameters in `IGNORED`. Raise RequestError for one not in `known`, or given twice."""
+    """Return which query parameters are ignored (`IGNORED`). Raise RequestError for one repeated or not in `known`."""
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:

@@ -109,7 +109,7 @@ class FairThreads:
         """
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work of a client. If the future is cancelled before the work starts, the work is removed."""
+        """Queue work of a client. Return the future of its result. Cancelling it removes work that has not started."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))

@@ -209,7 +209,7 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return the JSON of a token. `text`: what the token completes. A token with a text never counts as special."""
+        """Return a token as JSON. `text`: the characters that it completes. `special` is false if there are any."""
         special = token_id in self.tokenizer.special_token_ids and not text
         return {
             "id": token_id,

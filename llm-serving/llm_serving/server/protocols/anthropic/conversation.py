@@ -76,7 +76,7 @@ def effort_of(thinking: Thinking | None) -> str | None:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return the `thinking_token_budget` of chat completions. Raise RequestError if `thinking` is invalid."""
+    """Return chat completions' `thinking_token_budget`, or None for no budget. Raise RequestError if it is invalid."""
     if thinking is None:
         return None
     if thinking.type in _WITHOUT_BUDGET:

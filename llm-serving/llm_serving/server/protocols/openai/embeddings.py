@@ -192,7 +192,7 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
-    """Raise RequestError, which names the field, if a text is empty, too long, or has a token id from `num_ids` on."""
+    """Raise RequestError, which names the field, if a text is empty or too long, or a token id is `num_ids` or more."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, prompt in enumerate(prompts):
         if not prompt:

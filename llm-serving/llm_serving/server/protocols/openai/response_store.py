@@ -58,7 +58,7 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
-        """Store a background response. Raise RequestError if it exceeds the quota, StoreFullError for lack of room."""
+        """Store a background response. Raise RequestError if it exceeds the quota, StoreFullError if others fill it."""
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
             limit = f"{self._quota.key} {self._max_bytes}"

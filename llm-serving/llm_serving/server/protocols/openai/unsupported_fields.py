@@ -31,7 +31,7 @@ Rows = Mapping[str, RefusedField | IgnoredField]
 
 @dataclass(frozen=True, slots=True)
 class BodyFields:
-    """Rules for the fields that a client may send in one body or nested object, but that its struct lacks."""
+    """Rules for fields that a client may send in a body or nested object, although the struct for it lacks them."""
 
     rows: Rows = field(default_factory=dict)
     unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
@@ -47,7 +47,7 @@ EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 
 
 def named(here: str) -> RefusedField:
-    """Return the rule that refuses a field of another protocol. Its error names `here`, this route's own field."""
+    """Return a rule that refuses another protocol's field. Its error names `here`, the field to use instead."""
     return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)
 
 
