@@ -1,4 +1,4 @@
-"""The files of a model: their state, their content hashes, and a check that all WorkAgents have read the same files."""
+"""The files of a model: sizes and times, content hashes, and a check that all WorkAgents have read the same files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def hash_in_thread(files: ModelFiles) -> ContentHashes:
 
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
-    """Return the state of each weight file, config.json and exported graph. Raise ModelError without weight files."""
+    """Return size and time of weight files, config.json and exported graphs. Raise ModelError without weight files."""
     assert model.model_path is not None
     if model.mindir_path is None:
         return _weights(model.model_path)

@@ -132,7 +132,7 @@ class StepBuilder:
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """Return the tokens that structured output allows for each sample, once all earlier steps are done."""
+        """Return the tokens that structured output allows for each sample. All earlier outputs must be known."""
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
             matcher, output = request.matcher, request.output_token_ids
@@ -230,7 +230,7 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases after `num_drafts` draft tokens; -inf for bad words and stops before `min_tokens`."""
+    """Return logit biases after `num_drafts` draft tokens. Bad words, and stop tokens before `min_tokens`, get -inf."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:

@@ -49,7 +49,7 @@ class PendingHandshakes:
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection, whose thread must call `remove` before closing it. Return False at the limit."""
+        """Add a connection; `thread` must `remove` it before closing. Return False if full and none can be replaced."""
         with self._lock:
             dropped = None if len(self._connections) < self._limit else self._next_to_drop()
             if dropped is not None:
