@@ -151,7 +151,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield the models in the hubs' caches by name: the main revision on Hugging Face, every one on ModelScope."""
+    """Yield cached models by name: the main revision of each on Hugging Face, every revision on ModelScope."""
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])

@@ -180,7 +180,7 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """Return safetensors files to download, in order; [] if there are none. `index`: local copy of the index file."""
+    """Return the safetensors files among `names` to download, in order. `index`: local copy of the index file."""
     if INDEX_NAME in names:
         return indexed_names(index)
     if SINGLE_NAME in names:
