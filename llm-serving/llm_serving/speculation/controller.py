@@ -89,7 +89,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Compute the mean cost of a draft token if `num_drafted` of `num_rows` rows have the longest draft."""
+        """Set up the other methods for a step of `num_rows` rows, of which `num_drafted` may have the longest draft."""
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -124,7 +124,7 @@ class GainModel:
         """Return whether drafts raise the throughput of a step, and set the maximum draft length to the best one.
 
         Drafts delay requests without a draft, and new requests. Return False if no length keeps both delays within
-        limits. `num_rows`, `num_drafted`: see `prepare`. `candidates`: how many requests have each draft.
+        limits. `num_rows`, `num_drafted`: see `prepare`. `candidates`: kind of draft -> number of requests with it.
         `num_unmatched`: requests that just lost their n-gram match; they do not count as requests without a draft.
         `pass_s`: seconds of a draft model's pass. `prompt_share`: fraction of the steps that compute prompts, or 0 if
         new requests wait for a slot anyway.
@@ -325,7 +325,7 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests that may use the draft model; none while one is preempted or computes its prompt."""
+        """Return the requests that may use the draft model, or none while any request is preempted or in prefill."""
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():

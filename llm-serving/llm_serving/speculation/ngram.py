@@ -90,7 +90,7 @@ class FinishedAnswersIndex:
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Return a finished answer that contains the last `length` of `tokens`, and the index after them, or None."""
+        """Find the last `length` of `tokens` in finished answers. Return (answer, index after them), or None."""
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]
@@ -155,7 +155,7 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens. If the request's own text ends within the draft, repeat the draft."""
+        """Return at most `count` draft tokens. If these reach the end of the request's own text, repeat them."""
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -267,7 +267,7 @@ class NgramProposer:
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
         """Store finished answers for later lookups, each up to the first `FAILED_TOKEN`, the output of a failed step.
 
-        They are indexed together when their number is at least `num_rows` / `INDEX_SHARE`.
+        They are indexed in batches of at least `num_rows` / `INDEX_SHARE` answers. `num_rows`: rows of the latest step.
         """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
@@ -281,7 +281,7 @@ class NgramProposer:
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
         """Compare new output tokens with the drafts, and look up new drafts. `num_steps`: steps since the last update.
 
-        Return whether a lookup was worth its cost. `could_pay()`: whether the best drafts would raise the throughput.
+        Return whether any lookup was expected to save time. `could_pay()`: whether the best drafts would save time.
         """
         for request, drafts in list(self.matched.items()):
             if not drafts.compare(request.output_token_ids):
@@ -300,8 +300,8 @@ class NgramProposer:
         return bool(promising)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return running requests whose lookup should save more than it costs, and give up the lookup of the others.
-        `step_s`: seconds of a step.
+        """Return running requests whose lookup should save more time than it costs. Remove requests without this
+        prospect from `unmatched`. `step_s`: seconds of a step.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:

@@ -60,7 +60,7 @@ class Acceptance(NamedTuple):
 
 
 def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
-    """Return the moving average `rate` after `num_accepted` accepted tokens and, if `is_rejected`, a rejected one."""
+    """Return the moving average `rate` over `memory` tokens after more accepted tokens and perhaps a rejected one."""
     decay = 1 - 1 / memory
     rate = 1 - (1 - rate) * decay**num_accepted
     return float(rate * decay if is_rejected else rate)
@@ -119,18 +119,18 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record how many draft tokens the grammar forced, and how many of them were accepted. Both may be 0."""
+        """Record how many draft tokens the grammar forced and how many were accepted, after `num_output_tokens`."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
         self.forced_rate = updated_rate(self.forced_rate, num_accepted, num_accepted < num_draft_tokens)
 
     def may_use_model(self, num_output_tokens: int) -> bool:
-        """Return False while the draft model pauses for the request because of a low acceptance rate."""
+        """Return whether the draft model may be used. A pause (`record_model`) ends at a number of output tokens."""
         return num_output_tokens >= self._model_resumes_at
 
     def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record accepted tokens of the draft model. Below `MIN_ACCEPTANCE_RATE`, pause the model for the request."""
+        """Record accepted tokens of the draft model. At a low rate, pause the model for some further output tokens."""
         self.model_rate = updated_rate(self.model_rate, num_accepted, num_accepted < num_draft_tokens)
         if self.model_rate < MIN_ACCEPTANCE_RATE:
             self.model_rate = MIN_ACCEPTANCE_RATE
@@ -182,7 +182,7 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step, at most its time * `num_more` / `num_tokens`.
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion.
 
         Return 0 while all steps have had the same size, so that drafts are tried and measured.
         """
