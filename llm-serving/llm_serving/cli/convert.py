@@ -33,8 +33,8 @@ FILES: Final = ("safetensors", "ckpt")
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Convert a model. The target folder appears only when it is complete. `order`: row order of fused projections in
-    the source. `yaml`: used instead of a config.json. Raise ConfigError if source, target or disk are unsuitable.
+    """Convert a model to `form`, "hf" or "mindformers". The target appears only when complete. `order`: row order of
+    fused projections in the source. `yaml`: replaces config.json. Raise ConfigError if this cannot be done.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":

@@ -124,7 +124,7 @@ class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of 
 def opened(
     url: str, path: str, key: str = "", body: object = None, method: str | None = None
 ) -> Iterator[HTTPResponse]:
-    """Send a request and yield the response.  Raise ConfigError if the URL or the key is invalid, ServerRefusal if the
+    """Send a request and yield the response. Raise ConfigError if the URL or the key is invalid, ServerRefusal if the
     status is an error, UnavailableError if the connection fails.
     """
     if not url.startswith(("http://", "https://")):
