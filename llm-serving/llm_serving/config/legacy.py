@@ -186,7 +186,7 @@ def read_mindformers(path: Path) -> MindFormersFile:
 
 
 def spec_of(root: Located) -> ModelSpec | None:
-    """Return the model that a MindFormers YAML describes, if any. Raise ModelError if it cannot be served."""
+    """Return the model in a MindFormers YAML, or None if it has none. Raise ModelError if it cannot be served."""
     shape = _shape_of(root)
     if shape is None or shape.get("hidden_size") is None:
         return None

@@ -223,7 +223,7 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store the value of a key; the last override wins. Raise ConfigError if the key is unknown or has two values."""
+    """Store a key's value; an override replaces it. Raise ConfigError for an unknown key or contradicting files."""
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:
@@ -254,7 +254,7 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
 
 
 def _use_rank_ports(reading: _Reading) -> None:
-    """Read an older YAML's list of agent ports, if it has a graph file for each port, as the ranks of one replica."""
+    """If an older YAML lists several agent ports and as many graph files, read them as the ranks of one replica."""
     given, count = reading.given.get(AGENT_PORTS), reading.num_rank_graphs
     if given is None or given.is_override or TENSOR_PARALLEL in reading.given:
         return

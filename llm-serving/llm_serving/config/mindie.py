@@ -1,6 +1,6 @@
 """Convert the `config.json` of MindIE-Service into a serving YAML: `llm-serving config import`.
 
-A key that this server has too is converted and checked. Notes list all others whose values differ from its behavior.
+Keys that this server has are converted and checked. Notes list other keys if this server behaves differently.
 """
 
 from __future__ import annotations

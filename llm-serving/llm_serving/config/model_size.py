@@ -95,8 +95,8 @@ def _in_groups(groups: CacheGroups) -> str:
 
 
 def check_memory(configs: Sequence[ServingConfig], reserved_bytes: int = 0) -> None:
-    """Raise ConfigError if the WorkAgents of several models on a CPU do not fit into the memory that is free now and
-    not among `reserved_bytes`, which loaded models have reserved for KV caches. Only each config.json is read.
+    """Raise ConfigError if the WorkAgents of several models on a CPU need more than the free memory minus
+    `reserved_bytes`, which loaded models have reserved for KV caches. Only each config.json is read.
     """
     needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
     free, total = psutil.virtual_memory().available, sum(needs.values())

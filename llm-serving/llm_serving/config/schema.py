@@ -68,7 +68,7 @@ class ServingConfig:
 
     @property
     def num_transfer_blocks(self) -> int:
-        """Number of KV blocks in the transfer buffer of each replica; 0 without KV transfer and disk cache."""
+        """Number of KV blocks of each replica in the transfer pool; 0 without disaggregation and disk cache."""
         if self.pa.disk_cache_path is not None:
             return 2 * self.num_disk_blocks
         if RoleName.PREFILL not in self.roles:
@@ -77,7 +77,7 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """Number of KV blocks in each disk buffer: enough for the longest request, or 0 without a disk cache."""
+        """Number of KV blocks in each of two buffers, for disk reads and disk writes; 0 without a disk cache."""
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 
     @property

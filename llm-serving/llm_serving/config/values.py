@@ -36,7 +36,7 @@ class Values:
         return self._set[name][1] if name in self._set else "default"
 
     def error(self, name: str, rule: str, value: Any = ...) -> ConfigError:
-        """Return the error for a key whose value, or the given `value`, breaks a rule."""
+        """Return the error that key `name` breaks `rule`, with the given `value` or, by default, the key's value."""
         return ConfigError(f"{self.source(name)}: `{name}` {rule}. Given: {self[name] if value is ... else value}")
 
     def require(self, name: str, allowed: tuple[Any, ...], condition: str) -> None:
