@@ -56,7 +56,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent thread ends, if that thread still runs now."""
+    """Let the kernel kill this process when the thread that started it ends, unless that thread has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -137,8 +137,8 @@ class OutputSink(Protocol):
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record results for prompt tokens from `start` on; if both are None, only that the prompt is done. The request
-        may have finished. After a recomputation, the same results may be recorded again.
+        """Record results for prompt tokens from index `start` on. If `logprobs` and `vector` are None, record only that
+        the prompt is done. The request may have finished. A recomputation may record the same results again.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:

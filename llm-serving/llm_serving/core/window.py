@@ -54,7 +54,7 @@ class CacheGroups:
 
     @classmethod
     def of(cls, windows: Sequence[LayerWindow], max_chunk: int, max_model_len: int) -> CacheGroups:
-        """Return a group of layers for each window. A window of at least `max_model_len` tokens never slides."""
+        """Return a group per window. Windows of >= `max_model_len` tokens never slide. `max_chunk`: tokens per step."""
         return cls(
             tuple(
                 Window(each.num_tokens, max_chunk, each.is_chunked) if 0 < each.num_tokens < max_model_len else Window()
