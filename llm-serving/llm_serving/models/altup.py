@@ -57,8 +57,8 @@ class Streams:
         return active
 
     def normalize(self, streams: Value, name: str) -> Value:
-        """Project all streams but the first, and scale them to the root mean square of the first. Return the RMS norm
-        of the mean of all streams.
+        """Return one hidden state: the mean of all streams, normalised by the RMS norm `name`. Before, project all
+        streams but the first, and scale each to the root mean square of the first.
         """
         net, others = self._net, self.count - 1
         first, rest = net.split(streams, net.hidden, net.hidden * others)

@@ -232,7 +232,7 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the row order [queries, keys, values] of a QKV weight, with `Rotary.order` within query and key heads."""
+    """Return the QKV row order [queries, keys, values], with `Rotary.order` in heads. `grouped`: stored by KV head."""
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:

@@ -50,7 +50,7 @@ def _kv_heads(reader: MetadataReader, config: Config) -> list[int]:
 
 
 def qwen_experts(reader: MetadataReader, config: Config) -> None:
-    """Set `mlp_only_layers`. If the expert size is missing, set it to a dense layer's size / experts per token."""
+    """Set `mlp_only_layers`: layers without a router. Set a missing expert size: dense size / experts per token."""
     layers, dense, used = (
         config["num_hidden_layers"],
         config.get("intermediate_size"),

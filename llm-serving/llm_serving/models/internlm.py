@@ -1,5 +1,5 @@
-"""InternLM2, whose query, key and value are interleaved by KV head in one tensor, and InternLM3: Llama with other keys
-for biases, `qkv_bias` for query, key and value, and `bias` for the attention's output and the MLP.
+"""InternLM2: Llama with query, key and value in one tensor, interleaved by KV head. InternLM3: Llama with the
+configuration keys `qkv_bias` (biases of query, key and value) and `bias` (of attention output and MLP).
 """
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

@@ -148,8 +148,8 @@ def decoder(
 
 
 def _begin_mtp(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer, whose input rows are an embedding followed by a hidden state. Return the input
-    and the tensor name prefix of its decoder layer. `after`: prefix of a layer after the model's last one.
+    """Begin the network of an MTP layer: project rows [embedding, hidden state]. Return the result, and the decoder
+    layer's tensor name prefix: `names.layer` or, if that is None, `after` (the prefix after the model's last layer).
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)

@@ -1,4 +1,4 @@
-"""MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
+"""MindFormers models: conversion of their YAML to a config.json, and of weights to parameters of their classes.
 
 In MindFormers 2.1, the supported version, all inference classes are one model, `GPTModel`, with options for each
 family. Llama has no class there, so the Qwen2 class without biases computes it. `LlamaForCausalLM`, the class of
@@ -229,7 +229,7 @@ _WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
-    """Return the path of a weight of `with_latent_weights` in MindFormers' class, or None if the class lacks it."""
+    """Return the parameter in MindFormers' class for a weight from `with_latent_weights`, or None if there is none."""
     if (path := latent_parameter(weight)) is not None:
         return path
     for pattern, place in _WEIGHT_NAMES:
@@ -239,8 +239,8 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has the values of its tensors without padding. Rows may be reordered, as for this
-    server's rotary tables. Experts may be padded, because MindFormers' class is built with the padded size.
+    """Return whether a weight has only its tensors' values: no padding, and no transform but a transposition. Rows may
+    be reordered, as for rotary tables. Experts may be padded: MindFormers' class is built with the padded size.
     """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     is_plain = weight.transform is None or isinstance(weight.transform, Transposed)
@@ -258,7 +258,7 @@ def without_key_offsets(network: Network) -> Network:
 
 
 def _shared_with_native(network: Network) -> Network:
-    """Return a network without latent attention and routing, which MindFormers' classes compute themselves."""
+    """Return a network without its latent attention and routing operations: MindFormers' classes have their own."""
     plain = copy.copy(network)
     plain.operations = [
         each for each in network.operations if each.kind != "route" and not is_of_latent_attention(each)
@@ -267,7 +267,7 @@ def _shared_with_native(network: Network) -> Network:
 
 
 def _unsupported_routing(network: Network, *, is_fused: bool) -> str | None:
-    """Return how MindFormers' class chooses experts differently, or None. `is_fused`: whether by FusedAddTopKDiv."""
+    """Return how MindFormers chooses experts differently, or None if it agrees. `is_fused`: it uses FusedAddTopKDiv."""
     counts = [each.attributes["experts"] for each in network.operations if each.kind == "experts"]
     routes = [each.attributes for each in network.operations if each.kind == "route"]
     for count, each in zip(counts, routes, strict=True):

@@ -128,7 +128,7 @@ def _stacked(first: Weight, second: Weight) -> Weight:
 
 
 def _by_head(weight: Weight, heads: int, still: int) -> Weight:
-    """Group rows by head: its `still` unrotated rows, then its rotated ones. Before, all unrotated rows come first."""
+    """Reorder rows by head: `still` unrotated, then the rotated. `weight` has the unrotated rows of all heads first."""
     rows = _order(weight)
     rotated = rows[heads * still :]
     wide = len(rotated) // heads

@@ -134,7 +134,7 @@ def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 def missing_module_files(folder: Path) -> list[str]:
-    """Return the files of modules that the folder lacks. Raise ModelError if `modules.json` is not valid."""
+    """Return the files that `modules.json` requires and the folder lacks. Raise ModelError if it is not valid."""
     needed = [path for name, path in _modules(folder) if name in ("Pooling", "LogitScore")]
     return [str(path.relative_to(folder)) for path in needed if not path.exists()]
 

@@ -66,7 +66,7 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the MTP layer's spec, or None. The tensor names `stored` show if each expert has its own tensors."""
+        """Return the MTP layer's spec, or None if the model has none. `stored`: the folder's tensor names, if known."""
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
         spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
@@ -133,9 +133,9 @@ class ModelSpec:
         return self._with_network(sharded(self.network, rank, num_ranks))
 
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
-        """Return the spec with groups of layers in the KV cache, for requests of up to `max_model_len` tokens. An int8
-        cache keeps layers of different shapes in one group: its scales make the bytes of a large layer no multiple of
-        the bytes of a small one, so the layers cannot share blocks.
+        """Return the spec with the layers of the KV cache in groups, for requests of up to `max_model_len` tokens. An
+        int8 cache whose layers differ in shape has one group of all layers: with its scales, the block of a large layer
+        is no multiple of that of a small layer in bytes, so the two cannot share memory.
         """
         network = copy(self.network)
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)

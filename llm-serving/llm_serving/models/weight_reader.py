@@ -116,7 +116,7 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers, or raise ModelError. After each tensor, `on_read` gets the bytes read and the total."""
+        """Read the headers of files, or raise ModelError. After each tensor, `on_read` gets (bytes so far, total)."""
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
         files = read_tensors(folder, packed=scheme is not None)
