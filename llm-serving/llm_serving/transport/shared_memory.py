@@ -34,7 +34,7 @@ AnyArray = NDArray[Any]
 
 
 class StoredArrays(NamedTuple):
-    """Where a step's arrays are: their layout in a buffer, or the arrays themselves as `content`."""
+    """The layout of a step's arrays. `content` holds the arrays if there is no shared memory, else a buffer does."""
 
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
@@ -75,7 +75,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after those with the layout `behind`. Raise ProtocolError if they do not fit."""
+        """Copy arrays to a buffer, behind earlier arrays with the layout `behind`. Raise ProtocolError if too long."""
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -92,8 +92,8 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of arrays with this layout in buffer number `buffer`, after arrays with the layout `behind`. The
-        views are valid until the next `write`. Raise ProtocolError if they exceed the buffer.
+        """Return views of the arrays with `layout` in buffer number `buffer`, valid until the next `write`. Skip the
+        arrays before them, with layout `behind`. Raise ProtocolError beyond the buffer's end or for any `content`.
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
@@ -159,7 +159,7 @@ class InlineArrays:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return read-only views of `content`. Raise ProtocolError if its length does not match the layout."""
+        """Return views of `content`. Ignore `buffer` and `behind`. Raise ProtocolError for a wrong length."""
         views: list[AnyArray] = []
         offset = 0
         for array in layout:
