@@ -186,8 +186,8 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Raise WorkerError if one of `blocks` was allocated again after the master sent its number of allocations, the
-        epoch, in `owners`. `reads`: mask of the entries of the block tables that hold `blocks`.
+        """Raise WorkerError if a block's epoch differs from the one that the step names in `owners`: another request
+        may have written the block. `reads`: mask of the block table entries that hold `blocks`.
         """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
@@ -200,8 +200,8 @@ NO_SLOT = -1
 
 
 class StateGuard:
-    """Tags each slot of a recurrent state with its epoch (the number of its allocation) and the number of tokens that
-    the state covers. A row may read a slot only if both match the row.
+    """Tags each slot for recurrent states with the epoch (number of its allocation) and the number of tokens of the
+    state in it. A row may read a slot only if both are those that the step states for the row.
     """
 
     def __init__(self, num_slots: int) -> None:

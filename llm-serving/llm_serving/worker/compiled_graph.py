@@ -36,9 +36,9 @@ _DECODE_PHASE: Final = "increment"
 class CompiledNetwork:
     """One graph for batches of every shape.
 
-    `Cell.__call__` takes 160 µs, 140 of them to check the arguments. These always have the same types and ranks, so
-    this class calls the compiled graph directly, by private names of MindSpore. If a release lacks them, it calls the
-    Cell.
+    `Cell.__call__` takes 160 µs, 140 of them to check the arguments. These always have the same types and numbers of
+    dimensions, so this class calls the compiled graph directly, by private names of MindSpore. If a release lacks them,
+    it calls the Cell.
 
     Args:
         inputs: Arguments for `Cell.set_inputs`. If None, the arguments of a step.
@@ -166,7 +166,7 @@ class StepNetwork(Protocol):
     def num_compilations(self) -> int: ...
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph on arrays or results of `submit`, which must not change before this method returns."""
+        """Run the graph and return its result. The arrays (or results of `submit`) must not change meanwhile."""
 
     def submit(self, arrays: Sequence[Any]) -> Any:
         """Start the graph. Return its result, which a device may still be computing."""

@@ -83,7 +83,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Mark the stored blocks before the first missing one as used now. Return how many they are."""
+        """Mark the blocks before the first missing one as used now. Return the number of these blocks."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())
@@ -156,7 +156,7 @@ class DiskStore:
         return Written(is_new=True, num_evicted=num_evicted)
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
-        """Delete least recently used blocks until `num_bytes` fit. Return (bytes of the rest, number deleted)."""
+        """Delete least recently used blocks until `num_bytes` more fit. Return (bytes that remain, blocks deleted)."""
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
         kept = self._max_bytes if total + num_bytes <= self._max_bytes else int(KEPT_FRACTION * self._max_bytes)

@@ -66,7 +66,7 @@ class DraftSlot:
 
 
 class DraftRow(NamedTuple):
-    """A request in a step: its index, and how many of its first tokens are cached."""
+    """A request in a step: its index `number`, its slot, and how many of its tokens, from the first, are cached."""
 
     number: int
     slot: DraftSlot
@@ -153,7 +153,7 @@ class DraftModel:
         return unfinished
 
     def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
-        """Run a step of the uncached tokens of `rows`. Return the next token of each, or -1 if none can be sampled."""
+        """Run `step` (the uncached tokens of `rows`). Return each row's next token, or -1 if none can be sampled."""
         token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
         return token_ids
 
@@ -180,7 +180,7 @@ def load_mtp(
     quantization: Quantization | None,
     on_weights: Callable[[int, int], None] | None = None,
 ) -> MtpModel:
-    """Load the MTP layer of the runner's model, or raise ModelError. The runner then keeps the states that it reads."""
+    """Load the MTP layer of the runner's model, or raise ModelError. The runner then keeps hidden states for it."""
     if backend.program() is None or not runner.runs_program:
         raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
     reader = WeightReader(folder, runner.spec.scheme, on_weights)
@@ -234,8 +234,8 @@ class MtpModel(DraftModel):
         return proposed
 
     def _with_states(self, index: int, request: DraftRequest) -> DraftRequest:
-        """Return the request without its first tokens, so that the hidden state before each remaining token is kept.
-        Store these hidden states in `_given`.
+        """Return the request with its last tokens only: those for which the hidden state of the token before is
+        available. Store these hidden states in `_given`.
         """
         token_ids, offset = request.token_ids, request.start % self._limits.block_size
         if not 1 < len(token_ids) <= DRAFT_WINDOW or not request.block_ids:

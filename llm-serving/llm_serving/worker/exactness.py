@@ -59,9 +59,9 @@ PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
 
 
 def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return the guarantees that a WorkAgent on Ascend may give, by the packages that must be installed for them, or by
-    "" if the packages do not matter. `is_native`: whether the network is this project's own, not read from exported
-    graphs. `has_experts`: see `guarantee`.
+    """Return {condition: guarantee} for WorkAgents on Ascend. A condition says which packages are installed; it is ""
+    if the guarantee does not depend on them. `is_native`: whether the network is this project's own, not read from
+    exported graphs. `has_experts`: see `guarantee`.
     """
     if exactness == ExactnessName.FAST:
         return {"": guarantee(exactness, "ascend_fast")}
@@ -77,8 +77,8 @@ any context of the step has 256 tokens, and 128 otherwise."""
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if, with this block size, PagedAttention may sum over the keys of a row in an order that
-    depends on other rows. `attention_rows`: of the backend. If it is 0, every size is allowed.
+    """Raise ConfigError if, with this block size, the order in which PagedAttention sums over a row's keys may depend
+    on other rows. If `Backend.attention_rows` is 0 (attention does not compute each token as a request), allow all.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

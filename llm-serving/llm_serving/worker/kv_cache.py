@@ -230,8 +230,8 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return key and value tensors for a layer with smaller blocks, in the memory of `pair`. One row of the pair holds
-    n smaller blocks. Block n * i of the result is part `view.part` of row i.
+    """Return key and value tensors of a layer with smaller blocks. They lie in the memory of `pair`, where a row holds
+    n such blocks. The layer uses only every n-th block: block n * i is part `view.part` of row i.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):
@@ -280,7 +280,7 @@ def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: boo
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """Return how many blocks of `one` bytes fit into `num_bytes`. Raise ConfigError if none fits."""
+    """Return how many blocks of `one` bytes fit into `num_bytes`; at most MAX_SLOTS tokens. Raise ConfigError if 0."""
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

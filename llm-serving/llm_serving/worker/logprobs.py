@@ -73,7 +73,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Keep the `count` largest weights [V] (of equal ones, the lowest ids), zero others. `descending`: sorted copy."""
+    """Return `weights` [V]; zero all but the `count` largest (of equals, the lowest ids). `descending`: sorted."""
     if count >= len(weights):
         return weights
     if descending is None:
@@ -140,7 +140,7 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest values [V], none NaN, largest first, equal ones by index."""
+    """Return the indices of the `count` largest values [V], largest first, equal ones by index. No value may be NaN."""
     size = len(values)
     count = min(count, size)
     if count == 1:

@@ -207,7 +207,7 @@ def first_visible_blocks(step: StepInput, block_size: int, groups: CacheGroups) 
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables, with 0 for a freed block (`NO_BLOCK`). Raise WorkerError for other invalid ids."""
+    """Return the block tables, with id 0 for blocks that a window has passed. Raise WorkerError for invalid ids."""
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.groups)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

@@ -43,7 +43,7 @@ class RankGroup(Protocol):
         """Raise RankLostError if another rank has exited or computes a different step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send `numbers`, each below 2^31 and as many on every rank. Return the list of each rank, by rank."""
+        """Send `numbers` (below 2^31, as many as every other rank sends). Return the list of each rank, by rank."""
 
 
 class CollectiveGroup:
@@ -53,7 +53,7 @@ class CollectiveGroup:
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined. `port`: of MindSpore's scheduler process. `rank_table`: file for HCCL."""
+        """Wait until all ranks have joined. `port`: port of MindSpore's scheduler. `rank_table`: file for HCCL."""
         if rank_table is not None:
             os.environ["RANK_TABLE_FILE"] = rank_table
         os.environ.update(

@@ -41,7 +41,7 @@ _RESULT_FIELDS = ("token_ids", "failures", "largest", "total_weights", "top_toke
 
 
 class SampleArgs(ctypes.Structure):
-    """`SampleArgs` of csrc/sample_args.h, with the same fields in the same order."""
+    """Arguments of the operator library's sampler, laid out like the C struct of this name in csrc/sample_args.h."""
 
     _fields_ = (
         ("num_samples", ctypes.c_int64),

@@ -178,8 +178,8 @@ def _penalize(
     frequency: np.float32,
 ) -> None:
     """Apply the penalties to the logits `values`, in place. Presence and frequency penalties apply to the tokens in
-    `output`. The repetition penalty (Keskar et al. 2019, section 4.1) applies to all `tokens`. It multiplies negative
-    logits instead of dividing them, as later implementations do.
+    `output`. The repetition penalty (Keskar et al. 2019, section 4.1) applies to all `tokens`. As in later
+    implementations, it divides positive logits and multiplies negative ones; the paper divides all.
     """
     if repetition != 1:
         seen = np.unique(tokens)

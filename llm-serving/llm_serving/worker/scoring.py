@@ -40,8 +40,8 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Return log-probabilities and ranks of the given tokens after each row of the hidden states [P, H]. A row's
-    result does not depend on the other rows.
+    """Return, for each row of hidden states [P, H], log-probabilities and ranks of the tokens that `scoring` lists for
+    it. `head` computes logits, `choose_tokens` the most likely tokens. No row depends on other rows.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
@@ -112,8 +112,8 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Split each input id, `token + type * vocab`, into the token and its type (in BERT: first or second text). Move
-    its position to the rows that `PositionEmbedding.table` has for this type.
+    """Split each input id, `token + type * vocab`, into token and type (in BERT: first or second text), and move its
+    position to that type's rows of `PositionEmbedding.table`. Without several types, return `inputs` unchanged.
     """
     if embedding is None or embedding.num_types == 1:
         return inputs

@@ -212,8 +212,8 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether the graph can compute a step: always if the backend has `attention_rows`, otherwise if each
-        request in the step has one token and one result.
+        """Return whether the graph can compute a step: always if the backend's attention computes each token as a row
+        of its own, otherwise if each request in the step has one token and one result.
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
