@@ -70,7 +70,7 @@ class AdapterRegistry:
         return Adapter(name, folder, adapter.fingerprint)
 
     def add(self, adapter: Adapter) -> None:
-        """Offer an adapter. Raise ModelError if too many are loaded, or if its name or `Adapter.number` is taken."""
+        """Offer an adapter. Raise ModelError if too many exist, its name is used, or other files have its number."""
         if len(self.by_name) >= self.config.max_adapters:
             most = self.config.max_adapters
             raise ModelError(f"at most {most} adapters can be loaded (lora_config.max_cpu_loras); unload one first")
@@ -97,7 +97,7 @@ class AdapterRegistry:
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """Stop loading a removed adapter into new WorkAgents, once no request uses it or another name offers it."""
+        """Stop loading a removed adapter. Call this once its last request has ended, or another name offers it."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
         self._offer(self.by_name)
 

@@ -165,7 +165,7 @@ class AsyncEngine:
 
         Args:
             request_id: The client's id of the request. Several requests may have the same id.
-            fork_of: Stream of a request with the same prompt. Unless batching is static, both share its blocks.
+            fork_of: Stream of a request with the same prompt. Both share KV blocks, unless batching is static.
             wants_vector: Whether the last output must include the hidden state of the last prompt token.
             has_siblings: Whether other requests fork from this one. They share its blocks, so it never migrates.
             admission: Result of `check_capacity` for the request's group. If None, the request is checked alone.
@@ -288,11 +288,11 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests against all admission limits. Every `num_each` requests in a row share a prompt.
-
-        Pass the result to `generate` before the event loop runs another task, which could use the capacity. Raise
-        RequestError if the group would exceed a limit even in an empty queue, CapacityError if it exceeds a limit now
-        or its first token would come too late, and UnavailableError if no WorkAgent is ready.
+        """Check a group of requests against all admission limits. `prompt_lens`: prompt length of each request. Each
+        `num_each` consecutive requests share a prompt. Pass the result to `generate` before the event loop runs another
+        task, which could use the capacity. Raise RequestError if the group would exceed a limit even in an empty queue,
+        CapacityError if it exceeds a limit now or its first token would come too late, and UnavailableError if no
+        WorkAgent is ready.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]

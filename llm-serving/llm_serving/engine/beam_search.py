@@ -76,9 +76,9 @@ class BeamSearch:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by one token. Return, for each sequence now live, the index of its predecessor.
-        `choices`: for each live sequence, at least its `2 * width` most likely tokens, or the whole vocabulary, most
-        likely first.
+        """Continue every live sequence by one token. Return, for each sequence that is then in `live`, the former index
+        in `live` of the sequence that it continues. `choices`: for each live sequence, its most likely tokens in
+        descending order, at least `2 * width` or the whole vocabulary.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -214,7 +214,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Create the request of a beam. `parent`: the request that has computed all its tokens but the latest."""
+        """Create the request of a beam. `parent`: request of the beam that it continues, or None for the first beam."""
         root = self.request
         beam = Request.derived(
             root,

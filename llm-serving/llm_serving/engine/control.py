@@ -35,7 +35,7 @@ DROP_DELAY_S: Final = 0.1
 
 
 class RequestLookup:
-    """Reads the event logs and schedulers of all replicas. `Control` explains `request_id` and `tenant`."""
+    """Finds requests, and reads the events and states of all replicas. `Control` explains `request_id` and `tenant`."""
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
         self._config = config
@@ -64,10 +64,10 @@ class RequestLookup:
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Return, by replica, the result of a call in its engine's thread, or None if there is no reply in time.
+        """Call a function in each engine's thread. Return, by replica, its result, or None without a reply in time.
 
-        `question(engine)` returns the function to call. `asked` holds the calls without a reply: for an engine that has
-        one, wait for it instead of making a new one.
+        `question(engine)` returns the function. `asked` holds earlier calls that have no reply yet. For an engine with
+        such a call, wait for that call instead of making another.
         """
         living = self._replicas.living()
         for index, engine in living.items():
@@ -202,7 +202,7 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of all requests with this id. Return, by engine request id, whether it is changed."""
+        """Set the priority of all requests with this id. Return {request id in the engine: whether this worked}."""
         check_priority(priority)
         done: dict[str, bool] = {}
         found = self._lookup.find(request_id, tenant)

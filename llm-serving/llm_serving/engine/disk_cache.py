@@ -125,8 +125,8 @@ class DiskCache(StepObserver):
     def attach_sink(self, request: Request, context: SinkContext) -> None:
         """Give a request its output sink. The request enters the scheduler after `find` has read its blocks from disk.
 
-        A beam search enters the scheduler at once. So does a request with an adapter, because its blocks are never on
-        disk: an adapter's 31-bit number is too short to be unique for as long as the files exist.
+        A beam search enters the scheduler at once. So does a request with an adapter. Its blocks are never on disk,
+        because an adapter's 31-bit number is too short to stay unique while the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)

@@ -209,7 +209,7 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send which tokens constraints allow in the oldest step in flight. All earlier steps must have replies."""
+        """Send the WorkAgent the tokens that constraints allow in the oldest step in flight."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:
@@ -239,7 +239,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether the next step is formed after all replies. Before, it would lack drafts or many requests."""
+        """Return whether the next step waits for all replies, because it would else lack drafts or many requests."""
         if self._max_steps_in_flight == 1:
             return True
         if self._drafter is not None and self._drafter.pays:

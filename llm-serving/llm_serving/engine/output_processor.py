@@ -114,7 +114,7 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None) -> RequestOutput:
-        """Return an output without tokens. It is final if the request has finished."""
+        """Return an output without tokens, for example with a prompt's vector. It is final if the request has ended."""
         piece = _new_output(self._states[request.request_id], request)
         if request.status is FINISHED:
             self.complete(request, piece, error)

@@ -116,7 +116,7 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a repeated step fail, or else those that were in too many failed steps."""
+        """Return the suspects that make a repeated step fail. If none does, return those with too many lost steps."""
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)

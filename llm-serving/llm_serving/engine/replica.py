@@ -89,7 +89,7 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create replica `index`'s buffer of KV blocks to write to disk. The buffer of blocks read from disk follows it."""
+    """Create the pool of KV blocks that replica `index` writes to disk. Blocks read from disk have the next ids."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

@@ -1,5 +1,5 @@
-"""The engine threads of the replicas, and their health. If restarts of a WorkAgent fail too often, the replica leaves,
-and its thread tries to load the WorkAgent anew.
+"""The engine threads of the replicas, and their health. If restarts of a WorkAgent fail too often, the replica gets no
+requests while its thread tries to load the WorkAgent anew.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine whose steps the caller runs. `make` creates it with the function that publishes outputs."""
+        """Add an engine whose steps the caller runs. `make(publish)` creates it; `publish` passes on its outputs."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
@@ -231,8 +231,8 @@ class Replicas(EngineListener):
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
         """Return the replica that continues a migrating request, preferably `index`, or None if a transfer of its
-        blocks to `index` has begun. After the transfer, `on_migrating` gets the request again, without blocks if it
-        failed. If too many transfers wait, return the replica that computed the blocks.
+        blocks to `index` has begun. After the transfer, `on_migrating` gets the request again, without blocks if the
+        transfer failed. If too many transfers wait, return the replica that computed the blocks.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):

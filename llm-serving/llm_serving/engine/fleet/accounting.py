@@ -1,7 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
 Service is counted in virtual tokens: an output token counts as two prompt tokens. Between two steps, each engine
-reports its service and charges that of other replicas to its scheduler. Recordings contain these calls for a replay.
+reports its service and charges other replicas' service in its scheduler. Recordings contain these calls for a replay.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class TenantUsage:
 class FleetAccounting:
     """Usage by tenants and classes, and the running slots of tenants, on all replicas of a master. Thread-safe.
 
-    Before each step, a replica reads the service of the others. Therefore the token counts of two tenants with waiting
-    requests differ by at most the bound for one replica, plus the tokens that the other replicas compute in two steps.
+    Before each step, a replica reads the service of other replicas. So the token counts of two tenants with waiting
+    requests differ by at most the bound for one replica, plus the tokens that other replicas compute in two steps.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica. `wake` makes the replica's thread apply its new number of slots. Any thread may call it."""
+        """Add a replica after `num_reloads` reloads. Any thread may call `wake`, which makes it apply its new slots."""
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
         self._leave_classes(replica)
@@ -137,8 +137,8 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Record the `usage` and the tokens (`service`) of a step by class. Return the lead of each class, which is its
-        usage minus the lowest usage of any class (`FleetClassUsage`): minimum and maximum since the previous call.
+        """Record the usage of each class in a step: the scheduler's result (`usage`), and one computed from the step
+        (`service`). Return, by class, the minimum and maximum lead (`FleetClassUsage`) since the replica's last call.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -155,7 +155,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service by other replicas since the previous call, as of this replica's latest snapshot."""
+        """Return the service of other replicas until the latest `take_snapshot` that no earlier call has returned."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 

@@ -42,7 +42,7 @@ CPU_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """The replica to which a migrating request's blocks were copied. If its `link` closes, the blocks are lost."""
+    """A copy of a migrating request's blocks in the memory of `replica`. The copy is lost if `link` closes."""
 
     replica: int
     link: BlockLink
@@ -311,7 +311,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield the pieces of a transfer. Raise WorkerError after the deadline: a frame has only a timeout of its own."""
+    """Yield the pieces of a transfer, each after a call of `throttle`. Raise WorkerError after the deadline."""
     for piece in pieces:
         throttle()
         if clock() > deadline:

@@ -55,7 +55,7 @@ class WeightMonitor:
     more service, divided by weight, than B since the wait began. The monitor computes service from the contents of
     steps. The weight of a class that exceeds its share across all replicas is divided by `weight_divisor`.
 
-    The service before the wait is unknown. If B had received more than A by then, the scheduler rightly serves A first,
+    The service before the wait is unknown. If B had received more than A before, the scheduler rightly serves A first,
     for at most `ClassBounds.first_steps` steps. So A is not counted before it has exceeded B by the service of that
     many steps.
     """
@@ -70,7 +70,7 @@ class WeightMonitor:
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
         """Add a step. Return the number of pairs (A, B) that violate the rule of `WeightMonitor`. `leads`: how far each
-        class is ahead across all replicas (`FleetClassUsage`). `shares`: `step_shares` of the step, if known.
+        class is ahead across all replicas (`FleetClassUsage`). `shares`: result of `step_shares`, if known.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules

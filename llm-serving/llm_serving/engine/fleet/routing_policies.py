@@ -122,7 +122,7 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """Chooses the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware router."""
+    """Chooses the longest cached prefix while loads are balanced, else the least loaded replica, as Ray Serve does."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
         least, best = next(candidates.by_load()), next(candidates.by_prefix(), None)

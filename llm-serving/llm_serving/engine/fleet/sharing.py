@@ -55,8 +55,8 @@ class FleetClassUsage:
     """Determines which classes exceed their share across all replicas. Thread-safe.
 
     The usage of a class is the share of steps that it received, divided by its weight. Its lead is its usage minus the
-    lowest usage of all classes with demand. A class is deprioritized once its lead exceeds a quantum, its usage in
-    `quantum_steps` full steps, until the lead is at most half a quantum.
+    lowest usage of all classes with demand. A quantum is its usage in `quantum_steps` full steps. A class is
+    deprioritized when its lead exceeds a quantum, until its lead is at most half a quantum.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share, or None without a change since the replica's last call."""
+        """Return the classes that exceed their share, or None if they are unchanged since the replica's last call."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:
@@ -125,7 +125,7 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step. Return the minimum and maximum lead of each class since the replica's last call."""
+        """Add a step. Return, by class, the minimum and maximum lead since the replica's previous call."""
         self._demand.update(replica, usage)
         leads = self._leads
         for name, served in service.items():
@@ -189,8 +189,8 @@ class _Tenant:
 class TenantSlots:
     """Divides the running slots that a tenant's limit allows among the replicas of a master, as leases. Thread-safe.
 
-    A tenant's leases and the slots of its migrating requests together never exceed its limit. Of the replicas that need
-    a slot, the one with the fewest gets it; among equals, the one whose latest lease is the oldest.
+    A tenant's leases and the slots of its migrating requests together never exceed its limit. A free slot goes to the
+    replica with the fewest leases that needs one; among equals, to the one whose latest lease is the oldest.
     """
 
     def __init__(self) -> None:
