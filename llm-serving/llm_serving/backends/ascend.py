@@ -199,7 +199,7 @@ def _index(block_ids: Int32Array) -> ms.Tensor:
 
 
 def _independent(pairs: Int32Array, same_memory: bool) -> Iterator[Int32Array]:
-    """Split block copies [n, 2] into batches. A batch writes no block twice, and reads none that it has written."""
+    """Split block copies [n, 2] into batches that write no block twice and, if `same_memory`, read none they wrote."""
     start, written = 0, set[int]()
     for index, (source, target) in enumerate(pairs.tolist()):
         if target in written or (same_memory and source in written):

@@ -214,7 +214,7 @@ def prompt_mask(dtype: Any) -> ms.Tensor:
 
 
 class AscendSwiglu(nn.Cell):
-    """silu(gate) * up as the primitives split, SiLU and multiply. MindSpore's fusion pass replaces them by the
+    """silu(gate) * up as three primitives: split, SiLU and multiply. MindSpore's fusion pass replaces them by the
     primitive `Swiglu` and sets its attribute `FusionType`. The device refuses a `Swiglu` without this attribute.
     """
 

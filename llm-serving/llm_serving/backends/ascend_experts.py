@@ -3,8 +3,8 @@
 Rows are sorted by expert, the rows of an expert are multiplied together, and the results are summed with the router
 weights. Each product is rounded to the model dtype, and so is the sum.
 
-For 8-bit weights, GroupedMatmulV4 gets no scales and returns int32 sums. With scales, it would return float16 only if
-they are float32, and bfloat16 only if they are rounded to bfloat16. This module scales the sums in float32, in the
+For 8-bit weights, GroupedMatmulV4 gets no scales and returns int32 sums. With scales, it would return float16 only for
+float32 scales, and bfloat16 only for bfloat16 scales. This module scales the sums in float32, in the
 order of QuantBatchMatmul, which gives the same bits on every device.
 """
 

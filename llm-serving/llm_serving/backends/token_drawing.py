@@ -141,7 +141,7 @@ class _Sums(nn.Cell):
         self.digit_base = _int64(2**_DIGIT_BITS)
 
     def parts(self, weights: ms.Tensor) -> Any:
-        """Return the upper 17 bits of each weight, as an integer, and the 16 bits below, as a fraction less than 1."""
+        """Return the upper 17 bits of each weight as an integer, and its lower 16 bits as a fraction below 1."""
         scaled = self.mul(weights, self.upper_unit)
         upper = self.floor(scaled)
         return upper, self.sub(scaled, upper)
@@ -159,7 +159,7 @@ class _Sums(nn.Cell):
         return self.joined(self.of_integers(upper), self.of_integers(lower), self.lower_base)
 
     def of_integers(self, x: ms.Tensor) -> ms.Tensor:
-        """Return exact cumulative sums of integers up to 2^24. Their upper and lower 12 bits are summed separately."""
+        """Return exact cumulative sums of x, integers up to 2^24. Upper and lower 12 bits are summed separately."""
         upper = self.floor(self.mul(x, self.inverse_digit))
         lower = self.sub(x, self.mul(upper, self.digit))
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.digit_base)
