@@ -208,7 +208,7 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError if the network cannot use an adapter, or if it lacks a matrix that its configuration names."""
+    """Raise ModelError if the network cannot use an adapter, or if a matrix that its configuration names is missing."""
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:
         raise ModelError(

@@ -86,7 +86,7 @@ class Network:
     ) -> Value:
         """Look up rows of the table [V, width] by token id.
 
-        `scale`: factor of the rows, which is rounded to the model dtype if `rounded_scale`. `width`: columns of the
+        `scale`: factor of the rows. If `rounded_scale`, it is rounded to the model dtype. `width`: columns of the
         table, or 0 for the hidden size. `stored_rows`: rows in the checkpoint, or 0 for the vocabulary size. Token ids
         without a row in the checkpoint get row 0.
         """

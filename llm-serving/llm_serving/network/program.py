@@ -65,7 +65,7 @@ class Program:
         operands: int32 [m, 6]. The first two columns are the buffer's offset in bytes per row and its number of
             columns. The others are the operand's first column, its number of columns, whether it has only the sampled
             rows (1 or 0), and its type (0 model dtype, 1 float32, 2 int32).
-        weights: The weights in the order of their numbers; those of the head are first.
+        weights: The weights in the order of their numbers; the head's weights come first.
     """
 
     instructions: Int32Array

@@ -77,7 +77,7 @@ def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int)
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], scheme: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the stored quantized values of a weight, or None if the kernels of `scheme` cannot multiply by them."""
+    """Return a weight's quantized values as stored in `parts`, or None if no kernel of `scheme` multiplies by them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -104,7 +104,7 @@ def stored_qvalues(
 
 
 def block_weights(network: Network) -> set[Weight]:
-    """Return the weights that may stay in GGUF blocks: those of matrix products, and the token embedding."""
+    """Return the weights that may stay in GGUF blocks: weights of matrix products, and the token embedding."""
     roles = {**_ROLES, "embedding": ("table",)}
     found = [each.weights[role] for each in network.operations for role in roles.get(each.kind, ())]
     return {*found, *network.head.weights.values()}
@@ -122,7 +122,7 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Return rows of the stacked tensors; -1 is a row of zeros. Consecutive rows of one tensor form one segment."""
+    """Return `rows` of the stacked tensors; -1 is a row of zeros. Consecutive rows of one tensor form one segment."""
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
     owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
@@ -145,8 +145,8 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return the given columns of quantized tensors. While the columns split groups of inputs that share a scale, halve
-    the groups. Return [] if this needs groups below MIN_GROUP_SIZE.
+    """Return the given columns of quantized tensors. Halve the groups of inputs that share a scale until each group is
+    taken as a whole or not at all. Return [] if this needs groups below MIN_GROUP_SIZE.
     """
     while True:
         picked = [each.with_columns(columns) for each in tensors]

@@ -115,7 +115,7 @@ Changes = dict[Operation, Operation | None]
 
 
 def fuse_gate(graph: Graph, operation: Operation) -> Changes:
-    """Replace gated_activation(linear(x)) by one linear operation with a gated result."""
+    """Return the changes that make gated_activation(linear(x)) one linear operation with a gated result, or {}."""
     if operation.kind != "gated_activation" or operation.outputs["y"].width % PANEL_ROWS:
         return {}
     product = graph.single_use_producer(operation.inputs["x"], "linear")
@@ -125,7 +125,7 @@ def fuse_gate(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_residual(graph: Graph, operation: Operation) -> Changes:
-    """Replace a + scale * linear(x), or a + scale * experts(x), by one operation that adds a."""
+    """Return the changes that make a + scale * linear(x), or a + scale * experts(x), one operation, or {}."""
     if operation.kind != "add":
         return {}
     product = graph.single_use_producer(operation.inputs["b"], "linear", "experts")
@@ -139,7 +139,7 @@ def fuse_residual(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_residual_into_norm(graph: Graph, operation: Operation) -> Changes:
-    """Replace rms_norm(a + b) by one norm that also writes the sum, unless another operation reads the sum earlier."""
+    """Return the changes that make a + b and its rms_norm one operation, or {} if the sum is read earlier."""
     if operation.kind != "rms_norm" or "residual" in operation.inputs or operation.attributes["group"]:
         return {}
     total = graph.producer(operation.inputs["x"])
@@ -152,7 +152,7 @@ def fuse_residual_into_norm(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_attention(graph: Graph, operation: Operation) -> Changes:
-    """Replace head norms, rotary embedding, store_kv and attention by one attention operation that reads q, k and v."""
+    """Return the changes that make head norms, rotary embedding, store_kv and attention one operation, or {}."""
     if operation.kind != "attention" or "k" in operation.inputs or "q_rope" in operation.inputs:
         return {}
     store = graph.store_of(operation)
@@ -185,7 +185,7 @@ def _is_head_norm(norm: Operation) -> bool:
 
 
 def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
-    """If only one matrix product reads a value, store the value in the tiled layout that this product reads."""
+    """Return the changes that store a value in the tiled layout of the only product that reads it, or {}."""
     if operation.kind not in ("rms_norm", "linear", "attention") or "consumer" in operation.weights:
         return {}
     is_gate = operation.kind != "linear" or operation.attributes["function"]

@@ -53,7 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the length that `factor` multiplies, or None if the model's maximum `own` is already the product."""
+        """Return the length that `factor` multiplies, or None if `own`, the model's maximum, is already multiplied."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 

@@ -157,8 +157,8 @@ class _Sharding:
         return found
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of a matrix product from which `value`, such as the queries of attention, is computed. If
-        a norm over all heads follows the product, also return the norm's result, else None.
+        """Return the result of the matrix product, or the columns of it, from which `value`, such as attention's
+        queries, is computed. If a norm over all heads follows the product, also return the norm's result, else None.
         """
         normed = None
         while (producer := self._graph.producer(value)) is not None:
@@ -187,7 +187,7 @@ class _Sharding:
         self._columns[value] = self._columns_of(ranges)
 
     def _columns_of(self, ranges: Iterable[tuple[int, int, int]]) -> Indices:
-        """Split each range (first column, width, number of parts) over the ranks. Return the columns of this rank."""
+        """Divide the parts of ranges (first column, width, number of parts) over ranks. Return this rank's columns."""
         shares = (range(start, start + width)[self._share(width, count)] for start, width, count in sorted(ranges))
         return shared_order(tuple(column for share in shares for column in share))
 

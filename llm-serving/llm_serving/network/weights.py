@@ -29,7 +29,7 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def parts_order(start: int, groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the order with part 0 of all groups, then part 1, ... `start`: first index. `widths`: part sizes."""
+    """Return the order with part 0 of all groups, then part 1, ... `start`: first index. `widths`: parts of a group."""
     elements = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(elements, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]
@@ -144,7 +144,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Multiplies a norm weight by sqrt(`share`), the share of unpadded columns, as zeros lower a row's mean square."""
+    """Multiplies a norm weight by sqrt(share of unpadded columns), because zero padding lowers a row's mean square."""
 
     share: float
     transform: Transform | None
