@@ -132,8 +132,8 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """An immutable copy of an event log: the steps since `kept_since`, the outages, and at each change the waiting
-    request that was blocked, all in order of time. The last two steps may be in flight; their end is then `now`.
+    """An immutable copy of an event log, in order of time: the steps since `kept_since`, the outages, and `decisions`,
+    each with the waiting request that was blocked then. The last two steps may be in flight; their end is then `now`.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class EventLog(StepObserver):
 
 
 def client_ids(request_id: str) -> list[str]:
-    """Return the ids under which an engine may know a response id: the id itself, and the id without its prefix."""
+    """Return the client ids that a response id may stand for: the id itself, and the id without its prefix."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 

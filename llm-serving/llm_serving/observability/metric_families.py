@@ -53,7 +53,7 @@ Values = Mapping[Any, float]
 
 
 def counters(name: str, text: str, labels: Labels, names: Sequence[str], values: Values) -> CounterMetricFamily:
-    """Return a counter with one sample for each of `values`. `names`: labels that distinguish the samples."""
+    """Return a counter. `values`: values of the labels `names` -> count. All samples also have the fixed `labels`."""
     family = CounterMetricFamily(name, text, labels=[*labels, *names])
     for further, value in values.items():
         family.add_metric([*labels.values(), *further], value)

@@ -48,7 +48,7 @@ class RunningRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Describe a running request. `group` is a block id of the server, which the caller must hide from clients."""
+        """Describe a running request. `group`, the id of its first block if that is shared, must not reach clients."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(
@@ -176,7 +176,7 @@ class SchedulerState(NamedTuple):
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """Return the state of a scheduler. Only for the engine's thread. `now`: seconds on the engine's clock."""
+    """Return a scheduler's state at `now`. `step_s`: measured duration of a step. Only for the engine's thread."""
     running = {each.sequence: RunningRequest.of(each, scheduler.blocks, now) for each in scheduler.running}
     waiting = {
         each.sequence: WaitingRequest.of(each, scheduler, now, is_at_tenant_limit=False)
