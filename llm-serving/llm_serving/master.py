@@ -87,7 +87,7 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
 
 
 def build(config: ServingConfig, placement: Placement, log_name: str = "") -> AsyncEngine:
-    """Build the engine of a configuration without starting it. Log lines name the model `log_name`."""
+    """Build the engine of a configuration without starting it. `placement` starts WorkAgents. Logs show `log_name`."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
@@ -155,7 +155,7 @@ def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> N
 
 
 class ServedFiles:
-    """The configuration with the model folder to load. `same_files` checks that all WorkAgents read the same files."""
+    """The configuration, whose model folder may change, and a check that all WorkAgents read the same files."""
 
     def __init__(self, config: ServingConfig) -> None:
         self.config = config

@@ -149,7 +149,7 @@ class AdmissionQueue:
         num_tokens: int,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Count a request that was submitted to a replica. `num_cached_tokens`: prompt tokens in its prefix cache."""
+        """Count a request with `num_tokens` prompt tokens, of which its replica has `num_cached_tokens` cached."""
         entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
