@@ -75,7 +75,7 @@ class ConfinedPool(Generic[Answer]):
             self._free.put(None)
 
     def ask(self, question: msgspec.Struct) -> Answer:
-        """Wait for a process and ask it. Raise TransportError if it has exited or does not answer; it is terminated."""
+        """Wait for a free process and ask it. If it exits or does not answer, terminate it and raise TransportError."""
         process = self._free.get()
         try:
             process = process if process is not None and process.lives else self._start()
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 def confined_channel(
     module: str, questions: Any, argv: Sequence[str] | None, max_memory_bytes: int
 ) -> tuple[Any, float]:
-    """Confine this process. Return the channel on which the master sends `questions`, and the CPU seconds for each."""
+    """Confine this process. Return its channel for messages of type `questions`, and the CPU seconds for each one."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
     parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one question")

@@ -14,7 +14,7 @@ from llm_serving.text.tool_parsers.base import COMMON
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls that an answer may contain, at most `most`. `must`: whether it may contain nothing but calls."""
+    """Up to `most` tool calls that an answer may contain (None: any number). `must`: the answer has only calls."""
 
     format: ToolFormat
     callees: Sequence[Callee]
@@ -64,8 +64,8 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return a grammar term for `content` between the answer's delimiters, or "" if the format has none. Return "" also
-    if `content` is any text and the delimiters are plain text, because the content then matches them too.
+    """Return the grammar term for `content` between the answer's delimiters. Return "" if the format has no such
+    delimiters, or if `content` is any text, which already includes delimiters that are plain text.
     """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""

@@ -93,7 +93,7 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Replace the matcher, whose cached lexer states have reached the limit `max_states`, by one without any."""
+        """Replace the matcher by one without cached lexer states, because their number has reached `max_states`."""
         self._matcher = self._compiled()
         return self._matcher
 

@@ -1,8 +1,8 @@
 """A confined process that compiles a grammar as a trial before the master compiles it.
 
 Even a short grammar may take minutes to compile, or overflow the stack. In that case only this process ends. Its stack
-is smaller than the stacks of the master's compiling threads, so a grammar that passes the trial does not overflow
-those. The trial uses a tokenizer of single bytes, because the cost does not depend on the model's tokens.
+is smaller than the stacks of the master's compiling threads, so a grammar that passes the trial does not overflow their
+stacks either. The trial uses a tokenizer of single bytes, because the cost does not depend on the model's tokens.
 """
 
 from __future__ import annotations

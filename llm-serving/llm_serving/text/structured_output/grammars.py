@@ -60,7 +60,7 @@ def definitions_of(schema: Any) -> dict[str, Any]:
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer to the smallest part of `schema` for which, by itself, `error_of` returns `error`."""
+    """Return a JSON pointer to the smallest part of `schema` that alone makes `error_of` return `error`."""
     definitions = definitions_of(schema)
     path: Path = ()
     trials = 0
@@ -127,7 +127,7 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """Return the member of a JSON schema with llguidance's options: `others`, and `whitespace` as in `json_grammar`."""
+    """Return the entry `x-guidance` of a JSON schema: the options `others` and `whitespace` (see `json_grammar`)."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 
@@ -175,8 +175,8 @@ def is_lark(text: str) -> bool:
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. A
-    grammar in `named` must not refer to other grammars, except as a whole: its first rule may only name another one.
+    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. Each
+    grammar in `named` must be one text without `@name`, or the text `start: @answer` with the text of `answer`.
     """
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():

@@ -39,7 +39,7 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
 class TokenMatcher:
     """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`. `start`: a matcher at the start
     of the grammar, which is copied and never advanced. All copies share a limit on their lexer states. If other outputs
-    have used it up, `create_start()` makes a new matcher at the start.
+    have used up this limit, `create_start()` makes a new matcher at the start.
     """
 
     def __init__(

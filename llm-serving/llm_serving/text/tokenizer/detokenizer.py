@@ -38,7 +38,7 @@ class StopStringMatcher:
         return self._held
 
     def add(self, text: str) -> Release:
-        """Add a piece of text. Return the text before a possible stop string, and the stop string if it is complete."""
+        """Add a piece. Return the text that cannot begin a stop string, and the first stop string if it is complete."""
         if not self._held and not any(char in text for char in self._first_chars):
             return Release(text, None)
         states = self._states

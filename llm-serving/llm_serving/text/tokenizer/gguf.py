@@ -40,7 +40,7 @@ _END: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_case(suffix: str, digits: str, *, upper: str = _UPPER, lower: str = _LOWER, end: str = _END) -> str:
-    """Return a regular expression for one word. A word ends where an upper-case letter follows a lower-case one."""
+    """Return an expression for one word: letters up to an upper-case one after a lower-case one, `digits` or `end`."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}|{digits}|{end}"
 

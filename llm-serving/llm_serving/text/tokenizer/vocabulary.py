@@ -33,7 +33,7 @@ class AddedToken:
 
     `special`: whether the token controls the model and is not text. `lstrip`, `rstrip`: whether the token absorbs the
     white space before or after it. `normalized`: whether the token is searched in the normalized text. Only a
-    `tokenizer.json` uses this; there, None means that only special tokens are searched in the original text.
+    `tokenizer.json` uses this. There, None means true unless the token is special.
     """
 
     text: str
@@ -99,10 +99,10 @@ class Vocabulary(Protocol):
     """The content of a tokenizer file.
 
     `token_bytes`: [vocab_size], UTF-8 bytes of each token, which may be only a part of a character.
-    `strips_leading_space`: whether the encoder puts a space before a text, which decoding removes.
-    `adds_special_tokens`: whether the file specifies the special tokens to add. If not, a text by default starts with
-    `bos_token`. `usual_names`: name of a special token in the config, such as `bos_token` -> its usual text, for
-    configs that do not name it.
+    `strips_leading_space`: whether encoding puts a space before a text and decoding removes it. `adds_special_tokens`:
+    whether the file specifies the special tokens to add. If not, a text by default starts with `bos_token`.
+    `usual_names`: name of a special token in the config, such as `bos_token` -> its usual text, for configs that do not
+    name it.
     """
 
     token_bytes: list[bytes]
@@ -188,7 +188,7 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts, cut to `most` tokens together. Cut the longer one first, then both alike."""
+    """Return two texts' lengths, cut to `most` tokens in all if it is set: first the longer text, then both alike."""
     if most is None or first + second <= most:
         return first, second
     shorter, longer = sorted((first, second))
@@ -276,7 +276,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise the same errors."""
+    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise its errors."""
     first = folder / CONFIG_FILE
     return [first] if _lists_tokens(read_json(first)) else [first, folder / SPECIAL_FILE, folder / ADDED_FILE]
 

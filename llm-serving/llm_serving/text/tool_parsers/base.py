@@ -253,7 +253,7 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return the rules of `call`: an object with the members `first`, tool name and arguments (key `arguments`)."""
+    """Return the rules of `call`, a JSON object: the terms `first`, then the keys `name` and `arguments`."""
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")

@@ -119,7 +119,7 @@ class HarmonyParser:
         return False
 
     def _call(self, parts: list[Part], ended: bool) -> bool:
-        """Read the arguments of a call. If they are not a JSON object, return them as text."""
+        """Read a call's arguments; if they are no JSON object, they become text. Return False if text is missing."""
         start = len(self._text) - len(self._text.lstrip())
         if start == len(self._text) and not ended and start <= _MAX_HEADER_CHARS:
             return False

@@ -89,7 +89,7 @@ class StreamedCall:
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return the call in the JSON object at `start`, or None unless it begins with a name in `names` and arguments."""
+    """Return the call at `start` if its JSON begins with a name in `names`, then the arguments; otherwise None."""
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 

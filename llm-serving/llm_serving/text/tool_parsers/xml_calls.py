@@ -132,8 +132,8 @@ class _Reader:
         return True
 
     def _value(self, body: str) -> bool:
-        """Read a value up to its closing tag, which is the first one before another argument or the end of the call.
-        Return False if the text ends before.
+        """Read a value up to its closing tag, after which another argument begins or the call ends. Closing tags
+        elsewhere belong to the value. Return False if more text is needed.
         """
         closing = self._layout.argument[2]
         start = self._at
@@ -166,7 +166,7 @@ class _Reader:
         return typed_value(text, schema_of(self._schemas, self._tool, self._key))
 
     def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return which of `delimiters` follows, or "" if more text is needed. Raise NotACallError if none follows."""
+        """Return the next delimiter, or "" if incomplete; move past it if `skip`. Raise NotACallError without one."""
         at = _end_of_spaces(body, self._at)
         if skip:
             self._at = at
