@@ -155,8 +155,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return by how many steps, at most, one prompt token of a request delays the tokens of other requests. `chunk`:
-    number of prompt tokens that a step can always compute if it begins with prompts.
+    """Return the maximum number of steps by which one prompt token of a request delays other requests. `chunk`: number
+    of prompt tokens that a step can always compute if it begins with prompts.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -175,7 +175,7 @@ def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
 
 
 class _Due(NamedTuple):
-    """Heap entry of a waiting request. Its wait exceeds the bound once the step clock of its class reaches `clock`."""
+    """Heap entry of a waiting request. Its wait exceeds the bound once its class has counted `clock` steps."""
 
     clock: int
     sequence: int
@@ -225,7 +225,7 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Count a step on the clock of each class, except `closed`. Return how many requests now wait longer than their
+        """Count a step for each class, except those in `closed`. Return how many requests now wait longer than their
         bound. `closed`: classes at their share limit, or all classes while a beam search runs.
         """
         violations = 0

@@ -24,7 +24,7 @@ _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
 class ClassUsage(NamedTuple):
-    """Sum of a class's shares of one scheduler's steps since the last `pop_usage`, divided by the class's weight."""
+    """A class's use of a scheduler since the last `pop_usage`. `service`: sum of its shares of steps / its weight."""
 
     service: int
     quantum: int
@@ -84,10 +84,10 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class of `waiting` that admits the next request, or None if none of them may admit one.
 
-        It is the class with the lowest charge among those below their share of slots and blocks. A class at its share
-        goes first if its charge is lower by more than a quantum, the charge for one slot in `quantum_steps` steps. If
-        no class is below its share, the highest class is next. `held`, `blocks`: class -> number of running slots, and
-        of blocks.
+        Classes below their share of slots and blocks go first, the lowest charge before others. A class at its share
+        goes before them if its charge is lower by more than a quantum, the charge for one slot in `quantum_steps`
+        steps. If all classes are at their share, the highest class is next. `held`, `blocks`: class -> number of
+        running slots, and of blocks.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -111,7 +111,7 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class of `among` whose prompts go first in a step, or None if `among` has fewer than two."""
+        """Return the class of `among` whose prompts go first in a step, or None if `among` leaves no choice."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
@@ -126,9 +126,9 @@ class WeightedFairSharing:
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """Return how many running requests of the class `name` the higher class `by` must not preempt.
 
-        These are the requests that fit into the share of `name` of slots and blocks. `blocks`: number of blocks of each
-        running request. They get the share in this order. One more request, which fits only partly, counts unless the
-        charge of `name` exceeds the charge of `by` by more than this request costs in `quantum_steps` steps.
+        These are the first requests that fit into the share of `name` of slots and blocks. `blocks`: number of blocks
+        of each running request, in this order. One more request, which fits only partly, counts too, unless the charge
+        of `name` exceeds the charge of `by` by more than this request costs in `quantum_steps` steps.
         """
         if name not in self.contenders:
             return 0

@@ -93,7 +93,7 @@ class ClassQueue:
             heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
-        """Move a queued request to the position of its changed `queue_key`. The bypass count stays the same."""
+        """Move a queued request to the place of its changed `queue_key`. The count for `max_overtakes` is kept."""
         entry = self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
         tenant = request.tenant if self._order.shares_fairly else ""
@@ -117,7 +117,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return when the oldest request arrived: the number of steps that its class had seen. None: empty queue."""
+        """Return how many steps its class had counted when the oldest request arrived, or None for an empty queue."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -209,7 +209,7 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes may admit requests. Return the classes with waiting requests that are not closed.
+        """Determine which classes may admit requests. Return the classes with waiting requests, except `closed`.
         `closed`: classes at their share limit. `held`: class -> number of running slots. `aged_prefills`: classes with
         a prompt that is incomplete `ageing_steps` after its admission.
         """
@@ -223,7 +223,7 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Return the next request to admit, or None. `held`, `blocks`: class -> number of slots, and of KV blocks."""
+        """Return the next request to admit, or None. `closed` classes admit none. `held`, `blocks`: class -> number."""
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 

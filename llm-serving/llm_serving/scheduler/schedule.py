@@ -78,7 +78,7 @@ class ScheduledRow(NamedTuple):
 
 
 class PromptResults(NamedTuple):
-    """What a step returns about one row's prompt: log-probabilities of prompt tokens, or a hidden state."""
+    """What a step returns about the prompt of one request: log-probabilities of prompt tokens, or a hidden state."""
 
     row: int
     start: int
@@ -150,7 +150,7 @@ class StepPlan:
             self.budget -= 1
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
-        """Set the row of a request to its next `num_tokens` tokens, or to as many as the budget allows."""
+        """Let the step compute the next `num_tokens` tokens of a request, or as many as the token budget allows."""
         before, start = self.rows.get(request.request_id), request.num_computed_tokens
         room = self.budget if before is None else self.budget + before.query_len
         query_len = min(num_tokens, room)
@@ -197,7 +197,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Change the reason to SLOTS if all slots are in use, and none of them by a class below the blocked request's."""
+    """Return `blocked`, with the reason SLOTS if all slots are used by the blocked request's class or higher ones."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):

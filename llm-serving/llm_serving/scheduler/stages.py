@@ -134,7 +134,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return after how many seconds the waiting requests are admitted even if they do not fill a batch."""
+        """Return how many more seconds admission waits for a full batch. Return 0 if there is no reason to wait."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -190,7 +190,7 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit requests in order, until one does not fit or its class is not ahead of the class `before`."""
+        """Admit requests in order, until one does not fit or its class does not go before the class `before`."""
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:
