@@ -291,7 +291,7 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The scheme of GGUF files. It also converts tensor names and layouts, depending on `architecture` and `heads`."""
+    """The format of weights in GGUF files. `architecture` and `heads` determine tensor names and layouts to convert."""
 
     description: str
     architecture: str = ""

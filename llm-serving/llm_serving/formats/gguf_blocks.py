@@ -72,7 +72,7 @@ class BlockType:
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes that packed matrices take: panels of 16 rows, padded to 64 bytes per 256 columns."""
+        """Return how many bytes packed matrices take. 256 columns of a panel of 16 rows are padded to 64-byte lines."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)

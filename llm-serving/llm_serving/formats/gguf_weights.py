@@ -57,7 +57,7 @@ _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
-    """Return a file's tensors with Hugging Face's names and layout, unknown ones as they are, or raise ModelError."""
+    """Convert tensors to Hugging Face's names and layouts; keep unknown ones. Raise ModelError for a wrong name."""
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
     for name, tensor in tensors.items():

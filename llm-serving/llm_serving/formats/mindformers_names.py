@@ -82,7 +82,7 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return arrays by Hugging Face's names: the projections of a fused weight or bias, otherwise `array` itself."""
+    """Return arrays by Hugging Face's names: the parts of a fused weight whose rows are in `order`, or just `array`."""
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])
         names = [f"{at}.self_attn.{each}_proj.{match['kind']}" for each in "qkv"]

@@ -175,7 +175,7 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor:
-    """Return a tensor of unsigned qvalues [out, in]. If `zeros` is None, the middle of their range represents 0."""
+    """Return a tensor of unsigned qvalues [out, in]. `zeros` None: the middle value stands for 0. `columns`: g_idx."""
     if zeros is not None and (zeros == 2 ** (bits - 1)).all():
         zeros = None
     if bits == 4:
