@@ -89,7 +89,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register_hash(self, block_id: int, epoch: int, block_hash: bytes) -> None:
-        """Let later requests find a block by its hash, unless another block has it. `epoch`: the block's allocation."""
+        """Let later requests find a block by its hash if no other block has it. `epoch`: the block's present epoch."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be cached"
         assert self._epochs[block_id] == epoch, f"block {block_id} was allocated again"
         if self._hashes[block_id] is None and block_hash not in self._blocks_by_hash:

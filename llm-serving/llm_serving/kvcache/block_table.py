@@ -105,7 +105,7 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return the lengths in blocks of prefixes that later prompts may share: shared now, cached, the whole prompt."""
+    """Return up to three prefix lengths, in blocks, that later prompts may share: shared now, cached, whole prompt."""
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 

@@ -64,8 +64,8 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        Plan to store checkpoints after two prefixes that later requests probably share: the cached part of the prompt,
-        and its full blocks. `hashes`: hashes of all blocks that the request may share; None: no checkpoints.
+        Plan to store checkpoints after two prefixes that later requests probably share: the prompt's cached KV blocks,
+        and all its full blocks. `hashes`: hashes of all blocks that the request may share; None: no checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -80,7 +80,7 @@ class StateSlots:
             self._checkpoint_ends[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
 
     def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Give a request from another replica a slot. Return the copies of its state from `pieces` into the slot."""
+        """Give an imported request a slot. Return the copies that fill it from `pieces`, the blocks with its state."""
         (slot,) = self.pool.allocate(1)
         self._own[request_id] = slot
         kind, epoch = int(BlockMoveKind.IMPORT_STATE), self.pool.epoch(slot)

@@ -41,7 +41,7 @@ class TransferPool:
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """Let another replica or the disk cache read the blocks. The step that wrote them must have completed."""
+        """Let a replica or the disk cache read a request's blocks, whose step has completed. Return their location."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
@@ -155,7 +155,7 @@ class DiskPrefixes:
         return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
 
     def pop_released(self) -> list[TransferBlock]:
-        """Return blocks read from disk, which may be freed after the steps formed so far."""
+        """Return the blocks read from disk that may be freed once the steps formed so far have run."""
         if not self._released:
             return []
         released, self._released = self._released, []
