@@ -47,11 +47,11 @@ class CellNetwork(nn.Cell):
     operation of the network.
 
     Args:
-        max_positions: Longest context of a row, in tokens.
+        max_positions: Longest context of a request, in tokens.
         whole_prompts: Whether the graph computes only steps of whole prompts. The number of requests B is then fixed,
-            and unused ones have length 0.
+            and a step with fewer has requests of length 0.
         of_states: Whether the results are hidden states, which are the input of the LM head, instead of logits.
-        single_tokens: Whether the graph computes only steps whose rows have one token. Attention then has no mask.
+        single_tokens: Whether the graph computes only steps with one token per request. Attention then has no mask.
         all_rows: Whether the result has a row for each token. Then there are no `sample_indices`.
     """
 
@@ -125,8 +125,8 @@ class TokenNetwork(nn.Cell):
         self.widths = (*(1,) * NUM_TOKEN_ARRAYS, NUM_PARAMETERS)
 
     def arrays_of(self, step: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Split `step` into token ids, positions and KV slots, [T] each, and sampling parameters, [T, 15]. Ids that are
-        not in `step` are samples of the previous step, `previous` (see `SINGLE_TOKEN_INPUTS`).
+        """Split `step` into token ids, positions and KV slots, [T] each, and sampling parameters, [T, 15]. Ids that
+        `step` lacks are taken from `previous`, the samples of the previous step (see `SINGLE_TOKEN_INPUTS`).
         """
         given, positions, slots, sources, parameters = self.split(self.of_tokens(step), self.widths, 1)
         known = self.concat((previous, self.reshape(given, (-1,))))
@@ -336,8 +336,8 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations as Cells compute them: values are split into the column ranges that are read, cosines and
-    sines are looked up once, two rotations by one table are merged, and attention follows `store_kv`.
+    """Return the operations in the form in which Cells compute them: values are split into the column ranges that are
+    read, cosines and sines are looked up once, two rotations by one table become one, and attention follows `store_kv`.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

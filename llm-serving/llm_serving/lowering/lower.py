@@ -73,7 +73,7 @@ def lower(
 
     Args:
         kv_caches: (keys, values) of each cache layer.
-        max_positions: Longest context of a row, in tokens.
+        max_positions: Longest context of a request, in tokens.
         as_program: Whether one custom operator computes the whole network (`lowering.program`), if the backend has it.
             Otherwise the network is a graph of Cells.
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
@@ -147,7 +147,7 @@ def lower_mtp(
     quantization: Quantization | None,
     parameters: Parameters,
 ) -> LoweredMtp:
-    """Build the graphs of a model's MTP layer `network`, and read its weights from `reader`. See `lower`."""
+    """Build the graphs of MTP layer `network`, and read its weights. `model`, `parameters`: main model, its weights."""
     dtype, operator = backend.dtype, _operator(backend)
     own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)
     of_embedding = build_embedding_program(model, dtype)

@@ -149,7 +149,7 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 
 def network_to_read(network: Network, backend: Backend) -> Network:
-    """Return a copy of a network with the weights as MindFormers' class has them, in order to read them."""
+    """Return a copy of `network` with the weights in MindFormers' layout, so that they are read in this layout."""
     return with_latent_weights(without_key_offsets(network), transposed_values=backend.name != "cpu")
 
 

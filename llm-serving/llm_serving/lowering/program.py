@@ -26,8 +26,8 @@ class ProgramNetwork(nn.Cell):
     no arguments and only one Parameter.
 
     `operator`: result of `Backend.program`. `weights`, `states`: Parameters in the order of the program. `width`:
-    columns of the result. `rows`: whether the program reads hidden states, given to `bind_inputs`, in place of its last
-    weight, which `weights` then lacks.
+    columns of the result. `rows`: whether `bind_inputs` also gets hidden states, which the program reads in place of
+    its last weight. `weights` then lacks this weight.
     """
 
     def __init__(

@@ -62,6 +62,6 @@ def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Return inputs of any size for `Cell.set_inputs`, so that a graph is compiled once. `num_rows`: B, if fixed."""
+    """Return inputs of dynamic size for `Cell.set_inputs`. `num_rows`: number of requests of each step, if fixed."""
     sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]
