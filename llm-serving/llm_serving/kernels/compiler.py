@@ -123,7 +123,7 @@ def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[st
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
-    """Return builds of all `parts` from these sources by any one compiler, or raise `error` if there are none."""
+    """Return earlier builds of all `parts` (library, kernels) from `sources` by any one compiler, or raise `error`."""
     for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
         found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
         if len(found) == len(parts):
@@ -198,8 +198,7 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
     """Compile the sources of `targets` (library or kernel set -> path of the result) in parallel and link them. A file
-    appears at its path only when it is complete. `library`: existing library for the kernels, or None if `targets` has
-    it.
+    appears at its path only when it is complete. `library`: existing library for the kernels, or None if in `targets`.
     """
     started = time.monotonic()
     logger.info("compiling the operator library once: compiler=%s", compiler.version)

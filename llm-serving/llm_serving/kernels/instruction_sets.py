@@ -53,7 +53,7 @@ def supported_isas() -> list[str]:
 
 
 def runnable_isas() -> list[str]:
-    """Return the instruction sets that this CPU runs, best first; those for tests are last."""
+    """Return the instruction sets that this CPU runs, best first, then those that exist only for tests."""
     return [name for name in compilable_isas() if is_supported(name)]
 
 
