@@ -223,7 +223,7 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Answer requests for KV blocks. When their connection ends, end `steps` too: the master restarts the WorkAgent."""
+    """Answer requests for KV blocks. If `blocks` ends, end `steps` too, so that the master restarts the WorkAgent."""
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
