@@ -128,7 +128,7 @@ class _Weights(nn.Cell):
 
 
 class _Sums(nn.Cell):
-    """Computes exact sums of weights. A sum is an int64 number of units of 2^-33."""
+    """Computes exact sums of the sampling weights of tokens. A sum is an int64 number of units of 2^-33."""
 
     def __init__(self, cumulative_sum: nn.Cell) -> None:
         super().__init__()
@@ -176,9 +176,9 @@ class _Share(nn.Cell):
     """Multiplies a fraction by a total exactly, in integers: (the fraction as `NUM_PIECES` integers of `PIECE_BITS`
     bits [S, 4], total int64 [S, 1], at most 2^51) -> (whole, rest, step), int64 [S, 1].
 
-    The product is `whole` + `rest` / 2^53. With `step`, the caller rounds the product as float64 arithmetic would:
-    `step` / 2^53 is half the distance of adjacent float64 numbers near the product. `step` is the largest power of two
-    that is at most `whole`, or 0 if `whole` is 0.
+    The product is `whole` + `rest` / 2^53. `step` / 2^53 is half the distance of adjacent float64 numbers near the
+    product, so the caller can round it to the nearest float64. `step` is the largest power of two that is at most
+    `whole`, or 0 if `whole` is 0.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,9 @@ class Located:
 
 
 def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
-    """Read a YAML mapping. Raise ConfigError if the file is unreadable, too large, no mapping or has a key twice."""
+    """Read a YAML mapping. Raise ConfigError if the file is unreadable, too large, no mapping or has a key twice.
+    `keys_in`: file with all keys, which the error for an empty file names.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)

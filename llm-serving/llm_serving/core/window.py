@@ -74,7 +74,7 @@ class CacheGroups:
         return [each.max_blocks(block_size, num_blocks // len(self)) for each in self.windows]
 
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` holds at a time, over all groups."""
+        """Return the most blocks that a request of `num_tokens` holds in a cache of `num_blocks`, over all groups."""
         return self._held(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
 
     def max_request_tokens(self, block_size: int, num_blocks: int) -> int:

@@ -239,7 +239,7 @@ class Engine(EngineRequests):
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
-        """Return whether the next step waits for all replies, because it would else lack drafts or many requests."""
+        """Return whether to form the next step after all replies. Earlier, it would lack drafts and some requests."""
         if self._max_steps_in_flight == 1:
             return True
         if self._drafter is not None and self._drafter.pays:

@@ -82,7 +82,9 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return arrays by Hugging Face's names: the parts of a fused weight whose rows are in `order`, or just `array`."""
+    """Return the weights in `array` by Hugging Face's names. A fused weight (q, k and v, or gate and up) has rows in
+    `order` and is split; any other weight is returned whole.
+    """
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])
         names = [f"{at}.self_attn.{each}_proj.{match['kind']}" for each in "qkv"]

@@ -77,7 +77,9 @@ class HuggingFace:
         with self._translated_errors(listing.name, listing.revision):
             head = library.get_hf_file_metadata(url, endpoint=self.endpoint)
         if not head.etag or "/" in head.etag or head.etag.startswith("."):
-            raise ModelError(f"{url}: {self.endpoint} must answer with the hash of the file as ETag; is it a mirror?")
+            raise ModelError(
+                f"{url}: {self.endpoint} must answer with the hash of the file as ETag, as Hugging Face does"
+            )
         blob = blobs / head.etag
         if not blob.exists():
             with _partial_file(blobs / f"{head.etag}{_PARTIAL}", blob) as part:

@@ -108,8 +108,8 @@ class NoMask(nn.Cell):
 class TokenNetwork(nn.Cell):
     """A network for steps in which each request computes at most one token.
 
-    It returns the logits, float32 [S, V], each sample's highest logit as in `Backend.largest_logits`, and each sample's
-    sampling parameters (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
+    It returns the logits, float32 [S, V], the result of `Backend.largest_logits` for them, and the sampling parameters
+    of each sample (`TokenDrawing`), int32 [S, 15]. `network`: a `CellNetwork` with `single_tokens`.
     """
 
     inputs: Sequence[tuple[str, int]]

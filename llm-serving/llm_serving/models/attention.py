@@ -248,7 +248,9 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order`: order within a value head, by default as stored."""
+    """Return the stored column at each column of the output projection. `order`: the same within a value head; without
+    it, columns keep their order, and zeros pad each head.
+    """
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

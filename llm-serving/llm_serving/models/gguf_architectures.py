@@ -57,7 +57,7 @@ def _phi3(reader: MetadataReader, config: Config) -> None:
 
 
 def _phimoe(reader: MetadataReader, config: Config) -> None:
-    """Set both factors of longrope in config.json (for short and for long contexts) to the one that a GGUF file has."""
+    """Use the one attention factor of a GGUF file as both mscales of longrope, for short and for long contexts."""
     _phi3(reader, config)
     config["lm_head_bias"] = reader.has_tensor("output.bias")
     if (scaling := config.get("rope_scaling")) is not None:

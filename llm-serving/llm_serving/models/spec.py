@@ -133,9 +133,10 @@ class ModelSpec:
         return self._with_network(sharded(self.network, rank, num_ranks))
 
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
-        """Return the spec with the layers of the KV cache in groups, for requests of up to `max_model_len` tokens. An
-        int8 cache whose layers differ in shape has one group of all layers: with its scales, the block of a large layer
-        is no multiple of that of a small layer in bytes, so the two cannot share memory.
+        """Return the spec with the layers of the KV cache in groups, for requests of up to `max_model_len` tokens.
+
+        In an int8 cache, layers with KV heads of different sizes stay in one group. The scales in its blocks make their
+        sizes in bytes no multiples of each other, so that such layers could not share memory.
         """
         network = copy(self.network)
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)

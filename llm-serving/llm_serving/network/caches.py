@@ -58,7 +58,7 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True)
 class CacheView:
-    """One part of a pair of key and value tensors, for a layer that needs only a fraction of the pair's memory."""
+    """A part of the memory of a key tensor and of its value tensor, as the KV cache of a layer with smaller blocks."""
 
     tensors: int
     part: int

@@ -331,7 +331,7 @@ class EventLog(StepObserver):
 
 
 def client_ids(request_id: str) -> list[str]:
-    """Return the client ids that a response id may stand for: the id itself, and the id without its prefix."""
+    """Return the ids that a client may have sent for a request: `request_id`, and the part after `chatcmpl-` etc."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 

@@ -203,5 +203,5 @@ def _top_of(message: TopTokensDone) -> TopTokens:
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError(f"offsets that do not divide a list of {len(token_ids)} tokens")
+        raise ValueError(f"the offsets must split the list of {len(token_ids)} tokens into parts")
     return TopTokens(offsets, token_ids, logprobs)

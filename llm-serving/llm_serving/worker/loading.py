@@ -260,7 +260,8 @@ def _npu_memory(settings: LoadModel) -> int:
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(
-            "`device_config.max_device_memory` must be given: the device reports no free memory. Given: None"
+            "`device_config.max_device_memory` must be given: the device does not report how much memory is free. "
+            "Given: None"
         )
     if given is None:
         return int(free * FREE_NPU_MEMORY_FRACTION)

@@ -186,7 +186,7 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge tenants for the service of other replicas. This matters only while requests wait or arrive."""
+        """Charge each tenant for the tokens that other replicas served to it. Only admissions depend on charges."""
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 

@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors through a Ray process (`ray_process`), and the messages to that process."""
+"""Starts WorkAgents as Ray actors through a process of its own (`ray_process`), and defines the messages to it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class TokenOutput(NamedTuple):
 
 
 def token_outputs(output: RequestOutput) -> list[TokenOutput]:
-    """Split an output into tokens, for protocols with one event per token. The last token gets the whole text."""
+    """Split an output into tokens, for protocols with one event per token. The last one gets all text of the output."""
     logprobs = [token.logprob for token in output.logprobs] or [0.0] * len(output.token_ids)
     last = len(output.token_ids) - 1
     return [

@@ -106,7 +106,7 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline, after a wait while the model is paused or asleep."""
+    """Wait while the model is paused or asleep. Then check, tokenize, admit and submit the request."""
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
     may_be_shared = serving.coalesce_identical_requests or serving.resume_streams

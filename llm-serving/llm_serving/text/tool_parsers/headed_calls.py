@@ -51,7 +51,9 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads calls. Calls of tools in `names` are returned while they are generated, others when they are complete."""
+    """Reads tool calls that begin with a header, such as the tool's name, before the JSON arguments. Calls of tools in
+    `names` are returned while they are generated, others when they are complete.
+    """
 
     layout: HeadedLayout
     names: Collection[str]

@@ -36,7 +36,7 @@ from llm_serving.server.served_models import models_shown
 
 
 class Parameter(Struct, kw_only=True):
-    """A sampling parameter, with its field name in completions and chat."""
+    """A sampling parameter: the field `name` of completion or chat requests."""
 
     name: str
     kind: str
