@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 from llm_serving.core.request import FinishReason
+from llm_serving.engine.audit import Auditor
 from llm_serving.speculation import NgramProposer, SpeculationController
 from support.engine_harness import Harness, bytes_of
 from support.factories import create_request
 from support.fake_runner import expected_output
 from support.fake_speculation import MAX_DRAFT_TOKENS, RandomDrafts
+from support.word_tokenizer import WordTokenizer
 
 
 def with_drafts(wrong: float = 0.0, **options) -> Harness:
@@ -87,6 +89,21 @@ def test_waiting_requests_take_no_time_of_the_drafter() -> None:
     assert max(num_known) == 2
     assert has_queue.index(False) == has_queue.count(True) > 30, "until the last two requests start"
     assert all(harness.token_ids(str(number)) for number in range(8))
+
+
+def test_audits_get_no_drafts() -> None:
+    """An audit compares an answer with drafts to one without. Its answer would only push others out of the index."""
+    drafter = SpeculationController(4, NgramProposer(3))
+    harness = Harness(drafter=drafter, block_size=16)
+    engine = harness.engine
+    engine._auditor = Auditor(1, harness.scheduler, WordTokenizer(), harness.metrics, engine._clock)
+    engine.submit(create_request(4, request_id="a", max_tokens=20))
+    num_known = []
+    while engine.step():
+        num_known.append(len(drafter._ngram.requests))
+    assert harness.metrics._counts["llm_serving:audits_total"] == 1
+    assert num_known.count(1) < 22 < len(num_known)
+    assert drafter._ngram.finished.num_tokens == 20, "of the client's request"
 
 
 class PayingDrafts(RandomDrafts):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_serving.admission.ttft_predictor import InFlightSteps, TtftPredictor
 from llm_serving.core.request import Request
+from llm_serving.engine import audit
 from llm_serving.engine.fleet.monitors import LimitMonitor, StepShare, WeightMonitor
 from llm_serving.engine.fleet.sharing import ClassLead
 from llm_serving.kvcache.transfer_pool import TransferBlock
@@ -192,7 +193,8 @@ class SpeculationObserver(StepObserver):
         self._drafter.has_queue = blocked is not None and blocked.reason in FULL
         if schedule is not None:
             for request in schedule.started:
-                self._drafter.add_request(request)
+                if request.tenant != audit.TENANT:  # audits also compare answers with and without drafts
+                    self._drafter.add_request(request)
 
     def on_completed(self, step: CompletedStep) -> None:
         drafter, schedule = self._drafter, step.schedule
