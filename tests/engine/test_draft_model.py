@@ -125,6 +125,33 @@ def test_draft_model_is_not_queried_while_a_prompt_waits_or_is_computed() -> Non
     assert len(harness.fake.asked) > num_asked
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("arrival_steps", "num_blocks"), [(0, 64), (3, 64), (0, 12)])
+def test_draft_model_is_not_queried_before_a_step_that_admits_a_request(
+    ahead: bool, arrival_steps: int, num_blocks: int
+) -> None:
+    """With free slots, or once a running request has ended and made room for one of the queue."""
+    harness = proposing(ahead=ahead, max_num_seqs=4, num_blocks=num_blocks)
+    schedule, num_asked, verified = harness.scheduler.schedule, 0, []
+
+    def noted(now):
+        nonlocal num_asked
+        step = schedule(now)
+        if len(harness.fake.asked) > num_asked:
+            num_asked = len(harness.fake.asked)
+            verified.append(step is not None and step.has_draft_tokens)
+        return step
+
+    harness.scheduler.schedule = noted
+    rng = random.Random(1)
+    for index in range(40):
+        harness.engine.submit(create_request(rng.randint(1, 12), max_tokens=rng.randint(10, 60), seed=index))
+        for _ in range(arrival_steps):
+            harness.engine.step()
+    harness.run()
+    assert len(verified) > 30 and all(verified)
+
+
 def test_draft_model_prefers_requests_of_higher_classes() -> None:
     drafter = SpeculationController(8, NgramProposer(3), DraftModelProposer(lambda asked: [], 16))
     requests = [create_request(4, priority=index % 2) for index in range(40)]

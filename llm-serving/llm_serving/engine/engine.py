@@ -25,7 +25,6 @@ from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import NO_DRAFTS, CompletedStep, StepObserver, observers_by_event
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.schedule import NO_ROOM
 from llm_serving.speculation import SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
@@ -160,7 +159,7 @@ class Engine(EngineRequests):
         return progressed
 
     def _propose_drafts(self, drafter: SpeculationController) -> None:
-        synchronous = not self._in_flight and self._waits_for_replies()
+        synchronous = not self._in_flight and not self._reports.admits and self._waits_for_replies()
         for request, token_ids in drafter.propose(len(self.scheduler.running), synchronous=synchronous):
             self.scheduler.set_draft_tokens(request, token_ids)
 
@@ -242,11 +241,9 @@ class Engine(EngineRequests):
         """Return whether to form the next step after all replies. Earlier, it would lack drafts and some requests."""
         if self._max_steps_in_flight == 1:
             return True
-        if self._drafter is not None and self._drafter.pays:
-            blocked = self.scheduler.blocked
-            admits = len(self.scheduler.waiting) > 0 and (blocked is None or blocked.reason in NO_ROOM)
-            if not admits and self._reports.num_tokens_left == 0:  # a step that computes prompts verifies no drafts
-                return True
+        drafter, reports = self._drafter, self._reports
+        if drafter is not None and drafter.pays and not reports.admits and not reports.num_tokens_left:
+            return True  # the next step computes no prompt, so it can verify drafts
         running = self.scheduler.running
         num_waiting: int = sum(map(NEEDS_KNOWN_OUTPUT, running))
         step_s, host_s = self._times.step_s, self._times.host_s

@@ -15,7 +15,7 @@ from llm_serving.observability.component_metrics import SwapLoad
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.schedule import FULL, Blocked
+from llm_serving.scheduler.schedule import FULL, NO_ROOM, Blocked
 from llm_serving.speculation import SpeculationController
 
 if TYPE_CHECKING:
@@ -141,8 +141,24 @@ class LoadReports(StepObserver):
         self.predictor = TtftPredictor(scheduler.limits)
         self.num_tokens_left = 0
         """Number of prompt tokens that remain of the prompts which the latest step computed in part."""
+        self._num_running = 0
+        """Number of running requests after the latest call of `Scheduler.schedule`."""
         self._scheduler = scheduler
         self._times = times
+
+    @property
+    def admits(self) -> bool:
+        """Whether a waiting request may start in the next step, which then verifies no drafts."""
+        scheduler = self._scheduler
+        if not len(scheduler.waiting):
+            return False
+        blocked = scheduler.blocked
+        if blocked is None or blocked.reason in NO_ROOM:
+            return True
+        if blocked.reason not in FULL or len(scheduler.running) == self._num_running:
+            return False
+        request = next((each for each in scheduler.waiting if each.request_id == blocked.request_id), None)
+        return request is None or scheduler.slots.has_room_for(request, scheduler.prefill.parent_of(request))
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
@@ -154,7 +170,8 @@ class LoadReports(StepObserver):
                     self.num_tokens_left += row.request.num_tokens - row.end
             self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
         # There is room if no request waits, and a request of mean size fits beside one block for each running request.
-        pool, num_running = self._scheduler.blocks.pool, len(self._scheduler.running)
+        pool = self._scheduler.blocks.pool
+        num_running = self._num_running = len(self._scheduler.running)
         num_free = pool.num_free_blocks - num_running
         has_room = not len(self._scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
         self.predictor.record_running(num_running, blocked, has_room)
