@@ -93,7 +93,8 @@ class Engine(EngineRequests):
         if self.event_log.enabled:
             observers.append(self.event_log)
         if drafter is not None:
-            observers.append(SpeculationObserver(drafter, self._times, metrics, self._max_steps_in_flight > 1))
+            runs_ahead = self._max_steps_in_flight > 1
+            observers.append(SpeculationObserver(drafter, self._times, metrics, runs_ahead, self.migration))
         self._observers = observers_by_event(observers)
 
     # --- the loop ---------------------------------------------------------------------------------------------------

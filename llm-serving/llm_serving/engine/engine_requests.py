@@ -392,8 +392,6 @@ class EngineRequests:
         assert self.migration is not None
         if self.fleet is not None:
             self.fleet.record_migrated(migrating.request)
-        if self._drafter is not None:
-            self._drafter.add_request(migrating.request)
         if migrating.request.deadline is not None:
             self._deadlines.add(migrating.request)
         self.migration.accept(migrating)

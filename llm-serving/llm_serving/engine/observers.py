@@ -19,7 +19,7 @@ from llm_serving.scheduler.schedule import FULL, NO_ROOM, Blocked
 from llm_serving.speculation import SpeculationController
 
 if TYPE_CHECKING:
-    from llm_serving.engine.fleet.migration import MigratingRequest
+    from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
 
 STEP_MEMORY: Final = 128
 
@@ -199,8 +199,16 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
+    def __init__(
+        self,
+        drafter: SpeculationController,
+        times: StepTimes,
+        metrics: Metrics,
+        runs_ahead: bool,
+        migration: RequestMigration | None = None,
+    ) -> None:
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
+        self._migration = migration
         self._continues = False
         """Whether unfinished requests remained after the previous step, so that the engine was never idle since."""
 
@@ -208,10 +216,15 @@ class SpeculationObserver(StepObserver):
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
         self._drafter.has_queue = blocked is not None and blocked.reason in FULL
-        if schedule is not None:
-            for request in schedule.started:
-                if request.tenant != audit.TENANT:  # audits also compare answers with and without drafts
-                    self._drafter.add_request(request)
+        if schedule is None:
+            return
+        for request in schedule.started:
+            if request.tenant != audit.TENANT:  # audits also compare answers with and without drafts
+                self._drafter.add_request(request)
+        if self._migration is not None and (accepted := self._migration.accepted):
+            for row in schedule.rows:
+                if row.request in accepted:
+                    self._drafter.add_request(row.request)
 
     def on_completed(self, step: CompletedStep) -> None:
         drafter, schedule = self._drafter, step.schedule

@@ -12,6 +12,7 @@ from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.executor import StepFailedError
 from llm_serving.kvcache.transfer_pool import TransferPool
+from llm_serving.speculation import NgramProposer, SpeculationController
 from support.engine_harness import Harness
 from support.fake_runner import FakeRunner, FakeTransferPool, expected_output
 from support.listeners import FunctionListener
@@ -36,11 +37,15 @@ class Mortal(FakeRunner):
 class Pair:
     """Two engines that the test steps; requests migrate from the first to the second in `hand_over`."""
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS, **scheduler: Any) -> None:
+    def __init__(
+        self, num_blocks: int = NUM_BLOCKS, *, drafter: SpeculationController | None = None, **scheduler: Any
+    ) -> None:
+        """`drafter`: of the second engine."""
         self.pool = FakeTransferPool(2 * num_blocks)
         self.migrating: list[MigratingRequest] = []
         self.first, self.second = (
-            self._harness(TransferPool(num_blocks, index * num_blocks), **scheduler) for index in range(2)
+            self._harness(TransferPool(num_blocks, index * num_blocks), drafter=each, **scheduler)
+            for index, each in enumerate((None, drafter))
         )
         self.first.engine.add_listener(FunctionListener(on_migrating=self.migrating.extend))
         self.second.engine.add_listener(FunctionListener(on_blocks_released=self.first.engine.reclaim_blocks))
@@ -117,6 +122,21 @@ def test_one_replica_computes_the_prompts_and_the_other_only_decodes(
     values = {sample.name: sample.value for metric in pair.second.metrics.moves.collect() for sample in metric.samples}
     assert values["llm_serving:moved_requests_total"] == 3
     assert values["llm_serving:moved_blocks_total"] == (9 if window is None else 6)
+
+
+def test_the_drafter_learns_a_migrated_request_when_it_starts() -> None:
+    drafter = SpeculationController(4, NgramProposer(3))
+    pair = Pair(drafter=drafter, max_num_seqs=4, num_blocks=64)
+    pair.submit(*requests(4, 20))
+    while len(pair.migrating) < 4:
+        pair.first.engine.step()
+    pair.hand_over()
+    pair.second.engine._drain_inbox()
+    assert not drafter._ngram.requests
+    pair.second.engine.step()
+    assert len(drafter._ngram.requests) == len(pair.second.scheduler.running) > 0
+    pair.run()
+    check_answers(pair, 4, 20)
 
 
 def test_a_request_that_ends_with_its_first_token_does_not_migrate() -> None:

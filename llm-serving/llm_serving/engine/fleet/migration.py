@@ -130,7 +130,8 @@ class RequestMigration(StepObserver):
         """For each step in flight: transfer pool blocks that can be freed after the step."""
         self._exported: list[tuple[Request, Transfer, float]] = []
         """Requests that left the scheduler: (request, its exported blocks, time on the engine's clock)."""
-        self._accepted: dict[Request, float] = {}
+        self.accepted: dict[Request, float] = {}
+        """Migrated requests without a submitted step on this engine, and the times of their exports."""
 
     def accept(self, migrating: MigratingRequest) -> None:
         request = migrating.request
@@ -141,7 +142,7 @@ class RequestMigration(StepObserver):
         self._event_log.arrived(request, class_of(request.priority, self._scheduler.classes), migrating.exported_at)
         sink = request.sink = SequenceSink(request, self._sink_context)
         sink.resume()
-        self._accepted[request] = migrating.exported_at
+        self.accepted[request] = migrating.exported_at
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
@@ -152,12 +153,12 @@ class RequestMigration(StepObserver):
             self._reclaim_after_steps(blocks)
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        if not self._accepted:
+        if not self.accepted:
             return
-        seconds = [now - self._accepted.pop(row.request) for row in schedule.rows if row.request in self._accepted]
+        seconds = [now - self.accepted.pop(row.request) for row in schedule.rows if row.request in self.accepted]
         if seconds:
             self._metrics.moves.arrived(seconds, schedule.block_moves)
-        self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
+        self.accepted = {request: time for request, time in self.accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
         """Free the transfer pool's blocks that the step copied into the KV cache. Remove requests from the scheduler
