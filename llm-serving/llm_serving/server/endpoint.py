@@ -107,6 +107,19 @@ class Endpoint:
         return response
 
 
+class Endpoints(list[Endpoint]):
+    """The endpoints of one module."""
+
+    def add(self, method: str, path: str, summary: str, **fields: Any) -> Callable[[Handler], Handler]:
+        """Return a decorator that makes a function the handler of an endpoint. `fields` are those of `Endpoint`."""
+
+        def register(handler: Handler) -> Handler:
+            self.append(Endpoint(method, path, handler, summary, **fields))
+            return handler
+
+        return register
+
+
 @dataclass(frozen=True)
 class _EndpointApplication:
     endpoint: Endpoint

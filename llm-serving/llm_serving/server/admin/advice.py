@@ -25,7 +25,7 @@ from llm_serving.core.timings import Clock
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import CapacityError, RequestError, UnavailableError
 from llm_serving.log import get_logger
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import check_operator
 from llm_serving.server.parsing.headers import query_integer
@@ -43,6 +43,8 @@ MAX_OUTPUT_CHARS: Final = 300
 
 MINUTES: Final = 5
 MAX_MINUTES: Final = 60
+
+ENDPOINTS: Final = Endpoints()
 
 
 @dataclass(eq=False)
@@ -150,19 +152,14 @@ class AdviceView(Struct):
     otherwise: list[dict[str, Any]]
 
 
+@ENDPOINTS.add(
+    "GET",
+    "/v1/scheduler/advice",
+    "Suggest better values of configuration keys",
+    answer=AdviceView,
+    query={"minutes": {"type": "integer", "minimum": 1, "maximum": MAX_MINUTES}},
+)
 async def show_advice(engine: AsyncEngine, http_request: Request) -> Response:
     check_operator(http_request)
     work = http_request.app.advisor.advise(query_integer(http_request, "minutes", MINUTES, MAX_MINUTES))
     return json_response(await run_until_client_leaves(http_request.receive, work))
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "GET",
-        "/v1/scheduler/advice",
-        show_advice,
-        "Suggest better values of configuration keys",
-        answer=AdviceView,
-        query={"minutes": {"type": "integer", "minimum": 1, "maximum": MAX_MINUTES}},
-    ),
-)

@@ -18,7 +18,7 @@ from llm_serving.engine.lifecycle import DROP_WEIGHTS, NewRequests, Running
 from llm_serving.errors import ModelError, RequestError
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.weight_reader import check_replacement
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.idempotency.store import ModelState
 from llm_serving.server.middleware.authentication import check_operator
 from llm_serving.server.parsing.headers import query_integer
@@ -34,6 +34,8 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Query parameter -> JSON schema: what happens to accepted (`running`) and new requests. The default is first."""
 
+ENDPOINTS: Final = Endpoints()
+
 
 class Sleeping(Struct):
     is_sleeping: bool
@@ -48,6 +50,7 @@ class WeightsReplaced(Struct):
     weights: str
 
 
+@ENDPOINTS.add("POST", "/v1/pause", "Pause generation", answer=Sleeping, query=CHOICES)
 async def pause(engine: AsyncEngine, http_request: Request) -> Response:
     """Make new requests wait or refuse them, as the query `new_requests` says. Respond once accepted requests have
     finished, are aborted or are frozen, as the query `running` says.
@@ -57,12 +60,20 @@ async def pause(engine: AsyncEngine, http_request: Request) -> Response:
     return _state(engine)
 
 
+@ENDPOINTS.add("POST", "/v1/resume", "Resume generation", answer=Sleeping)
 async def resume(engine: AsyncEngine, http_request: Request) -> Response:
     check_operator(http_request)
     await engine.lifecycle.resume()
     return _state(engine)
 
 
+@ENDPOINTS.add(
+    "POST",
+    "/v1/sleep",
+    "Drop the KV cache and, at level 2, the weights",
+    answer=Sleeping,
+    query={"level": {"type": "integer", "minimum": 1, "maximum": DROP_WEIGHTS}, **CHOICES},
+)
 async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
     """Stop accepted requests as the query `running` says, then drop the KV cache and, at level 2, the weights."""
     check_operator(http_request)
@@ -72,16 +83,25 @@ async def sleep(engine: AsyncEngine, http_request: Request) -> Response:
     return _state(engine)
 
 
+@ENDPOINTS.add("POST", "/v1/wake_up", "Serve again after sleep", answer=Sleeping)
 async def wake_up(engine: AsyncEngine, http_request: Request) -> Response:
     check_operator(http_request)
     await engine.lifecycle.wake_up()
     return _state(engine)
 
 
+@ENDPOINTS.add("GET", "/v1/is_sleeping", "Show whether the model sleeps", answer=Sleeping)
 async def show_sleeping(engine: AsyncEngine, http_request: Request) -> Response:
     return _state(engine)
 
 
+@ENDPOINTS.add(
+    "POST",
+    "/v1/update_weights",
+    "Replace the weights by those of another folder",
+    answer=WeightsReplaced,
+    query={"version": {"type": "string"}, **CHOICES},
+)
 async def update_weights(engine: AsyncEngine, http_request: Request) -> Response:
     """Serve the weights of a folder in `model_config.weights_folder`. Respond once all WorkAgents have loaded them. The
     new weights must have the architecture, configuration and shapes of the old ones. The prefix cache is dropped.
@@ -135,27 +155,3 @@ def _state(engine: AsyncEngine) -> Response:
     lifecycle = engine.lifecycle
     reason = "" if lifecycle.gate is None else lifecycle.gate.reason
     return json_response(Sleeping(lifecycle.level > 0, lifecycle.level, reason))
-
-
-ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/pause", pause, "Pause generation", answer=Sleeping, query=CHOICES),
-    Endpoint("POST", "/v1/resume", resume, "Resume generation", answer=Sleeping),
-    Endpoint(
-        "POST",
-        "/v1/sleep",
-        sleep,
-        "Drop the KV cache and, at level 2, the weights",
-        answer=Sleeping,
-        query={"level": {"type": "integer", "minimum": 1, "maximum": DROP_WEIGHTS}, **CHOICES},
-    ),
-    Endpoint("POST", "/v1/wake_up", wake_up, "Serve again after sleep", answer=Sleeping),
-    Endpoint("GET", "/v1/is_sleeping", show_sleeping, "Show whether the model sleeps", answer=Sleeping),
-    Endpoint(
-        "POST",
-        "/v1/update_weights",
-        update_weights,
-        "Replace the weights by those of another folder",
-        answer=WeightsReplaced,
-        query={"version": {"type": "string"}, **CHOICES},
-    ),
-)

@@ -29,7 +29,7 @@ from llm_serving.observability.event_log import RequestRecord, Step
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import ClassQueueState, EngineSnapshot, RunningRequest, WaitingRequest
 from llm_serving.server.admin.scheduler import Replica, SchedulerView, Tenant, view_of
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.generation import ClientGoneError, run_until_client_leaves
 from llm_serving.server.generation.streaming import EVENT_STREAM, STREAM_HEADERS, named_event
 from llm_serving.server.middleware.authentication import tenant_seen
@@ -44,6 +44,8 @@ SEND_S: Final = 0.0002
 TIMEOUT_S: Final = 1.0
 """Seconds to wait for an engine. A snapshot lists a replica without a reply as silent."""
 RETRY_AFTER_S: Final = 10.0
+
+ENDPOINTS: Final = Endpoints()
 
 
 class EndedRequest(Struct, kw_only=True):
@@ -295,6 +297,7 @@ def pause_s(spent_s: float) -> float:
     return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
 
 
+@ENDPOINTS.add("GET", "/v1/live", "Stream the state of the schedulers as server-sent events")
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
@@ -324,6 +327,3 @@ class _LiveResponse(Response):
         while self._with_body and (snapshot := await self._viewer.next()) is not None:
             await send({"type": "http.response.body", "body": snapshot, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-ENDPOINTS: Final = (Endpoint("GET", "/v1/live", watch, "Stream the state of the schedulers as server-sent events"),)

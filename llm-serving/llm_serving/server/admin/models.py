@@ -15,12 +15,14 @@ from llm_serving.config.rules import MODEL_NAME
 from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, ModelError, ModelNotFoundError, RequestError
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.middleware.authentication import check_operator
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import LoadAdapterRequest, UnloadAdapterRequest
 from llm_serving.server.served_models import ServedModels
+
+ENDPOINTS: Final = Endpoints()
 
 
 class ModelChanged(Struct):
@@ -29,6 +31,7 @@ class ModelChanged(Struct):
     """ready: the model accepts requests; draining: it finishes its requests and then stops."""
 
 
+@ENDPOINTS.add("POST", "/v1/models/{model:path}/load", "Load a model of the YAML", answer=ModelChanged)
 async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
     """Read the YAML again, and load a model of its section `models`. Respond when all its replicas are ready."""
     models, name = _models(http_request), http_request.path_params["model"]
@@ -36,6 +39,7 @@ async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(ModelChanged(name, "ready"))
 
 
+@ENDPOINTS.add("POST", "/v1/models/{model:path}/replace", "Load a model again", answer=ModelChanged)
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)
@@ -43,6 +47,7 @@ async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(ModelChanged(name, "ready"))
 
 
+@ENDPOINTS.add("POST", "/v1/models/{model:path}/unload", "Stop serving a model", answer=ModelChanged)
 async def unload_model(engine: AsyncEngine, http_request: Request) -> Response:
     models, name = _models(http_request), http_request.path_params["model"]
     models.unload(name)
@@ -71,6 +76,7 @@ class AdapterView(Struct):
     """Unfinished requests that use the adapter. An unload lets them finish."""
 
 
+@ENDPOINTS.add("POST", "/v1/load_lora_adapter", "Load an adapter", body=LoadAdapterRequest, answer=AdapterView)
 async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
     """Load an adapter. New requests may name it once this route has responded."""
     check_operator(http_request)
@@ -94,6 +100,7 @@ async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(AdapterView(adapter.name, 0))
 
 
+@ENDPOINTS.add("POST", "/v1/unload_lora_adapter", "Unload an adapter", body=UnloadAdapterRequest, answer=AdapterView)
 async def unload_adapter(engine: AsyncEngine, http_request: Request) -> Response:
     """Refuse new requests for an adapter. Free its memory when the requests that use it have ended."""
     check_operator(http_request)
@@ -110,21 +117,3 @@ def _folder(engine: AsyncEngine, given: str) -> Path:
     if (folder := engine.config.lora.folder_of(given)) is not None:
         return folder
     raise RequestError("lora_path", "must be a folder inside lora_config.lora_folder")
-
-
-ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/models/{model:path}/load", load_model, "Load a model of the YAML", answer=ModelChanged),
-    Endpoint("POST", "/v1/models/{model:path}/replace", replace_model, "Load a model again", answer=ModelChanged),
-    Endpoint("POST", "/v1/models/{model:path}/unload", unload_model, "Stop serving a model", answer=ModelChanged),
-    Endpoint(
-        "POST", "/v1/load_lora_adapter", load_adapter, "Load an adapter", body=LoadAdapterRequest, answer=AdapterView
-    ),
-    Endpoint(
-        "POST",
-        "/v1/unload_lora_adapter",
-        unload_adapter,
-        "Unload an adapter",
-        body=UnloadAdapterRequest,
-        answer=AdapterView,
-    ),
-)

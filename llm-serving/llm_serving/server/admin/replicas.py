@@ -12,13 +12,21 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.observability.metrics import MergedMetrics
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.middleware.authentication import check_operator
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import HealthResponse
 from llm_serving.server.served_models import health_of_all, models_shown
 
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add(
+    "GET", "/ping", "Check whether the server is ready", answer=HealthResponse, is_probe=True, needs_key=False
+)
+@ENDPOINTS.add(
+    "GET", "/health", "Check whether the server is ready", answer=HealthResponse, is_probe=True, needs_key=False
+)
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
     """Return 200 if a WorkAgent is ready, else 503. If the query selects a model, only its WorkAgents count."""
     models = models_shown(http_request)
@@ -29,6 +37,7 @@ async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
     )
 
 
+@ENDPOINTS.add("GET", "/metrics", "Return metrics in Prometheus format", is_probe=True)
 async def show_metrics(engine: AsyncEngine, http_request: Request) -> Response:
     models = models_shown(http_request)
     metrics = engine.metrics if models is None else MergedMetrics([model.engine.metrics for model in models])
@@ -49,11 +58,13 @@ class ReplicasView(Struct):
     replicas: list[ReplicaView]
 
 
+@ENDPOINTS.add("GET", "/v1/replicas", "Show the state of each replica", answer=ReplicasView)
 async def show_replicas(engine: AsyncEngine, http_request: Request) -> Response:
     check_operator(http_request)
     return _view(engine)
 
 
+@ENDPOINTS.add("POST", "/v1/replicas/{replica}/drain", "Stop assigning requests to a replica", answer=ReplicasView)
 async def drain_replica(engine: AsyncEngine, http_request: Request) -> Response:
     """Drain a replica: it gets no further requests, and its WorkAgent exits after its last request."""
     check_operator(http_request)
@@ -61,6 +72,7 @@ async def drain_replica(engine: AsyncEngine, http_request: Request) -> Response:
     return _view(engine)
 
 
+@ENDPOINTS.add("POST", "/v1/replicas/{replica}/join", "Assign requests to a drained replica again", answer=ReplicasView)
 async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
     """Send requests to a drained replica again. If its WorkAgent has exited, load the replica first."""
     check_operator(http_request)
@@ -77,6 +89,7 @@ class ReloadView(Struct):
     """Replicas whose WorkAgent is restarting. They apply the changes after the restart."""
 
 
+@ENDPOINTS.add("POST", "/v1/reload", "Reload the YAML", answer=ReloadView)
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:
     check_operator(http_request)
     models = models_shown(http_request)
@@ -100,36 +113,3 @@ def _replica(http_request: Request) -> int:
     if not (given.isascii() and given.isdecimal() and len(given) < 10):
         raise RequestError("replica", "must be the number of a replica", given)
     return int(given)
-
-
-ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/replicas", show_replicas, "Show the state of each replica", answer=ReplicasView),
-    Endpoint(
-        "POST",
-        "/v1/replicas/{replica}/drain",
-        drain_replica,
-        "Stop assigning requests to a replica",
-        answer=ReplicasView,
-    ),
-    Endpoint(
-        "POST",
-        "/v1/replicas/{replica}/join",
-        join_replica,
-        "Assign requests to a drained replica again",
-        answer=ReplicasView,
-    ),
-    Endpoint("POST", "/v1/reload", reload, "Reload the YAML", answer=ReloadView),
-    *(
-        Endpoint(
-            "GET",
-            path,
-            show_health,
-            "Check whether the server is ready",
-            answer=HealthResponse,
-            is_probe=True,
-            needs_key=False,
-        )
-        for path in ("/health", "/ping")
-    ),
-    Endpoint("GET", "/metrics", show_metrics, "Return metrics in Prometheus format", is_probe=True),
-)

@@ -14,7 +14,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, RequestNotFoundError
 from llm_serving.observability.latency_breakdown import Explanation
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import read_fields
@@ -29,6 +29,8 @@ T = TypeVar("T")
 _LOOKUPS: Final = FairThreads(1, "lookup")
 """One thread for all lookups, because a long lookup holds the GIL for up to a second, which delays the engines."""
 
+ENDPOINTS: Final = Endpoints()
+
 
 class Cancelled(Struct):
     request_id: str
@@ -36,6 +38,8 @@ class Cancelled(Struct):
     """Cancelled engine requests, one for each choice. Empty if all had ended before."""
 
 
+@ENDPOINTS.add("DELETE", "/v1/requests/{request_id}", "Cancel a request", answer=Cancelled)
+@ENDPOINTS.add("POST", "/v1/requests/{request_id}/cancel", "Cancel a request", answer=Cancelled)
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
     """Abort a request at the next step. Its client gets the tokens so far and the finish reason `abort`."""
     request_id = http_request.path_params["request_id"]
@@ -51,6 +55,13 @@ class Reprioritised(Struct):
     """Engine requests that have ended, or whose change would exceed the bypass limit of their class."""
 
 
+@ENDPOINTS.add(
+    "POST",
+    "/v1/requests/{request_id}/priority",
+    "Change the priority of a request",
+    body=PriorityRequest,
+    answer=Reprioritised,
+)
 async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:
     request_id, config = http_request.path_params["request_id"], engine.config
     body = await read_fields(engine, http_request, PriorityRequest)
@@ -79,6 +90,9 @@ class Trace(Long):
     displayTimeUnit: str  # noqa: N815
 
 
+@ENDPOINTS.add(
+    "GET", "/v1/requests/{request_id}/explain", "Explain how long a request waited and why", answer=Explanations
+)
 async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
     request_id = http_request.path_params["request_id"]
     tenant = tenant_seen(http_request)
@@ -91,6 +105,13 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
     return await large_json_response(Explanations(request_id, found))
 
 
+@ENDPOINTS.add(
+    "GET",
+    "/v1/timeline",
+    "Return a trace of the latest steps and their requests",
+    answer=Trace,
+    query={"steps": {"type": "integer", "minimum": 1}},
+)
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
     """Return the latest steps (`?steps=N`) and their requests in the Trace Event Format, which Perfetto displays."""
     most = engine.config.serving.timeline_steps
@@ -103,32 +124,3 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
 async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
     work = asyncio.wrap_future(_LOOKUPS.submit(source_of(http_request), look))
     return await run_until_client_leaves(http_request.receive, work)
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "GET",
-        "/v1/requests/{request_id}/explain",
-        explain_request,
-        "Explain how long a request waited and why",
-        answer=Explanations,
-    ),
-    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel_request, "Cancel a request", answer=Cancelled),
-    Endpoint("DELETE", "/v1/requests/{request_id}", cancel_request, "Cancel a request", answer=Cancelled),
-    Endpoint(
-        "POST",
-        "/v1/requests/{request_id}/priority",
-        reprioritise_request,
-        "Change the priority of a request",
-        body=PriorityRequest,
-        answer=Reprioritised,
-    ),
-    Endpoint(
-        "GET",
-        "/v1/timeline",
-        show_timeline,
-        "Return a trace of the latest steps and their requests",
-        answer=Trace,
-        query={"steps": {"type": "integer", "minimum": 1}},
-    ),
-)

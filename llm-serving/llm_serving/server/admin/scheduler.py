@@ -20,12 +20,14 @@ from llm_serving.observability.snapshot import (
     SchedulerState,
     WaitingRequest,
 )
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.offload import json_response
 
 MAX_ROWS: Final = 256
 """Maximum number of requests, and of tenants, that are listed. Totals count all."""
+
+ENDPOINTS: Final = Endpoints()
 
 
 class Tenant(Struct, kw_only=True):
@@ -111,6 +113,9 @@ def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
     ]
 
 
+@ENDPOINTS.add(
+    "GET", "/v1/scheduler", "Show the running and waiting requests, slots and KV blocks", answer=SchedulerView
+)
 async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
     states = await engine.lookup.scheduler_states()
     known = {index: state for index, state in states.items() if state is not None}
@@ -120,14 +125,3 @@ async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response
         return json_response(view_of(known, silent, engine.config.scheduler.policy, tenant))
 
     return await asyncio.to_thread(answer)
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "GET",
-        "/v1/scheduler",
-        show_scheduler,
-        "Show the running and waiting requests, slots and KV blocks",
-        answer=SchedulerView,
-    ),
-)

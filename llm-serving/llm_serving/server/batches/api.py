@@ -34,7 +34,7 @@ from llm_serving.server.batches.schemas import (
     FileObject,
 )
 from llm_serving.server.batches.store import CHUNK_BYTES, KEPT_S, BatchStore, new_file, new_id
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.http.request import MAX_WEIGHT_KEY
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import read_fields
@@ -53,7 +53,12 @@ KEPT_LEAST_S: Final = 3600
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
+_FILE: Final = "/v1/files/{file_id}"
+_BATCH: Final = "/v1/batches/{batch_id}"
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add("POST", "/v1/files", "Upload a file of requests", answer=FileObject, takes_form=True)
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     batches = _batches(http_request)
     limits = engine.config.serving
@@ -83,14 +88,17 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(about)
 
 
+@ENDPOINTS.add("GET", "/v1/files", "List files", answer=FileList, query=_FILES)
 async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
     return await _page(http_request, FileList, BatchStore.files, http_request.query_params.get("purpose"))
 
 
+@ENDPOINTS.add("GET", _FILE, "Show the metadata of a file", answer=FileObject)
 async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(await _file(http_request))
 
 
+@ENDPOINTS.add("GET", f"{_FILE}/content", "Download the content of a file")
 async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
     about, batches = await _file(http_request), _batches(http_request)
 
@@ -104,6 +112,7 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
     return StreamingResponse(pieces(), headers={"content-length": str(about.bytes)}, media_type="application/jsonl")
 
 
+@ENDPOINTS.add("DELETE", _FILE, "Delete a file", answer=DeletedFile)
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
     """Delete a file. A batch that has started is not affected, because it has a copy of the file's lines."""
     about = await _file(http_request)
@@ -111,6 +120,7 @@ async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(DeletedFile(about.id))
 
 
+@ENDPOINTS.add("POST", "/v1/batches", "Run all requests of a file as a batch", body=BatchRequest, answer=Batch)
 async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
     request = await read_fields(engine, http_request, BatchRequest)
     batches = _batches(http_request)
@@ -134,14 +144,17 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(batch)
 
 
+@ENDPOINTS.add("GET", "/v1/batches", "List batches", answer=BatchList, query=PAGE)
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
     return await _page(http_request, BatchList, BatchStore.batches)
 
 
+@ENDPOINTS.add("GET", _BATCH, "Show a batch", answer=Batch)
 async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(await _batch(http_request))
 
 
+@ENDPOINTS.add("POST", f"{_BATCH}/cancel", "Cancel a batch", answer=Batch)
 async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
 
@@ -224,20 +237,3 @@ async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Req
         yield Request(http_request.scope, receive)
     finally:
         incoming[tenant] -= num_bytes
-
-
-_FILE: Final = "/v1/files/{file_id}"
-_BATCH: Final = "/v1/batches/{batch_id}"
-ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/files", create_file, "Upload a file of requests", answer=FileObject, takes_form=True),
-    Endpoint("GET", "/v1/files", list_files, "List files", answer=FileList, query=_FILES),
-    Endpoint("GET", _FILE, show_file, "Show the metadata of a file", answer=FileObject),
-    Endpoint("GET", f"{_FILE}/content", show_content, "Download the content of a file"),
-    Endpoint("DELETE", _FILE, delete_file, "Delete a file", answer=DeletedFile),
-    Endpoint(
-        "POST", "/v1/batches", create_batch, "Run all requests of a file as a batch", body=BatchRequest, answer=Batch
-    ),
-    Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=PAGE),
-    Endpoint("GET", _BATCH, show_batch, "Show a batch", answer=Batch),
-    Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "Cancel a batch", answer=Batch),
-)

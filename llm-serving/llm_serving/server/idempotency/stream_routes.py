@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestNotFoundError
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.idempotency.request import EVENT_HEADER, resumed_by
 from llm_serving.server.parsing.body import decode_body
 from llm_serving.server.parsing.headers import read_header
@@ -20,7 +20,10 @@ from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, C
 
 RESUME_FROM: Final = "resume_from"
 
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add("GET", "/v1/streams/{stream_id}", "Resume a stream", query={RESUME_FROM: {"type": "string"}})
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
     """Continue a stream after the event in `Last-Event-ID`, or else in the query `resume_from`. Without either, send it
     from its start. Raise RequestNotFoundError if resuming is disabled.
@@ -42,10 +45,3 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
         return await completions.respond_to_completion(engine, http_request, completion)
     conversation = await off_loop(is_long, lambda: decode_body(body, ChatCompletionRequest))
     return await chat.respond_to_conversation(engine, http_request, conversation)
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "GET", "/v1/streams/{stream_id}", resume_stream, "Resume a stream", query={RESUME_FROM: {"type": "string"}}
-    ),
-)

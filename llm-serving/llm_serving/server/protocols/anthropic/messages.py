@@ -14,7 +14,7 @@ from llm_serving import errors
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, encode_chat, flat_error
 from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageBlocks
 from llm_serving.server.generation.pipeline import start_generation
@@ -52,6 +52,27 @@ _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
 """Response headers with the request id. Clients of this protocol read the second one."""
 
 
+def _error(error: errors.LLMServingError) -> schemas.MessagesError:
+    kind = next((kind for cls, kind in _ERROR_TYPES if isinstance(error, cls)), "api_error")
+    return schemas.MessagesError(schemas.ErrorBody(kind, str(error)))
+
+
+def _error_response(error: errors.LLMServingError) -> Response:
+    return json_response(_error(error), error.http_status, error_headers(error))
+
+
+ENDPOINTS: Final = Endpoints()
+
+
+@ENDPOINTS.add(
+    "POST",
+    "/v1/messages",
+    "Answer a conversation (Anthropic)",
+    body=schemas.MessagesRequest,
+    answer=schemas.MessagesResponse,
+    error_response=_error_response,
+    id_headers=_ID_HEADERS,
+)
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, schemas.MessagesRequest)
     check_model(engine, body.model)
@@ -79,6 +100,15 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     return await respond(http_request, started, builder, stream=bool(body.stream))
 
 
+@ENDPOINTS.add(
+    "POST",
+    "/v1/messages/count_tokens",
+    "Count the tokens of a conversation (Anthropic)",
+    body=schemas.CountTokensRequest,
+    answer=schemas.CountTokensResponse,
+    error_response=_error_response,
+    id_headers=_ID_HEADERS,
+)
 async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, schemas.CountTokensRequest)
     check_model(engine, body.model)
@@ -211,36 +241,3 @@ def _usage(output: RequestOutput) -> schemas.MessagesUsage:
 
 def _event(kind: str, **fields: object) -> bytes:
     return named_event(kind, schemas.StreamEvent(type=kind, **fields))  # type: ignore[arg-type]
-
-
-def _error(error: errors.LLMServingError) -> schemas.MessagesError:
-    kind = next((kind for cls, kind in _ERROR_TYPES if isinstance(error, cls)), "api_error")
-    return schemas.MessagesError(schemas.ErrorBody(kind, str(error)))
-
-
-def _error_response(error: errors.LLMServingError) -> Response:
-    return json_response(_error(error), error.http_status, error_headers(error))
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "POST",
-        "/v1/messages",
-        create_message,
-        "Answer a conversation (Anthropic)",
-        body=schemas.MessagesRequest,
-        answer=schemas.MessagesResponse,
-        error_response=_error_response,
-        id_headers=_ID_HEADERS,
-    ),
-    Endpoint(
-        "POST",
-        "/v1/messages/count_tokens",
-        count_tokens,
-        "Count the tokens of a conversation (Anthropic)",
-        body=schemas.CountTokensRequest,
-        answer=schemas.CountTokensResponse,
-        error_response=_error_response,
-        id_headers=_ID_HEADERS,
-    ),
-)

@@ -13,7 +13,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, template_message
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_logprobs
 from llm_serving.server.generation.message import MessageFold, MessageParser
@@ -47,7 +47,10 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 PATH: Final = "/v1/chat/completions"
 
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add("POST", PATH, "Answer a conversation", body=ChatCompletionRequest, answer=ChatCompletion)
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_request(engine, http_request, ChatCompletionRequest)
     if body.echo and not (body.messages and body.messages[-1].role == "assistant"):
@@ -207,10 +210,3 @@ class ChatBuilder(OpenAIResponseBuilder):
         tokenizer = self._tokenizer
         name = token_as_id if self._body.return_tokens_as_token_ids else tokenizer.token_text
         return name(token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "POST", PATH, create_chat_completion, "Answer a conversation", body=ChatCompletionRequest, answer=ChatCompletion
-    ),
-)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.logprobs import (
     MIN_LOGPROB,
     check_prompt_logprobs,
@@ -56,7 +56,10 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 PATH: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16
 
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add("POST", PATH, "Continue a prompt", body=CompletionRequest, answer=Completion)
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_request(engine, http_request, CompletionRequest)
     return await respond_to_completion(engine, http_request, body)
@@ -276,8 +279,3 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
     first.top_logprobs += second.top_logprobs
     first.text_offset += second.text_offset
     return first
-
-
-ENDPOINTS: Final = (
-    Endpoint("POST", PATH, create_completion, "Continue a prompt", body=CompletionRequest, answer=Completion),
-)

@@ -19,7 +19,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.generation import Generation, raise_unless_complete
 from llm_serving.server.generation.pipeline import (
     INLINE_CHARS,
@@ -58,6 +58,8 @@ MAX_VALUES: Final = 2**22
 
 FieldName = Callable[[int], str]
 """(index of a text) -> name of the request field that holds the text, for error messages."""
+
+ENDPOINTS: Final = Endpoints()
 
 
 class TextVectors(NamedTuple):
@@ -203,6 +205,7 @@ def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name
         check_token_ids(field_name(index), prompt, num_ids)
 
 
+@ENDPOINTS.add("POST", "/v1/embeddings", "Compute the embeddings of texts", body=EmbeddingsRequest, answer=Embeddings)
 async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, EmbeddingsRequest)
     if body.encoding_format not in (None, *FORMATS):
@@ -317,15 +320,3 @@ def _check_room(num_tokens: int, max_tokens: int | None) -> None:
 def _cut(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "POST",
-        "/v1/embeddings",
-        create_embeddings,
-        "Compute the embeddings of texts",
-        body=EmbeddingsRequest,
-        answer=Embeddings,
-    ),
-)

@@ -22,7 +22,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import encode_chat
 from llm_serving.server.generation.pipeline import encode_text
 from llm_serving.server.generation.sampling import REQUEST_RULES
@@ -33,6 +33,8 @@ from llm_serving.server.parsing.offload import INLINE_ITEMS, json_response, larg
 from llm_serving.server.protocols.openai import schemas
 from llm_serving.server.request_context import api_key_of, source_of
 from llm_serving.server.served_models import models_shown
+
+ENDPOINTS: Final = Endpoints()
 
 
 class Parameter(Struct, kw_only=True):
@@ -123,6 +125,7 @@ _CHAT_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "tools
 _STARTED: Final = int(time.time())
 
 
+@ENDPOINTS.add("GET", "/v1/models", "List the served models", answer=schemas.ModelList)
 async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
     models = models_shown(http_request)
     engines = [engine] if models is None else [model.engine for model in models]
@@ -133,6 +136,7 @@ async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(schemas.ModelList(data=cards))
 
 
+@ENDPOINTS.add("GET", "/v1/models/{model:path}", "Show a model", answer=schemas.ModelCard)
 async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
     name, models = http_request.path_params["model"], models_shown(http_request)
     if models is not None:
@@ -145,6 +149,7 @@ async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(_card(engine, with_kind=models is not None))
 
 
+@ENDPOINTS.add("GET", "/v1/parameters", "List the sampling parameters that a request may set", answer=ParameterTable)
 async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
     parameters = [_parameter(name, engine.sampling_defaults) for name in sampling_params.RULES]
     table = ParameterTable(
@@ -156,6 +161,9 @@ async def list_parameters(engine: AsyncEngine, http_request: Request) -> Respons
     return json_response(table)
 
 
+@ENDPOINTS.add(
+    "POST", "/tokenize", "Convert text to token ids", body=schemas.TokenizeRequest, answer=schemas.TokenizeResponse
+)
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     request = await read_fields(engine, http_request, schemas.TokenizeRequest)
     check_model(engine, request.model)
@@ -181,6 +189,13 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     return await large_json_response(response)
 
 
+@ENDPOINTS.add(
+    "POST",
+    "/detokenize",
+    "Convert token ids to text",
+    body=schemas.DetokenizeRequest,
+    answer=schemas.DetokenizeResponse,
+)
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
     request = await read_fields(engine, http_request, schemas.DetokenizeRequest)
     check_model(engine, request.model)
@@ -192,6 +207,7 @@ async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
     return await large_json_response(await off_loop(len(request.tokens) > INLINE_ITEMS, decode))
 
 
+@ENDPOINTS.add("GET", "/tokenizer_info", "Describe the tokenizer and its chat template", answer=schemas.TokenizerInfo)
 async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response:
     tokenizer = engine.tokenizer
     info = schemas.TokenizerInfo(
@@ -204,6 +220,7 @@ async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response
     return await large_json_response(info)
 
 
+@ENDPOINTS.add("GET", "/version", "Show the version of the server", answer=schemas.VersionResponse)
 async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(schemas.VersionResponse(__version__))
 
@@ -231,40 +248,3 @@ def _adapter_card(engine: AsyncEngine, adapter: Adapter) -> schemas.ModelCard:
     return msgspec.structs.replace(
         card, id=adapter.name, display_name=adapter.name, created=adapter.created, created_at=when, parent=card.id
     )
-
-
-ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/models", list_models, "List the served models", answer=schemas.ModelList),
-    Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=schemas.ModelCard),
-    Endpoint(
-        "GET",
-        "/v1/parameters",
-        list_parameters,
-        "List the sampling parameters that a request may set",
-        answer=ParameterTable,
-    ),
-    Endpoint(
-        "POST",
-        "/tokenize",
-        tokenize,
-        "Convert text to token ids",
-        body=schemas.TokenizeRequest,
-        answer=schemas.TokenizeResponse,
-    ),
-    Endpoint(
-        "POST",
-        "/detokenize",
-        detokenize,
-        "Convert token ids to text",
-        body=schemas.DetokenizeRequest,
-        answer=schemas.DetokenizeResponse,
-    ),
-    Endpoint(
-        "GET",
-        "/tokenizer_info",
-        show_tokenizer,
-        "Describe the tokenizer and its chat template",
-        answer=schemas.TokenizerInfo,
-    ),
-    Endpoint("GET", "/version", show_version, "Show the version of the server", answer=schemas.VersionResponse),
-)

@@ -14,7 +14,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.log import get_logger
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, flat_error
 from llm_serving.server.generation.generation import Generation
 from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageBlocks
@@ -49,7 +49,17 @@ ORDERS: Final = ("desc", "asc")
 """The first is the default."""
 _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
 
+_PATH: Final = "/v1/responses/{response_id}"
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add(
+    "POST",
+    "/v1/responses",
+    "Answer a conversation (OpenAI's responses)",
+    body=schemas.ResponsesRequest,
+    answer=schemas.ResponseObject,
+)
 async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, schemas.ResponsesRequest)
     check_model(engine, body.model)
@@ -108,10 +118,18 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
     return await builder.response(started.identity.headers | generation.headers)
 
 
+@ENDPOINTS.add("GET", _PATH, "Show a stored response", answer=schemas.ResponseObject)
 async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(_find(http_request).response)
 
 
+@ENDPOINTS.add(
+    "GET",
+    f"{_PATH}/input_items",
+    "List the input items of a stored response",
+    query={**PAGE, "order": {"type": "string", "enum": list(ORDERS)}},
+    answer=schemas.InputItemList,
+)
 async def list_input_items(engine: AsyncEngine, http_request: Request) -> Response:
     stored, (limit, after) = _find(http_request), page_of(http_request)
     order = http_request.query_params.get("order", ORDERS[0])
@@ -134,6 +152,7 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
     return await large_json_response(page)
 
 
+@ENDPOINTS.add("DELETE", _PATH, "Delete a stored response", answer=schemas.DeletedResponse)
 async def delete_response(engine: AsyncEngine, http_request: Request) -> Response:
     stored = _find(http_request)
     await _cancel(stored)
@@ -141,6 +160,7 @@ async def delete_response(engine: AsyncEngine, http_request: Request) -> Respons
     return json_response(schemas.DeletedResponse(stored.response.id))
 
 
+@ENDPOINTS.add("POST", f"{_PATH}/cancel", "Cancel a background response", answer=schemas.ResponseObject)
 async def cancel_response(engine: AsyncEngine, http_request: Request) -> Response:
     stored = _find(http_request)
     if not stored.response.background:
@@ -383,27 +403,3 @@ def _message(blocks: list[MessageBlock]) -> ChatMessage:
         tool_calls=calls or None,
         reasoning_content=texts[BlockKind.REASONING] or None,
     )
-
-
-_PATH: Final = "/v1/responses/{response_id}"
-ENDPOINTS: Final = (
-    Endpoint(
-        "POST",
-        "/v1/responses",
-        create_response,
-        "Answer a conversation (OpenAI's responses)",
-        body=schemas.ResponsesRequest,
-        answer=schemas.ResponseObject,
-    ),
-    Endpoint("GET", _PATH, show_response, "Show a stored response", answer=schemas.ResponseObject),
-    Endpoint(
-        "GET",
-        f"{_PATH}/input_items",
-        list_input_items,
-        "List the input items of a stored response",
-        query={**PAGE, "order": {"type": "string", "enum": list(ORDERS)}},
-        answer=schemas.InputItemList,
-    ),
-    Endpoint("DELETE", _PATH, delete_response, "Delete a stored response", answer=schemas.DeletedResponse),
-    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "Cancel a background response", answer=schemas.ResponseObject),
-)

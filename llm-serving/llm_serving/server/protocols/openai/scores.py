@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import large_json_response, off_loop
 from llm_serving.server.protocols.openai.embeddings import (
@@ -35,7 +35,10 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 _INLINE_PAIRS: Final = 2
 _NAMES: Final = (("text_1", "text_2"), ("queries", "documents"))
 
+ENDPOINTS: Final = Endpoints()
 
+
+@ENDPOINTS.add("POST", "/v1/score", "Compute the similarity of texts", body=ScoreRequest, answer=ScoreList)
 async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, ScoreRequest)
     (first_name, first), (second_name, second) = _sides(body)
@@ -67,6 +70,9 @@ async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
     return await large_json_response(response, computed.headers)
 
 
+@ENDPOINTS.add("POST", "/v2/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)
+@ENDPOINTS.add("POST", "/v1/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)
+@ENDPOINTS.add("POST", "/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)
 async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, RerankRequest)
     _check_count("documents", len(body.documents))
@@ -143,16 +149,3 @@ async def _scores(computed: TextVectors, num_first: int) -> list[float]:
         return [cosine(first[index % num_first], each) for index, each in enumerate(second)]
 
     return await off_loop(len(computed.vectors) > _INLINE_PAIRS, compute)
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        "POST", "/v1/score", create_scores, "Compute the similarity of texts", body=ScoreRequest, answer=ScoreList
-    ),
-    *(
-        Endpoint(
-            "POST", path, create_ranking, "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking
-        )
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-    ),
-)
