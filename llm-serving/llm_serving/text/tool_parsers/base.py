@@ -55,6 +55,15 @@ class Read(NamedTuple):
     """Whether more calls, or more arguments of the last call, may follow. Returned calls do not change."""
 
 
+def before_closing(calls: list[Call], body: str, end: int, closing: str, *, ended: bool) -> Read:
+    """Return the calls in `body` up to `end`, and the text `closing` after them, which some models omit."""
+    behind = body[end:].lstrip()
+    if closing.startswith(behind) and len(behind) < len(closing) and not ended:
+        return Read(calls, end, may_continue=True)
+    left = behind.removeprefix(closing)
+    return Read(calls, end if left == behind else len(body) - len(left))
+
+
 class CallReader(Protocol):
     def read(self, body: str, *, ended: bool) -> Read | None:
         """Return the calls in `body`, or None if more text is needed. Raise NotACallError if no call follows.
@@ -248,6 +257,13 @@ def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
     opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
     return f"calls: {delimiters(openings[0])} {inside}\nfree: (({names}) {inside})? TEXT?\n{''.join(opened)}"
+
+
+def each_framed(opening: str, inside: str, most: int | None, delimiters: Delimiters) -> str:
+    """Return the rules `calls` and `free` (see `framed`) of a format in which `opening` precedes each call."""
+    times = "*" if most is None else f"{{0,{most}}}"
+    calls = f"calls: {repeated('whole', 'WS?', most)}\nwhole: {delimiters(opening)} {inside}\n"
+    return f"{calls}free: (opened {inside}){times} TEXT?\n{delimiters.up_to('opened', opening)}"
 
 
 def json_calls(

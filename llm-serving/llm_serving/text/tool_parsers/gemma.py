@@ -16,7 +16,7 @@ from llm_serving.text.tool_parsers.base import (
     NotACallError,
     ToolParser,
     any_of,
-    repeated,
+    each_framed,
 )
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicReader, PythonicSource, call_rules, calls_in
@@ -70,16 +70,9 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base`). Strings are constrained only by `enum` and `const`."""
-    rest = f"call {delimiters(CLOSING)}"
-    times = "*" if most is None else f"{{0,{most}}}"
     calls = "".join(_call_rules(f"call{i}", each, delimiters) for i, each in enumerate(callees))
-    return (
-        f"calls: {repeated('whole', 'WS?', most)}\n"
-        f"whole: {delimiters(OPENING)} {rest}\n"
-        f"free: (opened {rest}){times} TEXT?\n"
-        f"{delimiters.up_to('opened', OPENING)}{delimiters.up_to('quoted', QUOTE)}"
-        f"call: {any_of(callees)}\n{calls}"
-    )
+    frame = each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
+    return f"{frame}{delimiters.up_to('quoted', QUOTE)}call: {any_of(callees)}\n{calls}"
 
 
 def _call_rules(rule: str, callee: Callee, delimiters: Delimiters) -> str:

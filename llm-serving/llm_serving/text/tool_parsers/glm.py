@@ -17,7 +17,7 @@ from llm_serving.text.tool_parsers.base import (
     Read,
     ToolParser,
     any_of,
-    repeated,
+    each_framed,
 )
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, typed_value, unquoted_rule
@@ -70,18 +70,9 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    rest = f"call {delimiters(CLOSING)}"
-    times = "*" if most is None else f"{{0,{most}}}"
     calls = "".join(_call_rule(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
-    return (
-        f"calls: {repeated('whole', 'WS?', most)}\n"
-        f"whole: {delimiters(OPENING)} {rest}\n"
-        f"free: (opened {rest}){times} TEXT?\n"
-        f"{delimiters.up_to('opened', OPENING)}"
-        f"call: {any_of(callees)}\n{calls}"
-        f"{unquoted_rule(_VALUE_END)}"
-        "RAW: /[^<]*/\n"
-    )
+    frame = each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
+    return f"{frame}call: {any_of(callees)}\n{calls}{unquoted_rule(_VALUE_END)}RAW: /[^<]*/\n"
 
 
 def _call_rule(rule: str, callee: Callee, whitespace: str) -> str:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from llm_serving.text.tool_parsers.base import (
     Call,
@@ -20,16 +19,7 @@ from llm_serving.text.tool_parsers.base import (
     framed,
     repeated,
 )
-from llm_serving.text.tool_parsers.json_text import (
-    MAX_NAME_CHARS,
-    JsonEnd,
-    StreamedCall,
-    arguments_of,
-    is_name,
-    parsed,
-)
-
-_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
+from llm_serving.text.tool_parsers.json_text import MAX_HEAD_CHARS, JsonEnd, StreamedCall, arguments_of, is_name, parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +82,9 @@ class HeadedReader:
                 raise NotACallError
             return False
         start = len(body) - len(rest) + len(self.layout.opening)
-        text = body[start : start + _MAX_HEAD_CHARS + 1]
-        self._head = self.layout.head.match(body, start, start + _MAX_HEAD_CHARS)
-        if self._head is None and ("{" in text or len(text) > _MAX_HEAD_CHARS):
+        text = body[start : start + MAX_HEAD_CHARS + 1]
+        self._head = self.layout.head.match(body, start, start + MAX_HEAD_CHARS)
+        if self._head is None and ("{" in text or len(text) > MAX_HEAD_CHARS):
             raise NotACallError
         if self._head is None:
             return False

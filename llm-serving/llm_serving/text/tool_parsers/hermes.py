@@ -14,8 +14,9 @@ from llm_serving.text.tool_parsers.base import (
     NotACallError,
     Read,
     ToolParser,
+    before_closing,
+    each_framed,
     json_calls,
-    repeated,
 )
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, call_of, parsed, streamed_call
 
@@ -41,9 +42,9 @@ class _Reader:
                 if call is None:
                     raise
                 self._is_malformed = True
-        if self._is_malformed:
-            assert call is not None
-            return self._closed(body, call, ended=ended)
+        if self._is_malformed:  # the arguments are complete
+            assert call is not None and self._written is not None
+            return before_closing([call], body, self._written.end, CLOSING, ended=ended)
         if self._object_end is None:
             return None if call is None else self._partial(call, ended=ended)
         rest = body[self._object_end :]
@@ -58,27 +59,11 @@ class _Reader:
         assert self._written is not None
         return Read([call], self._written.end, may_continue=not ended)
 
-    def _closed(self, body: str, call: Call, *, ended: bool) -> Read:
-        """Return a call whose arguments are complete, although the JSON object around them is malformed."""
-        assert self._written is not None
-        behind = body[self._written.end :].lstrip()
-        if CLOSING.startswith(behind) and len(behind) < len(CLOSING) and not ended:
-            return Read([call], self._written.end, may_continue=True)
-        left = behind.removeprefix(CLOSING)
-        return Read([call], self._written.end if left == behind else len(body) - len(left))
-
 
 def create(names: Collection[str]) -> ToolParser:
     return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    rest = f"WS? call WS? {delimiters(CLOSING)}"
-    times = "*" if most is None else f"{{0,{most}}}"
-    return (
-        f"calls: {repeated('whole', 'WS?', most)}\n"
-        f"whole: {delimiters(OPENING)} {rest}\n"
-        f"free: (opened {rest}){times} TEXT?\n"
-        f"{delimiters.up_to('opened', OPENING)}"
-        f"{json_calls(callees, 'arguments', delimiters)}"
-    )
+    frame = each_framed(OPENING, f"WS? call WS? {delimiters(CLOSING)}", most, delimiters)
+    return frame + json_calls(callees, "arguments", delimiters)

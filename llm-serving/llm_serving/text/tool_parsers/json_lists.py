@@ -16,6 +16,7 @@ from llm_serving.text.tool_parsers.base import (
     NotACallError,
     Read,
     ToolParser,
+    before_closing,
     framed,
     json_calls,
     repeated,
@@ -67,12 +68,7 @@ class _Reader:
             self._calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
             if not self._calls:
                 raise NotACallError
-        closing = self._layout.closing
-        behind = body[self._end :].lstrip()
-        if closing.startswith(behind) and len(behind) < len(closing) and not ended:
-            return Read(self._calls, self._end, may_continue=True)
-        left = behind.removeprefix(closing)
-        return Read(self._calls, self._end if left == behind else len(body) - len(left))
+        return before_closing(self._calls, body, self._end, self._layout.closing, ended=ended)
 
     def _call(self, value: Any) -> Call:
         if not isinstance(value, dict):

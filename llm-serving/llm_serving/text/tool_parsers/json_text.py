@@ -13,7 +13,7 @@ from llm_serving.text.tool_parsers.base import Call, NotACallError
 MAX_NAME_CHARS: Final = 256
 _MARKS: Final = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
 _HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
+MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 _IN_STRING: Final = re.compile(r'["\\]')
 
 
@@ -90,7 +90,7 @@ class StreamedCall:
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
     """Return the call at `start` if its JSON begins with a name in `names`, then the arguments; otherwise None."""
-    head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
+    head = _HEAD.match(body[start : start + MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 
 

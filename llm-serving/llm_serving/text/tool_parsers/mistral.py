@@ -22,7 +22,7 @@ from llm_serving.text.tool_parsers.base import (
     repeated,
 )
 from llm_serving.text.tool_parsers.json_text import (
-    MAX_NAME_CHARS,
+    MAX_HEAD_CHARS,
     JsonEnd,
     StreamedCall,
     arguments_of,
@@ -34,7 +34,6 @@ from llm_serving.text.tool_parsers.json_text import (
 OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
-_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 
 
 class _Reader:
@@ -73,11 +72,11 @@ def _head(body: str) -> tuple[str | None, int] | None:
         return None
     if stripped[0] == "[":
         return None, start
-    head = stripped[: _MAX_HEAD_CHARS + 1]
+    head = stripped[: MAX_HEAD_CHARS + 1]
     found = _NAME.match(head)
     if found is not None and is_name(found[1]):
         return found[1], start + found.end()
-    if found is not None or "{" in head or not re.match(r"[\w.\-]", head) or len(head) > _MAX_HEAD_CHARS:
+    if found is not None or "{" in head or not re.match(r"[\w.\-]", head) or len(head) > MAX_HEAD_CHARS:
         raise NotACallError
     return None
 
