@@ -16,17 +16,9 @@ from llm_serving.core.enums import SpecialTokensName
 from llm_serving.core.sampling_params import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.logprobs import check_prompt_logprobs, check_prompt_logprobs_size
 from llm_serving.server.generation.message import MessageParser
-from llm_serving.server.generation.pipeline import (
-    EncodedRequest,
-    PrecheckInput,
-    ProtocolRequest,
-    StartedGeneration,
-    check_length,
-    encode_text,
-    truncate_prompt,
-)
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
 from llm_serving.server.generation.tools import (
@@ -66,7 +58,7 @@ _ONE_TEXT: Final = "message.content and message.thinking"
 """Text in chat templates (gpt-oss) that reject a message which has tool calls, `content` and `thinking`."""
 
 
-class ConversationRequest(ProtocolRequest):
+class ConversationRequest(pipeline.ProtocolRequest):
     def __init__(
         self, engine: AsyncEngine, http_request: Request, body: CallerFields, chat: ChatCompletionRequest
     ) -> None:
@@ -78,7 +70,7 @@ class ConversationRequest(ProtocolRequest):
     def num_logprobs(self) -> int | None:
         return None
 
-    async def prepare(self) -> PrecheckInput:
+    async def prepare(self) -> pipeline.PrecheckInput:
         engine, chat = self.engine, self.chat
         logprobs = self.num_logprobs()
         self.offered = offered = offered_tools(engine, chat)
@@ -102,7 +94,7 @@ class ConversationRequest(ProtocolRequest):
             check_prompt_logprobs(chat, "prompt_logprobs", self.choices)
         self._least_tokens = least
         read = (chat.messages, chat.chat_template_kwargs, chat.tools)
-        return PrecheckInput(
+        return pipeline.PrecheckInput(
             [await off_loop(_is_long(chat), lambda: msgspec.json.encode(read).decode())],
             least,
             {"prompt": "messages", "max_tokens": limited_by, "n": self.choices.counted_by},
@@ -111,10 +103,10 @@ class ConversationRequest(ProtocolRequest):
             truncates=chat.truncate_prompt_tokens is not None,
         )
 
-    async def encode(self) -> EncodedRequest:
+    async def encode(self) -> pipeline.EncodedRequest:
         engine, chat = self.engine, self.chat
         whole = await encode_chat(engine, self.caller.source, chat, self.offered)
-        prompt = truncate_prompt(engine, whole, chat.truncate_prompt_tokens, self._least_tokens)
+        prompt = pipeline.truncate_prompt(engine, whole, chat.truncate_prompt_tokens, self._least_tokens)
         sampling = self._sampling
         check_prompt_logprobs_size([prompt], sampling, "prompt_logprobs", 1)
         if self._limit is None:
@@ -125,9 +117,9 @@ class ConversationRequest(ProtocolRequest):
             max_tokens = min(remaining, engine.sampling_defaults.get("max_tokens", remaining))
             sampling = replace(sampling, max_tokens=max_tokens)
         output = chat_output(engine, chat, prompt, self._content, self.offered, self._budget)
-        return EncodedRequest([prompt], sampling, output)
+        return pipeline.EncodedRequest([prompt], sampling, output)
 
-    def message_parsers(self, started: StartedGeneration) -> list[MessageParser]:
+    def message_parsers(self, started: pipeline.StartedGeneration) -> list[MessageParser]:
         [prompt], engine, idempotent = started.prompts, self.engine, started.idempotent
         return [
             MessageParser(
@@ -179,8 +171,8 @@ async def encode_chat(
     text, sentinel = await asyncio.wrap_future(_RENDERING.submit(source, render))
     adds_special = bool(request.add_special_tokens)
     if not sentinel:
-        return await encode_text(engine, text, "messages", adds_special)
-    check_length(engine, text.replace(sentinel, ""), "messages")
+        return await pipeline.encode_text(engine, text, "messages", adds_special)
+    pipeline.check_length(engine, text.replace(sentinel, ""), "messages")
     return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, sentinel, adds_special)
 
 

@@ -17,14 +17,8 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError
 from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.logprobs import token_outputs
-from llm_serving.server.generation.pipeline import (
-    EncodedRequest,
-    PrecheckInput,
-    ProtocolRequest,
-    encode_text,
-    start_generation,
-)
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import sampling_params
 from llm_serving.server.generation.streaming import EVENT_STREAM
@@ -54,13 +48,13 @@ async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool 
     try:
         if not body.inputs:
             return builder.text_response(PROMPT_EMPTY, "prompt_token_ids_empty", stream=streams)
-        started = await start_generation(request)
+        started = await pipeline.start_generation(request)
     except ContextLengthError:
         return builder.text_response(PROMPT_OUT_OF_RANGE, "prompt_out_of_range", stream=streams)
     return await respond(http_request, started, builder, stream=streams)
 
 
-class _LegacyRequest(ProtocolRequest):
+class _LegacyRequest(pipeline.ProtocolRequest):
     def __init__(
         self, engine: AsyncEngine, http_request: Request, body: LegacyRequest, parameters: LegacyParameters
     ) -> None:
@@ -68,14 +62,14 @@ class _LegacyRequest(ProtocolRequest):
         self._inputs = body.inputs
         self._sampling = _sampling(parameters, engine.model_spec.vocab_size)
 
-    async def prepare(self) -> PrecheckInput:
-        return PrecheckInput([self._inputs], self._sampling.max_tokens)
+    async def prepare(self) -> pipeline.PrecheckInput:
+        return pipeline.PrecheckInput([self._inputs], self._sampling.max_tokens)
 
-    async def encode(self) -> EncodedRequest:
-        prompt = await encode_text(self.engine, self._inputs, "inputs")
+    async def encode(self) -> pipeline.EncodedRequest:
+        prompt = await pipeline.encode_text(self.engine, self._inputs, "inputs")
         if len(prompt) + self._sampling.max_tokens >= self.engine.max_model_len:
             raise ContextLengthError("inputs", PROMPT_OUT_OF_RANGE, len(prompt))
-        return EncodedRequest([prompt], self._sampling)
+        return pipeline.EncodedRequest([prompt], self._sampling)
 
 
 def _sampling(parameters: LegacyParameters, vocab_size: int) -> SamplingParams:

@@ -18,14 +18,8 @@ from llm_serving.core.sampling_params import MAX_STOP_STRINGS, Real, SamplingPar
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, ModelNotFoundError, RequestError
 from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, check_prompt_logprobs_size, token_outputs
-from llm_serving.server.generation.pipeline import (
-    EncodedRequest,
-    PrecheckInput,
-    ProtocolRequest,
-    encode_text,
-    start_generation,
-)
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import COUNT, MAX_CHOICES, MAX_N, Choices, sampling_params, with_choice_seed
 from llm_serving.server.generation.structured_output import structured_output_of
@@ -56,13 +50,13 @@ async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool 
     if parameters.adapter_id is not None and parameters.adapter_id not in engine.adapters.by_name:
         raise ModelNotFoundError("adapter_id", "must be the name of a loaded adapter", parameters.adapter_id)
     request = _TGIRequest(engine, http_request, body, parameters, streams=streams)
-    started = await start_generation(request)
+    started = await pipeline.start_generation(request)
     prompt = started.prompts[0]
     builder = TGIBuilder(engine.tokenizer, body.inputs, prompt, parameters, request.sampling, as_list=stream is None)
     return await respond(http_request, started, builder, stream=streams)
 
 
-class _TGIRequest(ProtocolRequest):
+class _TGIRequest(pipeline.ProtocolRequest):
     def __init__(
         self, engine: AsyncEngine, http_request: Request, body: TGIRequest, parameters: TGIParameters, *, streams: bool
     ) -> None:
@@ -72,13 +66,13 @@ class _TGIRequest(ProtocolRequest):
         self._streams = streams
         self.sampling = SamplingParams()
 
-    async def prepare(self) -> PrecheckInput:
+    async def prepare(self) -> pipeline.PrecheckInput:
         self.sampling = _sampling(self._parameters)
         count = self._checked_count()
         self.choices = Choices(count, count)
         self._output = structured_output_of(self._parameters, _FIELDS)
         truncates = self._parameters.truncate is not None
-        return PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, count, truncates=truncates)
+        return pipeline.PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, count, truncates=truncates)
 
     def _checked_count(self) -> int:
         parameters = self._parameters
@@ -93,14 +87,14 @@ class _TGIRequest(ProtocolRequest):
             raise RequestError("best_of", "must be 1 without sampling (`do_sample`)", count)
         return count
 
-    async def encode(self) -> EncodedRequest:
-        prompt = await encode_text(self.engine, self._inputs, "inputs")
+    async def encode(self) -> pipeline.EncodedRequest:
+        prompt = await pipeline.encode_text(self.engine, self._inputs, "inputs")
         if (count := self._parameters.truncate) is not None:
             if count < 1:
                 raise RequestError("truncate", "must be an integer of at least 1", count)
             prompt = prompt[-count:]
         check_prompt_logprobs_size([prompt], self.sampling, "decoder_input_details", 1)
-        return EncodedRequest([prompt], self.sampling, self._output)
+        return pipeline.EncodedRequest([prompt], self.sampling, self._output)
 
 
 def _sampling(parameters: TGIParameters) -> SamplingParams:

@@ -8,16 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import definitions_of
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    ToolParser,
-    any_of,
-    each_framed,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicReader, PythonicSource, call_rules, calls_in
 from llm_serving.text.tool_parsers.xml_values import value_term
@@ -33,15 +24,15 @@ _KEY: Final = re.compile(r"[^\s:{}\[\],<\"']+")
 class _Source(PythonicSource):
     """Parses one call of Gemma 4, whose keys and strings have other delimiters than in JSON."""
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[base.Call]:
         if not self._skip(HEAD):
-            raise NotACallError
+            raise base.NotACallError
         name = self._match(_TOOL)[0]
         if self._peek() != "{" or not is_name(name):
-            raise NotACallError
-        call = Call(name, arguments_of(self._object()))
+            raise base.NotACallError
+        call = base.Call(name, arguments_of(self._object()))
         if self._peek(may_end=True):
-            raise NotACallError
+            raise base.NotACallError
         return [call]
 
     def _skip(self, text: str) -> bool:
@@ -63,19 +54,19 @@ class _Source(PythonicSource):
         return self._value() if self._peek() in "<\"'" else self._match(_KEY)[0]
 
 
-def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     del schemas
-    return DelimitedCalls({OPENING: partial(PythonicReader, CLOSING, partial(calls_in, source=_Source))})
+    return base.DelimitedCalls({OPENING: partial(PythonicReader, CLOSING, partial(calls_in, source=_Source))})
 
 
-def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     """Return the grammar rules of calls (see `base`). Strings are constrained only by `enum` and `const`."""
     calls = "".join(_call_rules(f"call{i}", each, delimiters) for i, each in enumerate(callees))
-    frame = each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
-    return f"{frame}{delimiters.up_to('quoted', QUOTE)}call: {any_of(callees)}\n{calls}"
+    frame = base.each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
+    return f"{frame}{delimiters.up_to('quoted', QUOTE)}call: {base.any_of(callees)}\n{calls}"
 
 
-def _call_rules(rule: str, callee: Callee, delimiters: Delimiters) -> str:
+def _call_rules(rule: str, callee: base.Callee, delimiters: base.Delimiters) -> str:
     definitions = definitions_of(callee.schema)
 
     def value(schema: Any) -> str:

@@ -8,17 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    any_of,
-    each_framed,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, typed_value, unquoted_rule
 
@@ -34,12 +24,12 @@ class _Reader:
         self._schemas = schemas
         self._at = 0
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         del ended
         while True:
             value, closing = body.find(_VALUE, self._at), body.find(CLOSING, self._at)
             if closing >= 0 and (value < 0 or closing < value):
-                return Read([_call(body[:closing], self._schemas)], closing + len(CLOSING))
+                return base.Read([_call(body[:closing], self._schemas)], closing + len(CLOSING))
             if value < 0:
                 self._at = max(self._at, len(body) - len(CLOSING))
                 return None
@@ -49,33 +39,33 @@ class _Reader:
             self._at = end
 
 
-def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
+def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> base.Call:
     name, found, _ = body.partition("<arg_key>")
     if not is_name(name.strip()) or "<" in name:
-        raise NotACallError
+        raise base.NotACallError
     arguments: dict[str, Any] = {}
     at = len(name) if found else len(body)
     while at < len(body):
         argument = _ARGUMENT.match(body, at)
         if argument is None:
-            raise NotACallError
+            raise base.NotACallError
         key = argument[1].strip()
         arguments[key] = typed_value(argument[2], schema_of(schemas, name.strip(), key))
         at = argument.end()
-    return Call(name.strip(), arguments_of(arguments))
+    return base.Call(name.strip(), arguments_of(arguments))
 
 
-def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    return DelimitedCalls({OPENING: partial(_Reader, schemas)})
+def create(schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
+    return base.DelimitedCalls({OPENING: partial(_Reader, schemas)})
 
 
-def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     calls = "".join(_call_rule(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
-    frame = each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
-    return f"{frame}call: {any_of(callees)}\n{calls}{unquoted_rule(_VALUE_END)}RAW: /[^<]*/\n"
+    frame = base.each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
+    return f"{frame}call: {base.any_of(callees)}\n{calls}{unquoted_rule(_VALUE_END)}RAW: /[^<]*/\n"
 
 
-def _call_rule(rule: str, callee: Callee, whitespace: str) -> str:
+def _call_rule(rule: str, callee: base.Callee, whitespace: str) -> str:
     def opening(name: str, is_text: bool) -> str:
         del is_text
         return f'{literal(f"<arg_key>{name}</arg_key>")} WS? "{_VALUE}"'

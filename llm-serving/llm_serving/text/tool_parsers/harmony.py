@@ -13,18 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
-from llm_serving.text.tool_parsers.base import (
-    MAX_CALL_CHARS,
-    Call,
-    Callee,
-    Delimiters,
-    NotACallError,
-    Part,
-    Thought,
-    any_of,
-    joined,
-    overlap,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, is_name, parsed
 
 NEXT: Final = "<|end|><|start|>assistant"
@@ -56,7 +45,7 @@ class HarmonyParser:
         self._thinks = thinks
         self._step = self._body if in_thought else self._header
         self._text = ""
-        self._kind: type[str] | type[Thought] = Thought if in_thought and thinks else str
+        self._kind: type[str] | type[base.Thought] = base.Thought if in_thought and thinks else str
         self._begun: set[type] = set()
         self._is_new = False
         self._drops_spaces = False
@@ -65,20 +54,20 @@ class HarmonyParser:
         self._num_chars = 0
         self._json = JsonEnd()
 
-    def add(self, text: str) -> list[Part]:
+    def add(self, text: str) -> list[base.Part]:
         self._text += text
         return self._take(ended=False)
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[base.Part]:
         return self._take(ended=True)
 
-    def _take(self, *, ended: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _take(self, *, ended: bool) -> list[base.Part]:
+        parts: list[base.Part] = []
         while self._step(parts, ended):
             pass
-        return joined(parts)
+        return base.joined(parts)
 
-    def _header(self, parts: list[Part], ended: bool) -> bool:
+    def _header(self, parts: list[base.Part], ended: bool) -> bool:
         header, found, rest = self._text.partition(_MESSAGE)
         if found and len(header) <= _MAX_HEADER_CHARS and _may_be_header(header + _MESSAGE):
             self._text = rest
@@ -97,7 +86,7 @@ class HarmonyParser:
     def _open(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_thought = channel is not None and channel[1] == "analysis"
-        self._kind = Thought if is_thought and self._thinks else str
+        self._kind = base.Thought if is_thought and self._thinks else str
         self._is_new, self._drops_spaces, self._step = True, False, self._body
         to = "" if recipient is None else recipient[1]
         name = to if self._names is not None and to in self._names else to.removeprefix(_FUNCTIONS)
@@ -105,20 +94,20 @@ class HarmonyParser:
             self._name, self._written, self._num_chars, self._json = name, None, 0, JsonEnd()
             self._step = self._call
 
-    def _body(self, parts: list[Part], ended: bool) -> bool:
+    def _body(self, parts: list[base.Part], ended: bool) -> bool:
         found = _END.search(self._text)
         if found is not None:
             self._emit(self._text[: found.start()], parts)
             keeps = found[0] in _STARTS
             self._text, self._step = self._text[found.start() if keeps else found.end() :], self._header
             return True
-        kept = 0 if ended else max(overlap(self._text, each) for each in _ENDS)
+        kept = 0 if ended else max(base.overlap(self._text, each) for each in _ENDS)
         split = len(self._text) - kept
         self._emit(self._text[:split], parts)
         self._text = self._text[split:]
         return False
 
-    def _call(self, parts: list[Part], ended: bool) -> bool:
+    def _call(self, parts: list[base.Part], ended: bool) -> bool:
         """Read a call's arguments; if they are no JSON object, they become text. Return False if text is missing."""
         start = len(self._text) - len(self._text.lstrip())
         if start == len(self._text) and not ended and start <= _MAX_HEADER_CHARS:
@@ -128,28 +117,28 @@ class HarmonyParser:
         try:
             self._step = self._body
             if not self._text.startswith("{", start):
-                raise NotACallError
-            end = self._json.find(self._text[: MAX_CALL_CHARS + 1], start)
-            if end is None and not ended and len(self._text) <= MAX_CALL_CHARS:
+                raise base.NotACallError
+            end = self._json.find(self._text[: base.MAX_CALL_CHARS + 1], start)
+            if end is None and not ended and len(self._text) <= base.MAX_CALL_CHARS:
                 self._step = self._call
                 return False
             if end is None:
-                raise NotACallError
-            parts.append(Call(self._name, arguments_of(parsed(self._text[start:end]))))
-        except NotACallError:
+                raise base.NotACallError
+            parts.append(base.Call(self._name, arguments_of(parsed(self._text[start:end]))))
+        except base.NotACallError:
             return True
         self._close(end)
         return True
 
-    def _stream(self, start: int, parts: list[Part], ended: bool) -> bool:
+    def _stream(self, start: int, parts: list[base.Part], ended: bool) -> bool:
         self._written = self._written or StreamedCall(self._name, start)
-        body = self._text[: MAX_CALL_CHARS + 1]
+        body = self._text[: base.MAX_CALL_CHARS + 1]
         is_whole = len(body) == len(self._text)
         call = self._written.read(body, ended=ended and is_whole)
         if not self._num_chars:
             parts.append(call)
         elif len(call.arguments) > self._num_chars:
-            parts.append(Call("", call.arguments[self._num_chars :]))
+            parts.append(base.Call("", call.arguments[self._num_chars :]))
         self._num_chars = len(call.arguments)
         if is_whole and not ended and not self._written.is_whole:
             return False
@@ -160,7 +149,7 @@ class HarmonyParser:
         self._text, self._step = self._text[end:], self._body
         self._kind, self._is_new, self._drops_spaces = str, True, True
 
-    def _emit(self, text: str, parts: list[Part]) -> None:
+    def _emit(self, text: str, parts: list[base.Part]) -> None:
         if self._drops_spaces:
             text = text.lstrip()
         if not text:
@@ -186,7 +175,7 @@ def create(names: Collection[str]) -> HarmonyParser:
     return HarmonyParser(frozenset(names))
 
 
-def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     """Return the grammar rules (see `base`). They allow one call, because the answer ends at `<|call|>`."""
     del most
     calls = "".join(
@@ -195,7 +184,7 @@ def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -
         for i, each in enumerate(callees)
     )
     return (
-        f"calls: {any_of(callees)}\n"
+        f"calls: {base.any_of(callees)}\n"
         "free: preamble? calls\n"
         f"preamble: {delimiters('<|channel|>commentary<|message|>')} preface\n"
         f"{delimiters.up_to('preface', NEXT)}"

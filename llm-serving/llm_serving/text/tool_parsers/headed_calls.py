@@ -7,18 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    any_of,
-    framed,
-    repeated,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import MAX_HEAD_CHARS, JsonEnd, StreamedCall, arguments_of, is_name, parsed
 
 
@@ -47,27 +36,27 @@ class HeadedReader:
 
     layout: HeadedLayout
     names: Collection[str]
-    _calls: list[Call] = field(default_factory=list)
+    _calls: list[base.Call] = field(default_factory=list)
     _at: int = 0
     _head: re.Match[str] | None = None
     _written: StreamedCall | None = None
     _json: JsonEnd = field(default_factory=JsonEnd)
     _is_closed: bool = False
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         try:
             while self._step(body, ended):
                 pass
-        except NotACallError:
+        except base.NotACallError:
             if not self._calls:
                 raise
             self._is_closed = True
         if self._is_closed:
-            return Read(self._calls, self._at)
+            return base.Read(self._calls, self._at)
         begun = [] if self._written is None else [self._written.read(body, ended=ended)]
         calls = self._calls + begun
         end = self._at if self._written is None else self._written.end
-        return Read(calls, end, may_continue=not ended) if calls else None
+        return base.Read(calls, end, may_continue=not ended) if calls else None
 
     def _step(self, body: str, ended: bool) -> bool:
         return self._read_head(body) if self._head is None else self._read_call(body, ended)
@@ -79,18 +68,18 @@ class HeadedReader:
                 self._at = len(body) - len(rest) + len(self.layout.end)
                 self._is_closed = True
             elif not any(delimiter.startswith(rest) for delimiter in (self.layout.opening, self.layout.end)):
-                raise NotACallError
+                raise base.NotACallError
             return False
         start = len(body) - len(rest) + len(self.layout.opening)
         text = body[start : start + MAX_HEAD_CHARS + 1]
         self._head = self.layout.head.match(body, start, start + MAX_HEAD_CHARS)
         if self._head is None and ("{" in text or len(text) > MAX_HEAD_CHARS):
-            raise NotACallError
+            raise base.NotACallError
         if self._head is None:
             return False
         name = self._head["name"]
         if not is_name(name):
-            raise NotACallError
+            raise base.NotACallError
         if name in self.names:
             self._written = StreamedCall(name, self._head.end(), self._head.groupdict().get("id") or "")
         return True
@@ -103,7 +92,7 @@ class HeadedReader:
             end = self._written.end if self._written.is_whole else None
         elif (end := self._json.find(body, start)) is not None:
             call_id = self._head.groupdict().get("id") or ""
-            call = Call(self._head["name"], arguments_of(parsed(body[start:end])), call_id)
+            call = base.Call(self._head["name"], arguments_of(parsed(body[start:end])), call_id)
         behind = None if end is None else self._behind_tail(body, end, ended)
         if behind is None:
             return False
@@ -121,15 +110,15 @@ class HeadedReader:
         return at
 
 
-def create(layout: HeadedLayout, names: Collection[str]) -> ToolParser:
-    return DelimitedCalls({layout.section: partial(HeadedReader, layout, frozenset(names))})
+def create(layout: HeadedLayout, names: Collection[str]) -> base.ToolParser:
+    return base.DelimitedCalls({layout.section: partial(HeadedReader, layout, frozenset(names))})
 
 
 def rules(
     layout: HeadedLayout,
-    callees: Sequence[Callee],
+    callees: Sequence[base.Callee],
     most: int | None,
-    delimiters: Delimiters,
+    delimiters: base.Delimiters,
     head: Callable[[str], str],
     before_tail: str = "",
 ) -> str:
@@ -140,5 +129,5 @@ def rules(
     calls = "".join(
         f"call{i}: {opening} {head(each.name)} @args{i} {before_tail} {tail}\n" for i, each in enumerate(callees)
     )
-    inside = f"{repeated('call', 'WS?', most)} {delimiters(layout.end)}"
-    return f"{framed([layout.section], inside, delimiters)}call: {any_of(callees)}\n{calls}"
+    inside = f"{base.repeated('call', 'WS?', most)} {delimiters(layout.end)}"
+    return f"{base.framed([layout.section], inside, delimiters)}call: {base.any_of(callees)}\n{calls}"

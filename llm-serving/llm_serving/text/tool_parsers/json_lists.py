@@ -8,19 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    before_closing,
-    framed,
-    json_calls,
-    repeated,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import JsonEnd, call_of, parsed
 
 
@@ -57,9 +45,9 @@ class _Reader:
         self._layout = layout
         self._json = JsonEnd()
         self._end: int | None = None
-        self._calls: list[Call] = []
+        self._calls: list[base.Call] = []
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         if self._end is None:
             self._end = self._json.find(body)
             if self._end is None:
@@ -67,12 +55,12 @@ class _Reader:
             value = parsed(body[: self._end])
             self._calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
             if not self._calls:
-                raise NotACallError
-        return before_closing(self._calls, body, self._end, self._layout.closing, ended=ended)
+                raise base.NotACallError
+        return base.before_closing(self._calls, body, self._end, self._layout.closing, ended=ended)
 
-    def _call(self, value: Any) -> Call:
+    def _call(self, value: Any) -> base.Call:
         if not isinstance(value, dict):
-            raise NotACallError
+            raise base.NotACallError
         return call_of(value | {"name": value.get(self._layout.name)})
 
 
@@ -81,13 +69,13 @@ def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]])
     return layout.openings[0] + json.dumps(values, ensure_ascii=False) + layout.closing
 
 
-def create(layout: JsonListLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(layout: JsonListLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     del schemas
-    return DelimitedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
+    return base.DelimitedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
 
 
-def rules(layout: JsonListLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    several = repeated("call", 'WS? "," WS?', most)
+def rules(layout: JsonListLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
+    several = base.repeated("call", 'WS? "," WS?', most)
     inside = f'WS? "[" WS? {several} WS? "]"' + (f" WS? {delimiters(layout.closing)}" if layout.closing else "")
-    calls = json_calls(callees, layout.arguments, delimiters, name=layout.name, first=layout.first)
-    return framed(layout.openings, inside, delimiters) + calls
+    calls = base.json_calls(callees, layout.arguments, delimiters, name=layout.name, first=layout.first)
+    return base.framed(layout.openings, inside, delimiters) + calls

@@ -6,17 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    json_calls,
-    repeated,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, call_of, parsed, streamed_call
 
 OPENING: Final = "<|python_tag|>"
@@ -26,12 +16,12 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 class _Reader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._calls: list[Call] = []
+        self._calls: list[base.Call] = []
         self._start = self._calls_end = 0
         self._end = JsonEnd()
         self._written: StreamedCall | None = None
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         while True:
             if self._calls:  # another call or a text may follow
                 rest = body[self._calls_end :].lstrip()
@@ -40,9 +30,9 @@ class _Reader:
                     continue
                 behind = rest.removeprefix(";").lstrip()
                 if _END.startswith(behind) and not ended:
-                    return Read(self._calls, self._calls_end, may_continue=True)
+                    return base.Read(self._calls, self._calls_end, may_continue=True)
                 if not behind.startswith("{"):
-                    return Read(self._calls, self._calls_end)
+                    return base.Read(self._calls, self._calls_end)
                 self._start = len(body) - len(behind)
             elif not self._start:
                 first = body.lstrip()
@@ -56,29 +46,29 @@ class _Reader:
                 end = self._end.find(body, self._start)
                 if end is None:
                     calls = self._calls + begun
-                    return Read(calls, calls_end, may_continue=not ended) if calls else None
+                    return base.Read(calls, calls_end, may_continue=not ended) if calls else None
                 call = begun[0] if begun else call_of(parsed(body[self._start : end]))
                 if call.name not in self._names:
-                    raise NotACallError
-            except NotACallError:
+                    raise base.NotACallError
+            except base.NotACallError:
                 if self._calls or begun:
-                    return Read(self._calls + begun, calls_end)
+                    return base.Read(self._calls + begun, calls_end)
                 raise
             self._calls.append(call)
             self._calls_end, self._end, self._written = end, JsonEnd(), None
 
 
-def create(names: Collection[str]) -> ToolParser:
+def create(names: Collection[str]) -> base.ToolParser:
     reader = partial(_Reader, frozenset(names))
-    return DelimitedCalls({OPENING: reader, _START: reader}, begins_open=True)
+    return base.DelimitedCalls({OPENING: reader, _START: reader}, begins_open=True)
 
 
-def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     """Return the grammar rules of calls (see `base`). Text that starts with a brace must be a call."""
-    several = repeated("call", '";" WS?', most)
+    several = base.repeated("call", '";" WS?', most)
     return (
         f"calls: {several}\n"
         f"free: calls | OTHER? ({delimiters(OPENING)} calls)?\n"
         "OTHER: /[^{ \\n](?s:.*)/\n"
-        f"{json_calls(callees, 'parameters', delimiters)}"
+        f"{base.json_calls(callees, 'parameters', delimiters)}"
     )

@@ -8,19 +8,7 @@ from functools import partial
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    any_of,
-    framed,
-    json_calls,
-    repeated,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import (
     MAX_HEAD_CHARS,
     JsonEnd,
@@ -44,7 +32,7 @@ class _Reader:
         self._head: tuple[str | None, int] | None = None
         """(name before the arguments or None, index of the JSON). None until it is read."""
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         if self._head is None:
             self._head = _head(body)
         if self._head is None:
@@ -53,16 +41,16 @@ class _Reader:
         if name is not None and name in self._names:
             self._written = self._written or StreamedCall(name, start)
             call = self._written.read(body, ended=ended)
-            return Read([call], self._written.end, may_continue=not (ended or self._written.is_whole))
+            return base.Read([call], self._written.end, may_continue=not (ended or self._written.is_whole))
         end = self._end.find(body, start)
         if end is None:
             return None
         value = parsed(body[start:end])
         if name is not None:
-            return Read([Call(name, arguments_of(value))], end)
+            return base.Read([base.Call(name, arguments_of(value))], end)
         if not isinstance(value, list) or not value:
-            raise NotACallError
-        return Read([call_of(each) for each in value], end)
+            raise base.NotACallError
+        return base.Read([call_of(each) for each in value], end)
 
 
 def _head(body: str) -> tuple[str | None, int] | None:
@@ -77,20 +65,23 @@ def _head(body: str) -> tuple[str | None, int] | None:
     if found is not None and is_name(found[1]):
         return found[1], start + found.end()
     if found is not None or "{" in head or not re.match(r"[\w.\-]", head) or len(head) > MAX_HEAD_CHARS:
-        raise NotACallError
+        raise base.NotACallError
     return None
 
 
-def create(names: Collection[str]) -> ToolParser:
-    return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
+def create(names: Collection[str]) -> base.ToolParser:
+    return base.DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 
-def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     if delimiters.are_special(ARGUMENTS):
         calls = [f"call{i}: {literal(each.name)} {delimiters(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
-        behind, call = repeated("call", delimiters(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
+        behind, call = (
+            base.repeated("call", delimiters(OPENING), most),
+            f"call: {base.any_of(callees)}\n" + "".join(calls),
+        )
     else:
-        several = repeated("call", 'WS? "," WS?', most)
+        several = base.repeated("call", 'WS? "," WS?', most)
         behind = f'WS? "[" WS? {several} WS? "]"'
-        call = json_calls(callees, "arguments", delimiters)
-    return f"{framed([OPENING], behind, delimiters)}{call}"
+        call = base.json_calls(callees, "arguments", delimiters)
+    return f"{base.framed([OPENING], behind, delimiters)}{call}"

@@ -10,18 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import GrammarError, definitions_of, json_options, literal
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    any_of,
-    framed,
-    repeated,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 
 _MAX_ENDS: Final = 16
@@ -67,37 +56,37 @@ OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_l
 class PythonicReader:
     """Reads calls before `closing`. `calls(text)` parses them, or raises IncompleteError if `text` ends in a call."""
 
-    def __init__(self, closing: str, calls: Callable[[str], list[Call]]) -> None:
+    def __init__(self, closing: str, calls: Callable[[str], list[base.Call]]) -> None:
         self._closing, self._calls = closing, calls
         self._searched = self._num_ends = 0
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         closing = self._closing
         while (end := body.find(closing, self._searched)) >= 0:
             self._searched = end + 1
             self._num_ends += 1
             try:
-                return Read(self._calls(body[:end]), end + len(closing))
+                return base.Read(self._calls(body[:end]), end + len(closing))
             except IncompleteError:  # the closing text may be part of a string
                 if self._num_ends == _MAX_ENDS:
                     raise
         self._searched = max(self._searched, len(body) - len(closing) + 1)
-        return Read(self._calls(body), len(body)) if ended else None
+        return base.Read(self._calls(body), len(body)) if ended else None
 
 
-class IncompleteError(NotACallError):
+class IncompleteError(base.NotACallError):
     pass
 
 
-def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
+def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[base.Call]:
     """Parse calls or a list of calls in the syntax of `source`, by default Python's. Raise NotACallError otherwise."""
     try:
         return (source or PythonicSource)(text).calls()
     except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
-        raise NotACallError from None
+        raise base.NotACallError from None
 
 
-def unfenced_calls(fence: tuple[str, str], text: str) -> list[Call]:
+def unfenced_calls(fence: tuple[str, str], text: str) -> list[base.Call]:
     """Parse calls as `calls_in` does. They may be in a code block that starts and ends with the texts of `fence`."""
     opening, closing = map(str.strip, fence)
     return calls_in(text.strip().removeprefix(opening).removesuffix(closing))
@@ -108,17 +97,17 @@ class PythonicSource:
         self._text = text
         self._at = 0
 
-    def calls(self) -> list[Call]:
-        calls: list[Call] = []
+    def calls(self) -> list[base.Call]:
+        calls: list[base.Call] = []
         ends = "]" if self._takes("[") else ""
         while not (self._takes(ends) if ends else self._peek(may_end=True) == ""):
             calls.append(self._call())
             self._takes(",")
         if not calls or self._peek(may_end=True):
-            raise NotACallError
+            raise base.NotACallError
         return calls
 
-    def _call(self) -> Call:
+    def _call(self) -> base.Call:
         name = self._match(_TOOL)[0]
         self._expect("(")
         arguments: dict[str, Any] = {}
@@ -129,8 +118,8 @@ class PythonicSource:
             if self._peek() != ")":
                 self._expect(",")
         if not is_name(name):
-            raise NotACallError
-        return Call(name, arguments_of(arguments))
+            raise base.NotACallError
+        return base.Call(name, arguments_of(arguments))
 
     def _value(self) -> Any:
         char = self._peek()
@@ -143,7 +132,7 @@ class PythonicSource:
         if char.isalpha():
             word = self._match(_NAME)[0]
             if word not in _CONSTANTS:
-                raise NotACallError
+                raise base.NotACallError
             return _CONSTANTS[word]
         number = self._match(_NUMBER)
         return float(number[0]) if number[1] or number[2] else int(number[0])
@@ -171,7 +160,7 @@ class PythonicSource:
     def _key(self) -> str:
         key = self._value()
         if not isinstance(key, str):
-            raise NotACallError
+            raise base.NotACallError
         return key
 
     def _string(self, quote: str) -> str:
@@ -197,13 +186,13 @@ class PythonicSource:
 
     def _expect(self, char: str) -> None:
         if not self._takes(char):
-            raise NotACallError
+            raise base.NotACallError
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
         self._peek()
         found = pattern.match(self._text, self._at)
         if found is None:
-            raise NotACallError
+            raise base.NotACallError
         self._at = found.end()
         return found
 
@@ -230,24 +219,24 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
     return f"{layout.opening}{before}{f'[{inside}]' if layout.is_list else inside}{after}{layout.closing}"
 
 
-def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     del schemas
     calls = partial(unfenced_calls, layout.fence)
-    return DelimitedCalls({layout.opening: partial(PythonicReader, layout.closing, calls)})
+    return base.DelimitedCalls({layout.opening: partial(PythonicReader, layout.closing, calls)})
 
 
-def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(layout: PythonicLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     """Return the grammar rules of calls (see `base`): arguments in schema order, with values as JSON."""
-    several = repeated("call", literal(layout.between), most)
+    several = base.repeated("call", literal(layout.between), most)
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
     if any(layout.fence):
         inside = f"{literal(layout.fence[0])} {several} {literal(layout.fence[1])}"
     calls = "".join(_call_rules(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
-    frame = framed([layout.opening], f"{inside} {delimiters(layout.closing)}", delimiters)
-    return f"{frame}call: {any_of(callees)}\n{calls}"
+    frame = base.framed([layout.opening], f"{inside} {delimiters(layout.closing)}", delimiters)
+    return f"{frame}call: {base.any_of(callees)}\n{calls}"
 
 
-def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
+def _call_rules(rule: str, callee: base.Callee, whitespace: str) -> str:
     definitions = definitions_of(callee.schema)
 
     def value(schema: Any) -> str:
@@ -257,7 +246,7 @@ def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
     return call_rules(rule, callee, (f"{callee.name}(", "=", ", ", ")"), value)
 
 
-def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
+def call_rules(rule: str, callee: base.Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
     """Return the grammar rules of a call with its arguments in schema order. Optional arguments may be missing.
 
     `rule`: name of the rule for the call. `texts`: texts before the arguments, between a name and its value, between

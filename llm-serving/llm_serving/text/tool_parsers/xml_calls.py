@@ -9,17 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
-from llm_serving.text.tool_parsers.base import (
-    Call,
-    Callee,
-    DelimitedCalls,
-    Delimiters,
-    NotACallError,
-    Read,
-    ToolParser,
-    any_of,
-    repeated,
-)
+from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import MAX_NAME_CHARS, arguments_of, is_name, parsed
 from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, typed_value, unquoted_rule
 
@@ -79,29 +69,29 @@ class _Reader:
         self._step = self._name if in_call else self._between
         self._at = self._search = 0
         """`_at`: index after the text that was read. `_search`: index from which to search for the end of a value."""
-        self._calls: list[Call] = []
+        self._calls: list[base.Call] = []
         self._calls_end = 0
         self._tool = self._key = self._name_end = ""
         self._arguments: dict[str, Any] = {}
         self._is_closed = False
 
-    def read(self, body: str, *, ended: bool) -> Read | None:
+    def read(self, body: str, *, ended: bool) -> base.Read | None:
         try:
             while not self._is_closed and self._step(body):
                 pass
-        except NotACallError:
+        except base.NotACallError:
             if not self._calls:
                 raise
             self._is_closed = True
         if not self._calls:
             return None
-        return Read(self._calls, self._calls_end, may_continue=not self._is_closed and not ended)
+        return base.Read(self._calls, self._calls_end, may_continue=not self._is_closed and not ended)
 
     def _between(self, body: str) -> bool:
         found = self._next(body, self._layout.call[0], self._layout.closing)
         if found == self._layout.closing:
             if not self._calls:
-                raise NotACallError
+                raise base.NotACallError
             self._calls_end, self._is_closed = self._at, True
         elif found:
             self._step = self._name
@@ -117,7 +107,7 @@ class _Reader:
     def _inside(self, body: str) -> bool:
         found = self._next(body, self._layout.argument[0], self._layout.call[2])
         if found == self._layout.call[2]:
-            self._calls.append(Call(self._tool, arguments_of(self._arguments)))
+            self._calls.append(base.Call(self._tool, arguments_of(self._arguments)))
             self._calls_end, self._step = self._at, self._between
         elif found:
             self._step = self._argument
@@ -143,7 +133,7 @@ class _Reader:
                 if not self._next(body, self._layout.argument[0], self._layout.call[2], skip=False):
                     self._at, self._search = start, end
                     return False
-            except NotACallError:
+            except base.NotACallError:
                 self._search = end + 1
                 continue
             margin = self._layout.margin
@@ -161,7 +151,7 @@ class _Reader:
         if self._layout.string_end:
             try:
                 return parsed(text)
-            except NotACallError:
+            except base.NotACallError:
                 pass
         return typed_value(text, schema_of(self._schemas, self._tool, self._key))
 
@@ -175,7 +165,7 @@ class _Reader:
                 self._at += len(delimiter) if skip else 0
                 return delimiter
         if at - self._at > MAX_NAME_CHARS or not any(delimiter.startswith(body[at:]) for delimiter in delimiters):
-            raise NotACallError
+            raise base.NotACallError
         return ""
 
     def _text_before(self, body: str, *delimiters: str) -> tuple[str, str] | None:
@@ -187,7 +177,7 @@ class _Reader:
         )
         name = text[:start]
         if "<" in name or (start == longest if not delimiter else not is_name(name)):
-            raise NotACallError
+            raise base.NotACallError
         if not delimiter:
             return None
         self._at += start + len(delimiter)
@@ -200,34 +190,34 @@ def _end_of_spaces(text: str, start: int) -> int:
     return found.end()
 
 
-def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     readers = {
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
         layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening of the section
     }
-    return DelimitedCalls(readers)
+    return base.DelimitedCalls(readers)
 
 
-def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+def rules(layout: XmlLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     most_inside = most if layout.several else 1
-    inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {delimiters(layout.closing)}"
+    inside = f"WS? {base.repeated('call', 'WS?', most_inside)} WS? {delimiters(layout.closing)}"
     most_outside = 1 if layout.several else most
     times = "*" if most_outside is None else f"{{0,{most_outside}}}"
     calls = "".join(_call_rules(layout, i, each, delimiters.whitespace) for i, each in enumerate(callees))
     return (
-        f"calls: {repeated('whole', 'WS?', most_outside)}\n"
+        f"calls: {base.repeated('whole', 'WS?', most_outside)}\n"
         f"whole: {delimiters(layout.opening)} {inside}\n"
         f"free: (opened {inside} | bare rest (WS? {delimiters(layout.closing)})?){times} TEXT?\n"
         f"{delimiters.up_to('opened', layout.opening)}"
         f"{delimiters.up_to('bare', layout.call[0])}"
         f"rest: {' | '.join(f'rest{i}' for i in range(len(callees)))}\n"
-        f"call: {any_of(callees)}\n{calls}"
+        f"call: {base.any_of(callees)}\n{calls}"
         f"{unquoted_rule(layout.margin + layout.argument[2])}"
         'NAME: /[^<>"\\n]{1,64}/\n'
     )
 
 
-def _call_rules(layout: XmlLayout, index: int, callee: Callee, whitespace: str) -> str:
+def _call_rules(layout: XmlLayout, index: int, callee: base.Callee, whitespace: str) -> str:
     before, after, closing = layout.call
     key, key_end, value_end = layout.argument
     string_end = layout.string_end or key_end

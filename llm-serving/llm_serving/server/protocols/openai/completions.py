@@ -14,22 +14,12 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoints
+from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.logprobs import (
     MIN_LOGPROB,
     check_prompt_logprobs,
     check_prompt_logprobs_size,
     prompt_token_logprobs,
-)
-from llm_serving.server.generation.pipeline import (
-    EncodedRequest,
-    PrecheckInput,
-    Prompt,
-    ProtocolRequest,
-    StartedGeneration,
-    encode_prompts,
-    read_prompts,
-    start_generation,
-    truncate_prompt,
 )
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.sampling import MAX_CHOICES, bad_words, choices_of, sampling_params
@@ -69,22 +59,22 @@ async def respond_to_completion(engine: AsyncEngine, http_request: Request, body
     """Respond to a new request, or continue the stream of an earlier request that the client resumes."""
     usage = streamed_usage(body)
     request = _CompletionRequest(engine, http_request, body)
-    request.prompts = await read_prompts(body.prompt, "prompt", MAX_CHOICES, "prompts")
+    request.prompts = await pipeline.read_prompts(body.prompt, "prompt", MAX_CHOICES, "prompts")
     request.num_prompts = len(request.prompts)
     request.choices = choices_of(body, request.num_prompts)
-    started = await start_generation(request)
+    started = await pipeline.start_generation(request)
     builder = CompletionBuilder(engine.tokenizer, body, usage, started, request.prompts, request.choices.n)
     return await respond(http_request, started, builder, stream=bool(body.stream))
 
 
-class _CompletionRequest(ProtocolRequest):
+class _CompletionRequest(pipeline.ProtocolRequest):
     id_prefix = "cmpl"
     route = PATH
 
     body: CompletionRequest
-    prompts: list[Prompt]
+    prompts: list[pipeline.Prompt]
 
-    async def prepare(self) -> PrecheckInput:
+    async def prepare(self) -> pipeline.PrecheckInput:
         engine, body, choices = self.engine, self.body, self.choices
         self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._prompt_field, prompt_logprobs = "prompt_logprobs", body.prompt_logprobs
@@ -103,7 +93,7 @@ class _CompletionRequest(ProtocolRequest):
         self._output = structured_output_of(body)
         if prompt_logprobs is not None:
             check_prompt_logprobs(body, self._prompt_field, choices)
-        return PrecheckInput(
+        return pipeline.PrecheckInput(
             self.prompts,
             self._max_tokens,
             {"n": choices.counted_by if choices.best_of > 1 else "prompt"},
@@ -111,17 +101,17 @@ class _CompletionRequest(ProtocolRequest):
             truncates=body.truncate_prompt_tokens is not None,
         )
 
-    async def encode(self) -> EncodedRequest:
+    async def encode(self) -> pipeline.EncodedRequest:
         engine, body = self.engine, self.body
-        prompts = await encode_prompts(engine, self.prompts, "prompt", body.add_special_tokens is not False)
+        prompts = await pipeline.encode_prompts(engine, self.prompts, "prompt", body.add_special_tokens is not False)
         if body.truncate_prompt_tokens is not None:
             for index, whole in enumerate(prompts):
-                truncated = truncate_prompt(engine, whole, body.truncate_prompt_tokens, self._max_tokens)
+                truncated = pipeline.truncate_prompt(engine, whole, body.truncate_prompt_tokens, self._max_tokens)
                 if len(truncated) < len(whole):
                     self.prompts[index] = prompts[index] = truncated
         if self._sampling.prompt_logprobs is not None:
             check_prompt_logprobs_size(prompts, self._sampling, self._prompt_field, self.choices.n)
-        return EncodedRequest(prompts, self._sampling, self._output)
+        return pipeline.EncodedRequest(prompts, self._sampling, self._output)
 
 
 class _TextOffset:
@@ -141,8 +131,8 @@ class CompletionBuilder(OpenAIResponseBuilder):
         tokenizer: Tokenizer,
         body: CompletionRequest,
         usage: StreamedUsage,
-        started: StartedGeneration,
-        prompts: Sequence[Prompt],
+        started: pipeline.StartedGeneration,
+        prompts: Sequence[pipeline.Prompt],
         n: int,
     ) -> None:
         super().__init__(body, usage, started, n)

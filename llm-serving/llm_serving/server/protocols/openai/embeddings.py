@@ -20,17 +20,8 @@ from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.endpoint import Endpoints
+from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.generation import Generation, raise_unless_complete
-from llm_serving.server.generation.pipeline import (
-    INLINE_CHARS,
-    EncodedRequest,
-    PrecheckInput,
-    Prompt,
-    ProtocolRequest,
-    check_length,
-    read_prompts,
-    start_generation,
-)
 from llm_serving.server.generation.response import complete_whole
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.headers import ResponseIdentity
@@ -74,7 +65,7 @@ async def compute_vectors(
     engine: AsyncEngine,
     http_request: Request,
     body: VectorRequest,
-    texts: Sequence[Prompt | TextPair],
+    texts: Sequence[pipeline.Prompt | TextPair],
     field_name: FieldName,
     *,
     prefix: str,
@@ -93,34 +84,34 @@ async def compute_vectors(
     request.id_prefix, request.texts, request.field_name = prefix, texts, field_name
     request.limits = truncations or [body.truncate_prompt_tokens] * len(texts)
     request.add_special_tokens = add_special_tokens
-    started = await start_generation(request)
+    started = await pipeline.start_generation(request)
     generation, num_tokens = started.generation, sum(map(len, started.prompts))
     headers = started.identity.headers | generation.headers
     vectors = await complete_whole(http_request, generation, _collect(generation, len(texts)))
     return TextVectors(started.identity, vectors, TokensUsage(num_tokens, num_tokens), headers)
 
 
-class _TextsRequest(ProtocolRequest):
+class _TextsRequest(pipeline.ProtocolRequest):
     wants_vectors = True
 
-    texts: Sequence[Prompt | TextPair]
+    texts: Sequence[pipeline.Prompt | TextPair]
     field_name: FieldName
     limits: Sequence[int | None]
     add_special_tokens: bool
 
-    async def prepare(self) -> PrecheckInput:
+    async def prepare(self) -> pipeline.PrecheckInput:
         field = self.field_name(len(self.texts) - 1).partition("[")[0]
         truncates = any(limit is not None for limit in self.limits)
         texts = [each.text if isinstance(each, TextPair) else each for each in self.texts]
-        return PrecheckInput(texts, 0, {"prompt": field, "n": field}, truncates=truncates)
+        return pipeline.PrecheckInput(texts, 0, {"prompt": field, "n": field}, truncates=truncates)
 
-    async def encode(self) -> EncodedRequest:
+    async def encode(self) -> pipeline.EncodedRequest:
         engine, texts, name = self.engine, self.texts, self.field_name
         prompts = await _encode(engine, texts, name, self.limits, self.add_special_tokens)
         num_tokens, spec = sum(map(len, prompts)), engine.model_spec
         num_ids = spec.network.num_input_ids if isinstance(texts[0], TextPair) else spec.vocab_size
         await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, name, num_ids))
-        return EncodedRequest(prompts, _PROMPT_ONLY)
+        return pipeline.EncodedRequest(prompts, _PROMPT_ONLY)
 
 
 def normalised(vector: Float32Array) -> Float32Array:
@@ -151,17 +142,18 @@ async def _collect(generation: Generation, count: int) -> list[Float32Array]:
 
 async def _encode(
     engine: AsyncEngine,
-    texts: Sequence[Prompt | TextPair],
+    texts: Sequence[pipeline.Prompt | TextPair],
     field_name: FieldName,
     limits: Sequence[int | None],
     add_special_tokens: bool,
 ) -> list[list[int]]:
     most = min(engine.config.model.max_input_len, engine.max_model_len)
-    for index, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+    written = [each.text if isinstance(each, TextPair) else each for each in texts]
+    for index, (text, limit) in enumerate(zip(written, limits, strict=True)):
         if limit is not None and limit != -1 and limit < 1:
             raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", limit)
-        if isinstance(text, str | TextPair):
-            check_length(engine, text if isinstance(text, str) else text.text, field_name(index), COUNTED_CHARS)
+        if isinstance(text, str):
+            pipeline.check_length(engine, text, field_name(index), COUNTED_CHARS)
 
     def encode() -> list[list[int]]:
         encoder = engine.tokenizer.encode
@@ -179,9 +171,8 @@ async def _encode(
             prompts.append(ids)
         return prompts
 
-    written = [each.text if isinstance(each, TextPair) else each for each in texts]
-    num_chars = sum(len(text) + INLINE_CHARS // 64 for text in written if isinstance(text, str))
-    return await off_loop(num_chars > INLINE_CHARS or len(texts) > INLINE_ITEMS, encode)
+    num_chars = sum(len(text) + pipeline.INLINE_CHARS // 64 for text in written if isinstance(text, str))
+    return await off_loop(num_chars > pipeline.INLINE_CHARS or len(texts) > INLINE_ITEMS, encode)
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
@@ -210,7 +201,7 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     body = await read_fields(engine, http_request, EmbeddingsRequest)
     if body.encoding_format not in (None, *FORMATS):
         raise RequestError("encoding_format", f"must be {' or '.join(FORMATS)}", body.encoding_format)
-    texts = await read_prompts(body.input, "input", MAX_INPUTS, "texts")
+    texts = await pipeline.read_prompts(body.input, "input", MAX_INPUTS, "texts")
     if engine.pooling is not None and engine.pooling.scores:
         raise RequestError("model", "is a reranker, which has no embeddings: use /v1/score or /rerank")
     hidden = engine.model_spec.network.hidden
