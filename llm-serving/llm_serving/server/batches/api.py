@@ -38,8 +38,8 @@ from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.http.request import MAX_WEIGHT_KEY
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import read_fields
-from llm_serving.server.parsing.offload import json_response, large_json_response
-from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
+from llm_serving.server.parsing.offload import json_response
+from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of, page_response
 from llm_serving.server.request_context import api_key_of
 
 PURPOSE: Final = "batch"
@@ -206,9 +206,7 @@ async def _page(
         found = await _batches(http_request).stored(select, tenant_seen(http_request), *filters, limit + 1, after)
     except RequestError as error:
         raise error.renamed_by({"file_id": "after", "batch_id": "after"}) from None
-    shown = found[:limit]
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
+    return await page_response(kind, found, limit)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct, field
 
-from llm_serving.server.parsing.offload import Long
+from llm_serving.server.protocols.openai.schemas import Page
 
 ENDPOINTS_OF_LINES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 ENDED: Final = frozenset(("completed", "failed", "expired", "cancelled"))
@@ -24,12 +24,8 @@ class FileObject(Struct, kw_only=True):
     status: str = "processed"
 
 
-class FileList(Long, kw_only=True):
-    object: str = "list"
+class FileList(Page):
     data: list[FileObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
 
 
 class DeletedFile(Struct):
@@ -84,12 +80,8 @@ class Batch(Struct, kw_only=True):
         return self.status in ENDED
 
 
-class BatchList(Long, kw_only=True):
-    object: str = "list"
+class BatchList(Page):
     data: list[Batch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
 
 
 class BatchRequest(Struct, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -26,6 +26,7 @@ from llm_serving.server.protocols.openai.schemas import (
     ChatCompletionChunk,
     Completion,
     GenerationRequest,
+    Page,
     PromptTokensDetails,
     Usage,
 )
@@ -169,3 +170,10 @@ def page_of(http_request: Request) -> tuple[int, str | None]:
     """Return the maximum number of rows on a page, and the id of the previous page's last row, or None for page 1."""
     limit = query_integer(http_request, "limit", DEFAULT_ROWS, MAX_ROWS)
     return limit, http_request.query_params.get("after") or None
+
+
+async def page_response(kind: Callable[..., Page], rows: Sequence[Any], limit: int) -> Response:
+    """Return a page with the first `limit` of `rows`. Any further ones only show that there is another page."""
+    shown = rows[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return await large_json_response(kind(data=shown, has_more=len(rows) > limit, first_id=first, last_id=last))

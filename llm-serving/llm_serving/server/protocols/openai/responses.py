@@ -25,9 +25,9 @@ from llm_serving.server.generation.tools import arguments_of
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import openai_error
-from llm_serving.server.parsing.offload import json_response, large_json_response
+from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai import responses_schemas as schemas
-from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
+from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of, page_response
 from llm_serving.server.protocols.openai.response_store import ResponseStore, StoredResponse
 from llm_serving.server.protocols.openai.responses_conversation import (
     choice_of,
@@ -142,14 +142,7 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
     if after is not None and after not in ids:
         raise RequestError("after", "must be the id of an input item of this response", after)
     first = 0 if after is None else ids.index(after) + 1
-    shown = items[first : first + limit]
-    page = schemas.InputItemList(
-        data=shown,
-        first_id=shown[0].id if shown else None,
-        last_id=shown[-1].id if shown else None,
-        has_more=first + limit < len(items),
-    )
-    return await large_json_response(page)
+    return await page_response(schemas.InputItemList, items[first:], limit)
 
 
 @ENDPOINTS.add("DELETE", _PATH, "Delete a stored response", answer=schemas.DeletedResponse)

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from msgspec import UNSET, Struct, UnsetType, field
 
 from llm_serving.server.parsing.offload import Long
-from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
+from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject, Page
 from llm_serving.server.protocols.openai.unsupported_fields import (
     EARLIER_RESPONSE,
     SPEED_HINT,
@@ -134,12 +134,8 @@ class FunctionOutputItem(Struct, kw_only=True):
 GivenItem = InputMessage | FunctionOutputItem | OutputItem
 
 
-class InputItemList(Long, kw_only=True):
-    object: str = "list"
+class InputItemList(Page):
     data: list[Any]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class InputTokensDetails(Struct):

@@ -399,6 +399,15 @@ class ModelList(Struct, kw_only=True):
     has_more: bool = False
 
 
+class Page(Long, kw_only=True):
+    """Base of one page of a list, whose field `data` holds the rows."""
+
+    object: str = "list"
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class HealthResponse(Struct):
     status: str
     detail: str
