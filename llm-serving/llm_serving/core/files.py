@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llm_serving.errors import ModelError, shorten
+from llm_serving.errors import ConfigError, ModelError, shorten
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -52,6 +52,20 @@ def lock_file(path: Path) -> int | None:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def lock_folder(folder: Path, key: str, mode: int = 0o777) -> int:
+    """Lock a folder for this process, and create it if it is missing. Return the descriptor of the lock. Raise
+    ConfigError, which names the YAML key `key`, if the folder cannot be used or another process holds the lock.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        lock = lock_file(folder / "lock")
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be used: {error.strerror}") from None
+    if lock is None:
+        raise ConfigError(f"{key}: {folder} is used by another server")
+    return lock
 
 
 def is_unicode(text: str) -> bool:

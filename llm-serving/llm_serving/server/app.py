@@ -8,8 +8,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from http import HTTPStatus
@@ -24,10 +24,10 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.files import lock_file
+from llm_serving.core.files import lock_folder
 from llm_serving.core.process import describe_address_space_limit, periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ConfigError, RequestError
+from llm_serving.errors import RequestError
 from llm_serving.log import get_logger
 from llm_serving.server.admin.advice import Advisor
 from llm_serving.server.admin.live import LiveFeed
@@ -204,7 +204,7 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
 
         def lock(config: ServingConfig) -> None:
             if (folder := config.scheduler.record_path) is not None and folder not in locked:
-                stack.enter_context(lock_recordings(folder))
+                stack.callback(os.close, lock_folder(folder, "scheduler_config.record_path"))
                 locked.add(folder)
 
         def open_locked(config: ServingConfig, reserved_bytes: int) -> OpenedModel:
@@ -280,24 +280,6 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
         if batches is not None:
             await batches.stop()
         await site.models.stop()
-
-
-@contextmanager
-def lock_recordings(folder: Path | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(folder / "lock")
-    except OSError as error:
-        raise ConfigError(f"scheduler_config.record_path: {folder} cannot be used: {error.strerror}") from None
-    if lock is None:
-        raise ConfigError(f"scheduler_config.record_path: {folder} is used by another server")
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:

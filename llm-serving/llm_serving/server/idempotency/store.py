@@ -24,10 +24,10 @@ import msgspec
 
 from llm_serving.config.output_settings import output_settings
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.files import lock_file
+from llm_serving.core.files import lock_folder
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.errors import ConfigError, IdempotencyError, RequestNotFoundError
+from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.log import get_logger
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
@@ -220,14 +220,7 @@ class LogFile:
         self._num_lost = 0
         self._is_late = False
         """Whether a request has waited `WAIT_S` for the disk, and no record was written since."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = lock_file(folder / "lock")
-        except OSError as error:
-            raise ConfigError(f"serving_config.request_log_path: {folder} cannot be used: {error.strerror}") from None
-        if lock is None:
-            raise ConfigError(f"serving_config.request_log_path: {folder} is used by another server")
-        self._lock = lock
+        self._lock = lock_folder(folder, "serving_config.request_log_path", 0o700)
         names = (_NAME.fullmatch(path.name) for path in folder.iterdir())  # files with other names stay
         self._numbers = sorted(int(name[1]) for name in names if name is not None)
         self._file = -1
