@@ -212,18 +212,11 @@ class TGIBuilder(ResponseBuilder):
             "special": special,
         }
 
-    def _likely(self, token_id: int, logprob: float) -> JsonObject:
-        return {
-            "id": token_id,
-            "text": self.tokenizer.token_text(token_id),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "special": token_id in self.tokenizer.special_token_ids,
-        }
-
     def _likely_tokens(self, output: RequestOutput) -> list[list[JsonObject]]:
+        special, text_of = self.tokenizer.special_token_ids, self.tokenizer.token_text
         return [
             [
-                self._likely(token_id, logprob)
+                self._token(token_id, max(logprob, MIN_LOGPROB), "" if token_id in special else text_of(token_id))
                 for token_id, logprob in zip(token.top_token_ids, token.top_logprobs, strict=True)
             ]
             for token in output.logprobs
