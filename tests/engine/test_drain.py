@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.control import ReplicaRow
+from llm_serving.engine.control import ReplicaView
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import RequestError
 from support.async_engine_setup import Setup
@@ -43,9 +43,9 @@ def test_drained_replica_finishes_its_requests_and_leaves() -> None:
             streams = [ask(engine, number) for number in range(12)]  # most of them wait
             engine.control.drain(1)
             engine.control.drain(1)
-            assert engine.control.replica_rows() == [ReplicaRow(0, "serving", 6), ReplicaRow(1, "draining", 6)]
+            assert engine.control.replica_views() == [ReplicaView(0, "serving", 6), ReplicaView(1, "draining", 6)]
             streams += [ask(engine, number) for number in range(12, 16)]
-            assert engine.control.replica_rows() == [ReplicaRow(0, "serving", 10), ReplicaRow(1, "draining", 6)]
+            assert engine.control.replica_views() == [ReplicaView(0, "serving", 10), ReplicaView(1, "draining", 6)]
             for runner in setup.runners.values():
                 runner.gate.set()
             answers = await asyncio.gather(*map(token_ids, streams))
@@ -70,7 +70,7 @@ def test_joined_replica_loads_and_serves_again() -> None:
             for runner in setup.runners.values():
                 runner.gate.clear()
             streams = [ask(engine, number) for number in range(4)]
-            assert [row.num_unfinished for row in engine.control.replica_rows()] == [2, 2]
+            assert [row.num_unfinished for row in engine.control.replica_views()] == [2, 2]
             for runner in setup.runners.values():
                 runner.gate.set()
             assert await asyncio.gather(*map(token_ids, streams)) == [expected_output([5 + n, 6], 6) for n in range(4)]
@@ -147,7 +147,7 @@ def test_replica_drained_right_after_a_request_arrived_answers_it() -> None:
 
             async def give_and_drain() -> None:
                 streams.extend(ask(engine, number) for number in range(4))
-                assert [row.num_unfinished for row in engine.control.replica_rows()] == [2, 2]
+                assert [row.num_unfinished for row in engine.control.replica_views()] == [2, 2]
                 engine.control.drain(1)
 
             engine.control.drain(1)
@@ -208,7 +208,7 @@ def test_drain_refuses_the_last_serving_replica_while_others_restart() -> None:
             with pytest.raises(RequestError, match="must not be the only replica that serves"):
                 engine.control.drain(1)
             engine.control.drain(2)  # it is restarting
-            assert [row.state for row in engine.control.replica_rows()][:2] == ["restarting", "serving"]
+            assert [row.state for row in engine.control.replica_views()][:2] == ["restarting", "serving"]
             assert engine.health().ready
 
     asyncio.run(run())

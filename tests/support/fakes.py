@@ -25,7 +25,7 @@ from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import HttpTimings
 from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.async_engine import Admission
-from llm_serving.engine.control import ReplicaRow
+from llm_serving.engine.control import ReplicaView
 from llm_serving.engine.lifecycle import ConfigReloader
 from llm_serving.engine.replicas import EngineHealth
 from llm_serving.engine.request_stream import CoalescedResponses, Sharing
@@ -306,8 +306,8 @@ class FakeEngine:
         self.asked.append((request_id, tenant))
         return [each.request_id for each in self.submitted if each.request_id == request_id]
 
-    def replica_rows(self) -> list[ReplicaRow]:
-        return [ReplicaRow(0, "serving", self.num_running + self.num_waiting)]
+    def replica_views(self) -> list[ReplicaView]:
+        return [ReplicaView(0, "serving", self.num_running + self.num_waiting)]
 
     def drain(self, replica: int) -> None:
         raise RequestError("replica", "must not be the only replica that serves", replica)

@@ -47,7 +47,7 @@ class Operator:
         has_others = any(state in ("serving", "restarting") for each, state in states.items() if each != index)
         if states[index] == "serving":
             has_others = "serving" in [state for each, state in states.items() if each != index]
-        has_requests = bool(self._control.replica_rows()[index].num_unfinished)
+        has_requests = bool(self._control.replica_views()[index].num_unfinished)
         try:
             self._control.drain(index)
         except RequestError:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
+
+from msgspec import Struct
 
 from llm_serving.admission.validation import check_priority
 from llm_serving.config.schema import ServingConfig
@@ -27,6 +29,8 @@ from llm_serving.observability.snapshot import EngineSnapshot, SchedulerState
 from llm_serving.observability.timeline import JsonObject, ReplicaTrace, trace
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 STATE_TIMEOUT_S: Final = 5.0
 """Maximum seconds to wait for an engine. An engine whose WorkAgent restarts answers later."""
@@ -127,14 +131,13 @@ def _records(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[Req
     return [each for each in engine.event_log.records() if tenant in (None, each.tenant) and answers_to(each, names)]
 
 
-logger = get_logger(__name__)
-
-
-class ReplicaRow(NamedTuple):
+class ReplicaView(Struct):
     replica: int
     state: ReplicaState
+    """`draining`: the replica finishes its requests. `left`: its WorkAgent has exited after that."""
     num_unfinished: int
     machine: str = ""
+    """Address of the WorkAgent's machine. Empty if it runs on the master's machine."""
 
 
 class Control:
@@ -238,10 +241,10 @@ class Control:
         done = {engine_id: answer.result() for engine_id, answer in asked.items()}
         return done | {_id_of(each): True for each in in_transfer}
 
-    def replica_rows(self) -> list[ReplicaRow]:
+    def replica_views(self) -> list[ReplicaView]:
         engines = self._replicas.engines
         return [
-            ReplicaRow(
+            ReplicaView(
                 index,
                 self._replicas.state(index),
                 self._requests.num_of(engines[index]) if index in engines else 0,

@@ -316,9 +316,6 @@ def _note(engine: Engine, *, text: str) -> bool:
     return True
 
 
-logger = get_logger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
     changes: list[Change]

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.control import ReplicaView
 from llm_serving.errors import RequestError
 from llm_serving.observability.metrics import MergedMetrics
 from llm_serving.server.endpoint import Endpoints
@@ -43,15 +44,6 @@ async def show_metrics(engine: AsyncEngine, http_request: Request) -> Response:
     metrics = engine.metrics if models is None else MergedMetrics([model.engine.metrics for model in models])
     content, content_type = metrics.render()
     return Response(content, headers={"content-type": content_type})
-
-
-class ReplicaView(Struct):
-    replica: int
-    state: str
-    """loading, serving, restarting, draining (it finishes its requests) or left."""
-    num_unfinished: int
-    machine: str
-    """Address of the WorkAgent's machine. Empty if it runs on the master's machine."""
 
 
 class ReplicasView(Struct):
@@ -105,7 +97,7 @@ async def reload(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 def _view(engine: AsyncEngine) -> Response:
-    return json_response(ReplicasView([ReplicaView(*row) for row in engine.control.replica_rows()]))
+    return json_response(ReplicasView(engine.control.replica_views()))
 
 
 def _replica(http_request: Request) -> int:
