@@ -103,14 +103,14 @@ class Engine(EngineRequests):
         """Run steps until the engine is stopped or the WorkAgent is lost, then end all requests."""
         reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
-            while not self._stopping:
+            while not self.is_stopping:
                 if not self.step():
                     self._step_metrics.record_load()
                     self._wait()
             while self._in_flight:
                 self._collect()
         except LLMServingError as error:
-            if not self._stopping:
+            if not self.is_stopping:
                 reason = f"the WorkAgent has exited: {error}"
                 logger.error("the engine of replica %d stops: %s", self.index, reason)
         except BaseException as error:  # also a panic of a library written in Rust, which is no Exception

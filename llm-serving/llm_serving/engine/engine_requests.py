@@ -139,7 +139,7 @@ class EngineRequests:
         self._inbox = Inbox()
         self._inbox.on_end = self._report_closing
         self._listeners: list[EngineListener] = []
-        self._stopping = False
+        self.is_stopping = False
         self._num_added = 0
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
@@ -166,7 +166,7 @@ class EngineRequests:
 
     def submit(self, request: Request) -> None:
         """Queue a request that passed admission control. Raise WorkerDiedError if the engine ends or has ended."""
-        if self._stopping:
+        if self.is_stopping:
             raise WorkerDiedError("the engine is shutting down")
         self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
         try:
@@ -198,7 +198,7 @@ class EngineRequests:
 
     def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
         """Continue a migrated request, or end it if it was cancelled. Raise the errors of `submit`."""
-        if self._stopping:
+        if self.is_stopping:
             raise WorkerDiedError("the engine is shutting down")
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
@@ -229,7 +229,7 @@ class EngineRequests:
 
     def stop(self) -> None:
         """End the loop after the steps in flight. Unfinished requests end with an error."""
-        self._stopping = True
+        self.is_stopping = True
         self._report_closing()
         self._inbox.wake()
         self._executor.cancel_restarts()
@@ -247,10 +247,6 @@ class EngineRequests:
     @property
     def dead(self) -> str | None:
         return self._inbox.ended
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping
 
     @property
     def num_running(self) -> int:

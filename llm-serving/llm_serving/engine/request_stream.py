@@ -287,7 +287,7 @@ class CoalescedResponses:
         self._max_bytes = max_bytes
         self._kept_s = kept_s
         self._clock = clock
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._in_flight: dict[bytes, CoalescedResponse] = {}
         self._kept: dict[bytes, CoalescedResponse] = {}
 
@@ -297,10 +297,6 @@ class CoalescedResponses:
     @property
     def shares(self) -> bool:
         return self._max_bytes > 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
 
     @property
     def num_readers(self) -> int:
@@ -330,7 +326,7 @@ class CoalescedResponses:
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]
-                self._num_bytes -= answer.num_bytes
+                self.num_bytes -= answer.num_bytes
         answer.drop()
 
     def clear(self) -> None:
@@ -338,14 +334,14 @@ class CoalescedResponses:
             self.forget(answer)
 
     def _grew(self, answer: CoalescedResponse, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         if answer.finished:
             if answer.keeps and answer.is_answer:
                 del self._in_flight[answer.key]
                 self._kept[answer.key] = answer
             else:
                 self.forget(answer)
-        while self._num_bytes > self._max_bytes:
+        while self.num_bytes > self._max_bytes:
             oldest = next(iter(self._kept.values()), None)
             self.forget(oldest or max(self._in_flight.values(), key=lambda each: each.num_bytes))
 

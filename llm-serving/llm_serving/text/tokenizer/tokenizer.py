@@ -113,11 +113,11 @@ class Tokenizer:
         self.strips_leading_space = vocabulary.strips_leading_space
         self.special_token_ids = vocabulary.special_ids
         named = config.get("tokenizer_class")
-        self._named_class = named if isinstance(named, str) else None
-        self._special_texts = special_texts(config)
+        self.named_class = named if isinstance(named, str) else None
+        self.special_texts = special_texts(config)
         for name, text in vocabulary.usual_names.items():
-            if name not in self._special_texts and vocabulary.token_id(text) is not None:
-                self._special_texts[name] = text
+            if name not in self.special_texts and vocabulary.token_id(text) is not None:
+                self.special_texts[name] = text
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = tuple(
@@ -129,7 +129,7 @@ class Tokenizer:
         if chat_templates is None:
             chat_templates = templates_of(config.get("chat_template"))
         more = {MORE_SPECIAL: texts} if (texts := more_special_texts(config)) else {}
-        self._conversations = Conversations(chat_templates, self._special_texts | more)
+        self._conversations = Conversations(chat_templates, self.special_texts | more)
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
@@ -231,14 +231,6 @@ class Tokenizer:
         special = {self.token_bytes(each).decode("utf-8", "replace"): each for each in sorted(self.special_token_ids)}
         return TypedText(self.encode, special, self.token_bytes)
 
-    @property
-    def special_texts(self) -> Mapping[str, str]:
-        return self._special_texts
-
-    @property
-    def named_class(self) -> str | None:
-        return self._named_class
-
     @cached_property
     def delimiter_ids(self) -> frozenset[int]:
         """Ids of tokens that are not text in structured output: special tokens and reasoning tags."""
@@ -251,7 +243,7 @@ class Tokenizer:
         return token_id if token_id in self.delimiter_ids else None
 
     def _special_id(self, name: str) -> int | None:
-        if (text := self._special_texts.get(name)) is None:
+        if (text := self.special_texts.get(name)) is None:
             return None
         token_id = self._vocabulary.token_id(text)
         if token_id is None:
