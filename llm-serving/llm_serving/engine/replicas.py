@@ -128,13 +128,10 @@ class Replicas(EngineListener):
         """Add an engine whose steps the caller runs. `make(publish)` creates it; `publish` passes on its outputs."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
-        self.watch(engine)
+        engine.add_listener(self)
         self._join(engine)
         self._changed()
         return engine
-
-    def watch(self, engine: Engine) -> None:
-        engine.add_listener(self)
 
     async def stop(self) -> None:
         self._stopping.set()
@@ -328,7 +325,7 @@ class Replicas(EngineListener):
                 self._ends(index, engine)
 
     def _begins(self, index: int, engine: Engine) -> None:
-        self.watch(engine)
+        engine.add_listener(self)
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)
         self._join(engine)
