@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from msgspec import Raw, json
@@ -30,6 +30,7 @@ from llm_serving.server.protocols.openai.vector_schemas import (
     EmbeddingItem,
     Embeddings,
     EmbeddingsRequest,
+    ListOfResults,
     TokensUsage,
     VectorRequest,
 )
@@ -59,6 +60,11 @@ class TextVectors(NamedTuple):
     """[hidden size] each: the hidden state that is the input of the LM head."""
     usage: TokensUsage
     headers: dict[str, str]
+
+    async def response(self, kind: type[ListOfResults], **fields: Any) -> Response:
+        identity = self.identity
+        whole = kind(id=identity.id, created=identity.created, model=identity.model, usage=self.usage, **fields)
+        return await large_json_response(whole, self.headers)
 
 
 async def compute_vectors(
@@ -229,15 +235,7 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     def encode_all() -> list[EmbeddingItem]:
         return [EmbeddingItem(index=i, embedding=write(vector)) for i, vector in enumerate(computed.vectors)]
 
-    identity = computed.identity
-    response = Embeddings(
-        id=identity.id,
-        created=identity.created,
-        model=identity.model,
-        data=await off_loop(size * len(texts) > INLINE_ITEMS, encode_all),
-        usage=computed.usage,
-    )
-    return await large_json_response(response, computed.headers)
+    return await computed.response(Embeddings, data=await off_loop(size * len(texts) > INLINE_ITEMS, encode_all))
 
 
 def _encode_vector(vector: Float32Array, size: int, normalises: bool, as_base64: bool) -> Raw:

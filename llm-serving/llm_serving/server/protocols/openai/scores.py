@@ -59,15 +59,8 @@ async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
     else:
         computed = await compute_vectors(engine, http_request, body, [*first, *second], field_name, prefix="score")
         scores = await _scores(computed, len(first))
-    identity = computed.identity
-    response = ScoreList(
-        id=identity.id,
-        created=identity.created,
-        model=identity.model,
-        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
-        usage=computed.usage,
-    )
-    return await large_json_response(response, computed.headers)
+    data = [Score(index=index, score=score) for index, score in enumerate(scores)]
+    return await computed.response(ScoreList, data=data)
 
 
 @ENDPOINTS.add("POST", "/v2/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)

@@ -77,13 +77,16 @@ class EmbeddingItem(Struct, kw_only=True):
     embedding: Raw
 
 
-class Embeddings(Long, kw_only=True):
+class ListOfResults(Long, kw_only=True):
     id: str
     object: str = "list"
     created: int
     model: str
-    data: list[EmbeddingItem]
     usage: TokensUsage
+
+
+class Embeddings(ListOfResults):
+    data: list[EmbeddingItem]
 
 
 class Score(Struct, kw_only=True):
@@ -92,13 +95,8 @@ class Score(Struct, kw_only=True):
     score: float
 
 
-class ScoreList(Long, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
+class ScoreList(ListOfResults):
     data: list[Score]
-    usage: TokensUsage
 
 
 class RankedDocument(Struct, kw_only=True):
