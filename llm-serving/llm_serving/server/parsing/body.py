@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -62,10 +62,15 @@ _STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
 
 T = TypeVar("T")
+AnyRequest = TypeVar("AnyRequest", bound="_NamesModel")
 _Object = dict[str, msgspec.Raw]
 _decode_object: Final = msgspec.json.Decoder(_Object).decode
 _decode_items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fields(kind)) for kind in BODIES}
+
+
+class _NamesModel(Protocol):
+    model: str | None
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
@@ -85,6 +90,13 @@ def _decode_long(http_request: Request, body: bytes, kind: type[T], strict: bool
     content = decode_body(body, kind, strict=strict)
     check_other_fields(http_request, kind, body)
     return content
+
+
+async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
+    """Return the request body as a struct, as `read_fields` does. Raise ModelNotFoundError if its model is unknown."""
+    request = await read_fields(engine, http_request, kind)
+    check_model(engine, request.model)
+    return request
 
 
 async def read_body(request: Request, limits: ServerConfig) -> bytes:

@@ -20,12 +20,11 @@ from llm_serving.server.generation.message import MessageFold, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.streaming import TextEvents, event
-from llm_serving.server.parsing.body import note_ignored
+from llm_serving.server.parsing.body import note_ignored, read_request
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import (
     OpenAIResponseBuilder,
     StreamedUsage,
-    read_request,
     streamed_usage,
     token_as_id,
 )

@@ -25,11 +25,11 @@ from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.sampling import MAX_CHOICES, bad_words, choices_of, sampling_params
 from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.generation.structured_output import structured_output_of
+from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import (
     OpenAIResponseBuilder,
     StreamedUsage,
-    read_request,
     streamed_usage,
     token_as_id,
 )

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.generation.generation import raise_on_failure
 from llm_serving.server.generation.pipeline import StartedGeneration
 from llm_serving.server.generation.response import ResponseBuilder
 from llm_serving.server.generation.streaming import DONE, TextEvents, event
-from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.headers import query_integer
 from llm_serving.server.parsing.offload import json_response, large_json_response, off_loop
@@ -33,14 +31,6 @@ from llm_serving.server.protocols.openai.schemas import (
 
 MAX_INLINE_TOKENS: Final = 256
 """Responses with more tokens are encoded outside the event loop if they report more than text."""
-
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
-
-
-async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    request = await read_fields(engine, http_request, kind)
-    check_model(engine, request.model)
-    return request
 
 
 class StreamedUsage(NamedTuple):

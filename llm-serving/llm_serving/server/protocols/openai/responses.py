@@ -23,7 +23,7 @@ from llm_serving.server.generation.response import ResponseBuilder, buffered, re
 from llm_serving.server.generation.streaming import internal_error, named_event
 from llm_serving.server.generation.tools import arguments_of
 from llm_serving.server.middleware.authentication import tenant_seen
-from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai import responses_schemas as schemas
@@ -61,8 +61,7 @@ ENDPOINTS: Final = Endpoints()
     answer=schemas.ResponseObject,
 )
 async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_fields(engine, http_request, schemas.ResponsesRequest)
-    check_model(engine, body.model)
+    body = await read_request(engine, http_request, schemas.ResponsesRequest)
     store = store_of(http_request)
     _check(body, store)
     messages = messages_of(body.input)
