@@ -20,8 +20,9 @@ from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app
 from llm_serving.server.middleware import access_log
 from llm_serving.server.middleware import access_log as accounting
-from llm_serving.server.middleware.access_log import AccessLine, AccessLog, LineBudget, open_access_log
+from llm_serving.server.middleware.access_log import AccessLine, AccessLog, open_access_log
 from llm_serving.server.middleware.authentication import hash_key
+from llm_serving.server.middleware.rate_limits import LineBudget
 from llm_serving.server.request_context import RequestContext
 from support.fakes import FULL_QUEUE, FakeEngine, Script
 from support.server_client import RawClient

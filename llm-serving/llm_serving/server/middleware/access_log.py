@@ -22,6 +22,7 @@ from llm_serving.errors import ConfigError
 from llm_serving.log import LogWriter, RotatingFile, get_logger
 from llm_serving.observability.component_metrics import HttpMetrics
 from llm_serving.server.http.request import ARRIVED_KEY
+from llm_serving.server.middleware.rate_limits import LineBudget
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
 from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 
@@ -39,28 +40,6 @@ CLIENT_LEFT: Final = 499
 MAX_ADDRESS_CHARS: Final = 64
 REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
 """Limits of lines for refused and failed requests in the server's log. The metrics count all of them."""
-
-
-class LineBudget:
-    """Token bucket of log lines: `burst` at once, then `per_second` a second. It counts the suppressed lines."""
-
-    def __init__(self, burst: int, per_second: float) -> None:
-        self._burst = float(burst)
-        self._per_second = per_second
-        self._left = float(burst)
-        self._since = 0.0
-        self._num_suppressed = 0
-
-    def take(self, now: float) -> int | None:
-        """Count a line. Return None if it must be suppressed, else how many lines were suppressed just before it."""
-        self._left = min(self._burst, self._left + (now - self._since) * self._per_second)
-        self._since = now
-        if self._left < 1.0:
-            self._num_suppressed += 1
-            return None
-        self._left -= 1.0
-        suppressed, self._num_suppressed = self._num_suppressed, 0
-        return suppressed
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -16,7 +16,7 @@ from llm_serving.core.timings import Clock
 from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from llm_serving.log import get_logger
 from llm_serving.server.http.acceptor import network_of
-from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
+from llm_serving.server.middleware.rate_limits import LineBudget, Quota, TokenBucket
 from llm_serving.server.parsing.errors import openai_error_response
 from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY, api_key_of, request_context_of
 
@@ -41,8 +41,7 @@ class FailedKeys:
         self._addresses: OrderedDict[str, TokenBucket] = OrderedDict()
         self._succeeded: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         """(address, key hash) pairs that succeeded. They stay valid when other clients at the address fail."""
-        self._num_unlogged = 0
-        self._logged_at = -LOG_INTERVAL_S
+        self._lines = LineBudget(1, 1 / LOG_INTERVAL_S)
 
     def check(self, client: str, digest: bytes) -> None:
         """Raise RateLimitError if an address sent too many unknown keys. Keys that it used with success are exempt."""
@@ -70,15 +69,9 @@ class FailedKeys:
 
     def _count(self, reason: str, address: str) -> None:
         self._refused(reason)
-        self._num_unlogged += 1
-        now = self._clock()
-        if now - self._logged_at >= LOG_INTERVAL_S:
-            logger.warning(
-                "%d requests without a known API key were refused; the last one came from %s",
-                self._num_unlogged,
-                address,
-            )
-            self._num_unlogged, self._logged_at = 0, now
+        if (suppressed := self._lines.take(self._clock())) is not None:
+            text = "%d requests without a known API key were refused; the last one came from %s"
+            logger.warning(text, suppressed + 1, address)
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:

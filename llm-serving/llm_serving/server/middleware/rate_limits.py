@@ -10,11 +10,13 @@ from llm_serving.errors import RateLimitError
 
 
 class TokenBucket:
-    """A token bucket that starts full and gains `capacity` tokens per minute. More can be withdrawn than it holds."""
+    """A token bucket that starts full and gains `per_s` tokens a second, by default `capacity` a minute. More can be
+    withdrawn than it holds.
+    """
 
-    def __init__(self, capacity: float, now: float) -> None:
+    def __init__(self, capacity: float, now: float, per_s: float | None = None) -> None:
         self.capacity = capacity
-        self._per_s = capacity / 60.0
+        self._per_s = capacity / 60.0 if per_s is None else per_s
         self._level = capacity
         self._at = now
 
@@ -32,6 +34,23 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> None:
         self._level, self._at = self.level(now) - amount, now
+
+
+class LineBudget:
+    """Limits log lines: `burst` at once, then `per_second` a second. It counts the suppressed lines."""
+
+    def __init__(self, burst: int, per_second: float) -> None:
+        self._bucket = TokenBucket(burst, 0.0, per_second)
+        self._num_suppressed = 0
+
+    def take(self, now: float) -> int | None:
+        """Count a line. Return None if it must be suppressed, else how many lines were suppressed just before it."""
+        if self._bucket.level(now) < 1.0:
+            self._num_suppressed += 1
+            return None
+        self._bucket.take(1.0, now)
+        suppressed, self._num_suppressed = self._num_suppressed, 0
+        return suppressed
 
 
 class Quota:
