@@ -258,7 +258,7 @@ def _behind_a_work_agent(llm: LLM, local_step: dict[int, float], prompt_len: int
 
 def _timed_functions(engine: engine_loop.Engine) -> list[tuple[Any, str, str]]:
     """Return (owner, attribute, name) of the timed parts of a step."""
-    runner = engine._executor._runner  # type: ignore[attr-defined]
+    runner = engine.executor._runner  # type: ignore[attr-defined]
     return [
         (engine.scheduler, "schedule", "scheduling"),
         (engine.scheduler, "update", "taking tokens into account"),

@@ -170,7 +170,7 @@ class _Load:
 
 def _timed_functions(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
     """Return (owner, attribute, name) of the timed parts of the loop."""
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, RemoteExecutor)
     recorder = engine.scheduler._recorder if isinstance(engine.scheduler, RecordedScheduler) else None
     recorded = [] if recorder is None else [(recorder, name, RECORDER) for name in ("event", "decision")]

@@ -62,7 +62,7 @@ def test_async_engine_refuses_with_retry_after_during_a_long_restart() -> None:
     async def run() -> None:
         setup = Setup(clock=lambda: 5.0)
         async with setup.running() as engine:
-            executor = engine.replicas.engines[0]._executor
+            executor = engine.replicas.engines[0].executor
             for away in (AWAY, replace(AWAY, num_failed=0, load_s=301.0)):
                 executor.restart_status = away
                 for ask in (lambda: engine.generate([5], GREEDY, request_id="a"), lambda: engine.check_capacity([1])):
@@ -79,7 +79,7 @@ def test_router_prefers_a_replica_whose_worker_is_not_restarting() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
-            engine.replicas.engines[0]._executor.restart_status = AWAY
+            engine.replicas.engines[0].executor.restart_status = AWAY
             for _ in range(3):
                 assert await token_ids(engine.generate([9], GREEDY, request_id="a")) == expected_output([9], 4)
             assert not setup.runners[0].steps
@@ -96,7 +96,7 @@ def test_server_ends_when_all_replicas_exhausted_their_restarts_if_configured(sh
         async with setup.running() as engine:
             for index in range(2):
                 assert not failed.is_set()
-                engine.replicas.engines[index]._executor.restarts_exhausted = True
+                engine.replicas.engines[index].executor.restarts_exhausted = True
                 engine.replicas.engines[index]._on_restart_attempt("")
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -116,7 +116,7 @@ def test_server_does_not_end_while_a_replica_loads() -> None:
         engines = setup.engine.replicas.engines
         while 0 not in engines:
             await asyncio.sleep(0)
-        engines[0]._executor.restarts_exhausted = True
+        engines[0].executor.restarts_exhausted = True
         engines[0]._on_restart_attempt("")
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -61,7 +61,7 @@ class TimedHarness(Harness):
         self.clock = Clock(seed)
         super().__init__(event_log=EventLog(1000, num_steps), clock=self.clock, **arguments)
         self.failing = FailingExecutor(self.scheduler.blocks, 2 if ahead else 1)
-        self.engine._executor, self.engine._max_steps_in_flight = self.failing, self.failing.max_steps_in_flight
+        self.engine.executor, self.engine._max_steps_in_flight = self.failing, self.failing.max_steps_in_flight
         self.engine._recovery._executor = self.failing
 
     def submit(self, num_prompt_tokens: int = 4, **arguments) -> None:

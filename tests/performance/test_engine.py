@@ -9,9 +9,9 @@ from support.factories import create_request
 def test_engine_benchmark_times_functions_that_the_loop_calls():
     harness = Harness(ahead=False)
     engine = harness.engine
-    engine._executor._runner = ModelRunner
+    engine.executor._runner = ModelRunner
     functions = benchmark._timed_functions(engine)
-    engine._executor._runner = harness.runner
+    engine.executor._runner = harness.runner
     assert [(owner, attribute) for owner, attribute, _ in functions if not hasattr(owner, attribute)] == []
     of_the_loop = [function for function in functions if function[0] not in (ModelRunner, model_runner)]
     assert len(of_the_loop) > 3

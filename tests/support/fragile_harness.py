@@ -55,7 +55,7 @@ class FragileHarness(Harness):
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.groups
         slots = 0 if blocks.states is None else blocks.states.pool.num_blocks
         self.executor = FragileExecutor(new_runner or (lambda: FakeRunner(*sizes, num_state_slots=slots)), max_restarts)
-        self.engine._executor = self.executor
+        self.engine.executor = self.executor
         engine = self.engine
         engine._recovery = Recovery(
             self.scheduler, self.executor, self.metrics, engine._on_restart_attempt, engine._on_bisection_step

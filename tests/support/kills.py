@@ -110,7 +110,7 @@ def play(
     """
     met: dict[str, set[str]] = {request.request_id: set() for requests in asked.values() for request in requests}
     moments: dict[int, dict[str, str]] = {}
-    scheduler, executor = engine.scheduler, engine._executor
+    scheduler, executor = engine.scheduler, engine.executor
     schedule, collect = scheduler.schedule, executor.collect
     num_replies, due = 0, 0
 

@@ -210,7 +210,7 @@ class Simulation:
         except CapacityError:
             assert full or deadline is not None, "a request was refused although the queue was not full"
         except UnavailableError:
-            serving = [each for each in self._master.replicas.open().values() if each.restart_status is None]
+            serving = [each for each in self._master.replicas.open().values() if each.executor.restart_status is None]
             assert not serving, "a live replica was ignored"
             self.totals.refusals["no live WorkAgent"] += 1
         else:

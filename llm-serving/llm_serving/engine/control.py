@@ -115,7 +115,7 @@ class RequestLookup:
                     engine.event_log.snapshot(self._clock()),
                     [record for record in engine.event_log.records() if tenant in (None, record.tenant)],
                     own_steps_only=tenant is not None,
-                    machine=engine.machine,
+                    machine=engine.executor.machine,
                 )
                 for index, engine in sorted(self._replicas.engines.items())
             ],
@@ -248,7 +248,7 @@ class Control:
                 index,
                 self._replicas.state(index),
                 self._requests.num_of(engines[index]) if index in engines else 0,
-                engines[index].machine if index in engines else "",
+                engines[index].executor.machine if index in engines else "",
             )
             for index in range(len(self._replicas))
         ]

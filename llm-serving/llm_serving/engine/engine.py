@@ -122,7 +122,7 @@ class Engine(EngineRequests):
     def step(self) -> bool:
         """Submit the next step. If enough steps are in flight, collect the oldest. Return False if there is no work."""
         try:
-            self._executor.await_ending()
+            self.executor.await_ending()
             self._drain_inbox()
             progressed = self._advance()
         except (StepFailedError, WorkerError) as error:
@@ -173,10 +173,10 @@ class Engine(EngineRequests):
         return schedule
 
     def _submit(self, schedule: Schedule, now: float) -> None:
-        self._executor.submit(self._build_step(schedule, self._executor.next_step), self.forms_late)
+        self.executor.submit(self._build_step(schedule, self.executor.next_step), self.forms_late)
         self._times.record_submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
-        if self._executor.needs_allowed_tokens:
+        if self.executor.needs_allowed_tokens:
             self._send_allowed_tokens()
         for observer in self._observers["on_submitted"]:
             observer.on_submitted(schedule, now)
@@ -186,11 +186,11 @@ class Engine(EngineRequests):
                 listener.on_started(started)
 
     def _collect(self) -> None:
-        output = self._executor.collect()
+        output = self.executor.collect()
         self._times.record_reply(self._clock())
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
-        if self._executor.needs_allowed_tokens:
+        if self.executor.needs_allowed_tokens:
             self._send_allowed_tokens()
         now = self._clock()
         self._times.record_updated(now)
@@ -210,20 +210,20 @@ class Engine(EngineRequests):
 
     def _send_allowed_tokens(self) -> None:
         """Send the WorkAgent the tokens that constraints allow in the oldest step in flight."""
-        self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
+        self.executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:
         """Drop the KV cache and requeue the running requests. If a step is in flight, do nothing and return False."""
         if self._in_flight:
             return False
         self.scheduler.reset_cache()
-        self._executor.drop_cache()
+        self.executor.drop_cache()
         return True
 
     def _wait(self) -> None:
-        if self._inbox.wait(self._executor.fileno(), self.idle_s):
+        if self._inbox.wait(self.executor.fileno(), self.idle_s):
             try:
-                self._executor.collect()  # no step is in flight, so the WorkAgent has died
+                self.executor.collect()  # no step is in flight, so the WorkAgent has died
             except WorkerError as error:
                 self._recover(error)
 
@@ -271,7 +271,7 @@ class Engine(EngineRequests):
     def _on_restart_attempt(self, reason: str) -> None:
         """Handle the inbox's messages. End all requests if the WorkAgent was lost more than `restart_wait_s` ago."""
         self._drain_inbox()
-        status = self._executor.restart_status
+        status = self.executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:
             error = f"the WorkAgent of the request was not restarted within {self._restart_wait_s:g} s: {reason}"
             self.end_all(error, FinishReason.UNAVAILABLE)

@@ -26,9 +26,7 @@ from llm_serving.engine.observers import EngineListener, FairnessObserver, LoadR
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.sinks import SinkContext, attach_sink, finish
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
-from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
@@ -132,7 +130,7 @@ class EngineRequests:
         self.scheduler = scheduler
         self.index = index
         self.event_log = EventLog() if event_log is None else event_log
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._drafter = drafter
         self._attach_sink = attach_sink
@@ -181,7 +179,7 @@ class EngineRequests:
         def change() -> None:
             if not folder:
                 self._auditor.forget_adapter(number)
-            self._executor.set_adapter(number, folder)
+            self.executor.set_adapter(number, folder)
 
         self._inbox.post(change)
 
@@ -232,7 +230,7 @@ class EngineRequests:
         self.is_stopping = True
         self._report_closing()
         self._inbox.wake()
-        self._executor.cancel_restarts()
+        self.executor.cancel_restarts()
 
     def replace_inbox(self, inbox: Inbox) -> None:
         self._inbox.close("another inbox replaces this one")
@@ -264,22 +262,6 @@ class EngineRequests:
     @property
     def mean_step_s(self) -> float | None:
         return self._times.mean_s
-
-    @property
-    def restart_status(self) -> RestartStatus | None:
-        return self._executor.restart_status
-
-    @property
-    def restarts_exhausted(self) -> bool:
-        return self._executor.restarts_exhausted
-
-    @property
-    def machine(self) -> str:
-        return self._executor.machine
-
-    @property
-    def block_link(self) -> BlockLink | None:
-        return self._executor.block_link
 
     def _report_closing(self) -> None:
         for listener in self._listeners:
@@ -346,7 +328,7 @@ class EngineRequests:
     def _use_disk_cache(self, reads: TransferPool, metrics: Metrics) -> DiskCache:
         self.disk_cache = DiskCache(
             self.scheduler,
-            self._executor,
+            self.executor,
             reads,
             metrics.disk,
             lambda message: self._inbox.post(message),

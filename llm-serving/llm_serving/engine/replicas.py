@@ -50,16 +50,16 @@ def health_of(
     """Return the health of a server. `failures`: index -> load error. `progress`: status of a loading replica."""
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
-        index: engine.restart_status or f"is being restarted: {engine.restarting}"
+        index: engine.executor.restart_status or f"is being restarted: {engine.restarting}"
         for index, engine in engines.items()
         if engine.restarting is not None and engine.dead is None
     }
-    exhausted = any(engines[index].restarts_exhausted for index in restarting)
+    exhausted = any(engines[index].executor.restarts_exhausted for index in restarting)
     ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
     loading = bool(restarting) or len(engines.keys() | failed.keys()) < num_replicas
     notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
     lasting = f"was restarted more than {max_restarts} times in a row without completing a step"
-    notices |= {index: lasting for index, engine in engines.items() if engine.restarts_exhausted}
+    notices |= {index: lasting for index, engine in engines.items() if engine.executor.restarts_exhausted}
     remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
     if not ready and not loading:
         return EngineHealth(False, f"no WorkAgent serves: {remarks}")
@@ -235,7 +235,7 @@ class Replicas(EngineListener):
         if not blocks or (transferred is not None and transferred.replica == index):
             return index
         exporter = blocks[0][0] // self._num_transfer_blocks
-        source, target = self.engines[exporter].block_link, self.engines[index].block_link
+        source, target = self.engines[exporter].executor.block_link, self.engines[index].executor.block_link
         if exporter == index or source is None or target is None or self._stopping.is_set():
             return index
 
@@ -373,13 +373,17 @@ class Replicas(EngineListener):
     # --- on the event loop ------------------------------------------------------------------------------------------
 
     def _check_restarts(self, _: None) -> None:
-        exhausted = any(engine.restarts_exhausted for engine in self.living().values())
+        exhausted = any(engine.executor.restarts_exhausted for engine in self.living().values())
         if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
 
     def _is_abandoned(self, index: int) -> bool:
         engine = self.engines.get(index)
-        return index in self.drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
+        return (
+            index in self.drained
+            or index in self._failures
+            or (engine is not None and engine.executor.restarts_exhausted)
+        )
 
 
 def _reload(engine: Engine, number: int, config: ServingConfig) -> None:

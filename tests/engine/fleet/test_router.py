@@ -149,11 +149,11 @@ def test_router_avoids_a_replica_whose_work_agent_restarts() -> None:
             away = RestartStatus(
                 reason="killed", lost_at=0.0, attempt_at=8.0, load_s=4.0, num_failed=0, num_restarts=1, max_restarts=5
             )
-            engine.replicas.engines[0]._executor.restart_status = away
+            engine.replicas.engines[0].executor.restart_status = away
             hold(setup)
             streams = [engine.generate([5, 6], GREEDY, request_id="x") for _ in range(4)]
             assert num_unfinished(engine) == {0: 0, 1: 4}
-            engine.replicas.engines[0]._executor.restart_status = None
+            engine.replicas.engines[0].executor.restart_status = None
             release(setup)
             await asyncio.gather(*map(token_ids, streams))
 

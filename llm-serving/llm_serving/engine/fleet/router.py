@@ -48,7 +48,7 @@ class OpenReplicas:
 
     @property
     def first_available(self) -> int | None:
-        return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
+        return next((index for index, engine in self.engines.items() if engine.executor.restart_status is None), None)
 
 
 def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
@@ -175,7 +175,7 @@ class Router:
         else:
             [(index, engine)] = fleet.engines.items()
             route = Route(index, engine, self._num_cached(index, engine, hashes) if hashes else 0)
-        if (status := route.engine.restart_status) is not None:
+        if (status := route.engine.executor.restart_status) is not None:
             now = self._clock()
             wait_s = status.predicted_s(now)
             if wait_s is None or wait_s > self._config.serving.restart_wait_s:
@@ -198,7 +198,7 @@ class Router:
             key=lambda each: (
                 self._replicas.is_drained(each[0]),
                 each[0] in self.prefill_replicas,
-                each[1].restart_status is not None,
+                each[1].executor.restart_status is not None,
                 each[0] != preferred,
                 self._requests.num_of(each[1]) + self._requests.num_migrating_to(each[1]),
                 each[0],
@@ -258,7 +258,7 @@ class Router:
                 index, engines[index], prompt_lens[0], cached.get(index, 0), speed_of_another
             ),
             # Any WorkAgent may be lost in the meantime.
-            lambda index: first_available in (None, index) or engines[index].restart_status is None,
+            lambda index: first_available in (None, index) or engines[index].executor.restart_status is None,
         )
         chosen, *others = islice(candidates.by_load(), 2)
         if others:
