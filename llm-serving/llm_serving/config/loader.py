@@ -9,18 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.config.legacy import (
-    ALIASES,
-    MINDFORMERS_DTYPE,
-    MINDFORMERS_TARGETS,
-    MUST_AGREE,
-    OLDER_DTYPE_PREFIX,
-    RANK_GRAPHS,
-    RENAMED,
-    WITHOUT_EFFECT,
-    MindFormersFile,
-    read_mindformers,
-)
+from llm_serving.config import legacy
 from llm_serving.config.models import OF_ROWS, ModelRow, combine, read_rows
 from llm_serving.config.models import SECTION as MODELS
 from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
@@ -69,7 +58,7 @@ RESOLVED_PATHS: Final = (
     FOLDER,
 )
 
-ACCEPTED_KEYS: Final = (*RULES, *ALIASES, *WITHOUT_EFFECT)
+ACCEPTED_KEYS: Final = (*RULES, *legacy.ALIASES, *legacy.WITHOUT_EFFECT)
 _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in ACCEPTED_KEYS), *TABLES, MODELS]))
 
 
@@ -155,7 +144,7 @@ def _accept_row(reading: _Reading, row: ModelRow, folders: tuple[Path, ...]) -> 
 
 
 def _check(
-    values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None, tables: dict[str, TableReader]
+    values: Values, spec: ModelSpec | None, mindformers: legacy.MindFormersFile | None, tables: dict[str, TableReader]
 ) -> None:
     set_block_size(values, spec)
     choose_step_budget(values, spec)
@@ -224,15 +213,15 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
     """Store a key's value; an override replaces it. Raise ConfigError for an unknown key or contradicting files."""
-    if name in RANK_GRAPHS and isinstance(given.value, list):
+    if name in legacy.RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
-    if name in WITHOUT_EFFECT:
-        reading.notices.append(f"{given.source}: {name} is accepted without effect: {WITHOUT_EFFECT[name]}")
+    if name in legacy.WITHOUT_EFFECT:
+        reading.notices.append(f"{given.source}: {name} is accepted without effect: {legacy.WITHOUT_EFFECT[name]}")
         return
-    target = ALIASES.get(name, name)
+    target = legacy.ALIASES.get(name, name)
     if target not in RULES:
         raise ConfigError(f"{given.source}: unknown key `{name}`; {_nearest_key(name)}")
-    if name in RENAMED:
+    if name in legacy.RENAMED:
         reading.notices.append(f"{given.source}: {name} is now called {target}; the next release refuses the old name")
     before = reading.given.get(target)
     if given.value is None:
@@ -278,7 +267,7 @@ def _nearest_key(name: str) -> str:
     elsewhere = [known for known in ACCEPTED_KEYS if known.partition(".")[2] == key]
     if elsewhere:
         return f"it is known as `{elsewhere[0]}`"
-    own = [known for known in ACCEPTED_KEYS if known.startswith(section + ".") and known not in RENAMED]
+    own = [known for known in ACCEPTED_KEYS if known.startswith(section + ".") and known not in legacy.RENAMED]
     return _nearest(name, own)
 
 
@@ -297,21 +286,21 @@ def _typed(reading: _Reading) -> Values:
 # --- MindFormers' YAML ----------------------------------------------------------------------------------------------
 
 
-def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
+def _read_mindformers(reading: _Reading) -> legacy.MindFormersFile | None:
     given = reading.given.get(MODEL_CFG_PATH)
     if given is None:
         _use_compute_dtype(reading, None)
         return None
     path = resolve(_parse(MODEL_CFG_PATH, given), given.folders, MODEL_CFG_PATH, given.source)
     _check_kind(MODEL_CFG_PATH, path, given.source)
-    file = read_mindformers(path)
+    file = legacy.read_mindformers(path)
     _use_compute_dtype(reading, file)
     for target, item in file.values.items():
         ours = reading.given.get(target)
         if ours is None:
             reading.given[target] = _Given(plain(item), item.where, (path.parent,))
-        elif target in MUST_AGREE and not ours.is_override and ours.value != item.value:
-            theirs = next(key for key, value in MINDFORMERS_TARGETS.items() if value == target)
+        elif target in legacy.MUST_AGREE and not ours.is_override and ours.value != item.value:
+            theirs = next(key for key, value in legacy.MINDFORMERS_TARGETS.items() if value == target)
             raise ConfigError(
                 f"{ours.source}: `{target}` is {shorten(ours.value)}, but `{theirs}` at {item.where} is "
                 f"{shorten(item.value)}: both must be the same"
@@ -320,21 +309,21 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     return file
 
 
-def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
+def _use_compute_dtype(reading: _Reading, file: legacy.MindFormersFile | None) -> None:
     """Replace a `model_dtype` like "DataType.FLOAT32", the form of older servers, by the dtype that they used.
 
     Older servers ignored their `model_dtype` and used `compute_dtype` of the MindFormers YAML, or MindFormers' default.
     Without a MindFormers YAML, the value is kept, except float32 on Ascend, which does not support it.
     """
     given = reading.given.get(MODEL_DTYPE)
-    if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):
+    if given is None or given.is_override or not str(given.value).startswith(legacy.OLDER_DTYPE_PREFIX):
         return
     target = reading.given.get(DEVICE_TARGET)
     on_ascend = target is not None and _parse(DEVICE_TARGET, target) == "Ascend"
     if file is None and not (on_ascend and _parse(MODEL_DTYPE, given) == "float32"):
         return
     item = None if file is None else file.values.get(MODEL_DTYPE)
-    value, source = (MINDFORMERS_DTYPE, "MindFormers' default") if item is None else (plain(item), item.where)
+    value, source = (legacy.MINDFORMERS_DTYPE, "MindFormers' default") if item is None else (plain(item), item.where)
     # An older `DataType.FLOAT16` stays if the MindFormers YAML gives no dtype, because float16 is then its default.
     if _parse(MODEL_DTYPE, given) == _parse(MODEL_DTYPE, _Given(value, source, ())):
         return
@@ -345,7 +334,7 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     reading.given[MODEL_DTYPE] = _Given(value, source, ())
 
 
-def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
+def _use_checkpoint(values: Values, file: legacy.MindFormersFile) -> None:
     if file.checkpoint is None or values.is_given(MODEL_PATH):
         return
     key, item = file.checkpoint

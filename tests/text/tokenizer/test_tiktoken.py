@@ -86,7 +86,7 @@ class TestTiktoken:
 
     def test_tiktoken_refuses_an_invalid_pattern(self, tmp_path, monkeypatch):
         broken = TiktokenFamily(pattern="(", special=(), names={})
-        monkeypatch.setattr("llm_serving.text.tokenizer.tokenizer.LLAMA3", broken)
+        monkeypatch.setattr(tiktoken, "LLAMA3", broken)
         with pytest.raises(ModelError, match=r"tokenizer\.model: cannot be read"):
             Tokenizer.load(write_ranks(tmp_path, BYTES))
 

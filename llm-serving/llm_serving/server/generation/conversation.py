@@ -16,21 +16,11 @@ from llm_serving.core.enums import SpecialTokensName
 from llm_serving.core.sampling_params import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.generation import pipeline
+from llm_serving.server.generation import pipeline, tools
 from llm_serving.server.generation.logprobs import check_prompt_logprobs, check_prompt_logprobs_size
 from llm_serving.server.generation.message import MessageParser
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
-from llm_serving.server.generation.tools import (
-    OfferedTools,
-    chat_output,
-    offered_tools,
-    output_parser,
-    reasoning_budget,
-    reasoning_counter,
-    shows_special_tokens,
-    template_call,
-)
 from llm_serving.server.parsing.offload import INLINE_BYTES, FairThreads, off_loop
 from llm_serving.server.protocols.openai.schemas import CallerFields, ChatCompletionRequest, ChatMessage, JsonObject
 from llm_serving.text.chat_template import NUM_PROCESSES
@@ -65,7 +55,7 @@ class ConversationRequest(pipeline.ProtocolRequest):
         super().__init__(engine, http_request, body)
         self.chat = chat
         self.choices = choices_of(chat, 1)
-        self.offered: OfferedTools | None = None
+        self.offered: tools.OfferedTools | None = None
 
     def num_logprobs(self) -> int | None:
         return None
@@ -73,10 +63,10 @@ class ConversationRequest(pipeline.ProtocolRequest):
     async def prepare(self) -> pipeline.PrecheckInput:
         engine, chat = self.engine, self.chat
         logprobs = self.num_logprobs()
-        self.offered = offered = offered_tools(engine, chat)
+        self.offered = offered = tools.offered_tools(engine, chat)
         decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": await bad_words(engine, chat.bad_words)}
         limited_by, self._limit = _output_limit(chat)
-        if shows_special_tokens(engine, offered):
+        if tools.shows_special_tokens(engine, offered):
             decided["skip_special_tokens"] = False
         least, most = (1, engine.max_model_len) if self._limit is None else (self._limit, self._limit)
         self._sampling = sampling_params(
@@ -87,7 +77,7 @@ class ConversationRequest(pipeline.ProtocolRequest):
             check_compatible(chat, constrained_by)
             if self._content is not None and offered.must_call:
                 raise RequestError(self._content.field, f"must not be given together with `{constrained_by}`")
-        self._budget = reasoning_budget(chat, engine.config.serving)
+        self._budget = tools.reasoning_budget(chat, engine.config.serving)
         if self._budget is not None:
             check_compatible(chat, self._budget.field)
         if self._sampling.prompt_logprobs is not None:
@@ -116,24 +106,24 @@ class ConversationRequest(pipeline.ProtocolRequest):
                 raise ContextLengthError("messages", rule, len(prompt))
             max_tokens = min(remaining, engine.sampling_defaults.get("max_tokens", remaining))
             sampling = replace(sampling, max_tokens=max_tokens)
-        output = chat_output(engine, chat, prompt, self._content, self.offered, self._budget)
+        output = tools.chat_output(engine, chat, prompt, self._content, self.offered, self._budget)
         return pipeline.EncodedRequest([prompt], sampling, output)
 
     def message_parsers(self, started: pipeline.StartedGeneration) -> list[MessageParser]:
         [prompt], engine, idempotent = started.prompts, self.engine, started.idempotent
         return [
             MessageParser(
-                output_parser(engine, self.chat, prompt, self.offered),
+                tools.output_parser(engine, self.chat, prompt, self.offered),
                 self.offered,
                 SystemRandom() if idempotent is None else idempotent.id_generator(choice),
-                reasoning_counter(engine, self.chat, prompt),
+                tools.reasoning_counter(engine, self.chat, prompt),
             )
             for choice in range(self.choices.n)
         ]
 
 
 async def encode_chat(
-    engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
+    engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: tools.OfferedTools | None
 ) -> list[int]:
     """Render a conversation in a thread, and return its token ids. Raise RequestError if the request is invalid."""
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
@@ -194,7 +184,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
             plain[name] = value
     if message.tool_calls:
         plain["tool_calls"] = [
-            template_call(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+            tools.template_call(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
         ]
     return plain
 

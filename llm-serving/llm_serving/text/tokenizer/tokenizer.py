@@ -15,19 +15,10 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.text.answer_parser import REASONING_FORMATS
 from llm_serving.text.chat_template import Conversations, read_templates, templates_of
+from llm_serving.text.tokenizer import tiktoken
 from llm_serving.text.tokenizer.byte_pairs import MERGES_FILE, VOCAB_FILE, read_byte_pairs
 from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
 from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
-from llm_serving.text.tokenizer.tiktoken import (
-    GLM4,
-    LLAMA3,
-    QWEN,
-    TiktokenFamily,
-    TiktokenVocabulary,
-    is_tiktoken_file,
-    read_tekken,
-    read_tiktoken,
-)
 from llm_serving.text.tokenizer.typed_text import TypedText
 from llm_serving.text.tokenizer.vocabulary import (
     MORE_SPECIAL,
@@ -70,15 +61,15 @@ def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     added, names = read_added_tokens(config), special_texts(config)
     special = [*names.values(), *more_special_texts(config)]
     if path.name == TEKKEN_FILE:
-        return TiktokenVocabulary(read_tekken(path), added)
+        return tiktoken.TiktokenVocabulary(tiktoken.read_tekken(path), added)
     if path.name == VOCAB_FILE:
         return read_byte_pairs(path, config, added, special)
     if path.name == PIECES_FILE:
         return read_word_pieces(path, config, added, special)
     if path.suffix == ".json":
         return TokenizersVocabulary(path, added, special)
-    if path.suffix == ".tiktoken" or is_tiktoken_file(read_limited(path)[:256]):
-        return TiktokenVocabulary(read_tiktoken(path, _family(path, config)), added)
+    if path.suffix == ".tiktoken" or tiktoken.is_tiktoken_file(read_limited(path)[:256]):
+        return tiktoken.TiktokenVocabulary(tiktoken.read_tiktoken(path, _family(path, config)), added)
     return SentencePieceVocabulary(
         path,
         added,
@@ -89,10 +80,10 @@ def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     )
 
 
-def _family(path: Path, config: Mapping[str, Any]) -> TiktokenFamily:
+def _family(path: Path, config: Mapping[str, Any]) -> tiktoken.TiktokenFamily:
     if path.name.startswith("qwen"):
-        return QWEN
-    return GLM4 if "GLM" in str(config.get("tokenizer_class")) else LLAMA3
+        return tiktoken.QWEN
+    return tiktoken.GLM4 if "GLM" in str(config.get("tokenizer_class")) else tiktoken.LLAMA3
 
 
 class Tokenizer:
