@@ -190,32 +190,7 @@ class RecordedScheduler(Scheduler):
         self._recorder: Recorder | None = recorder
 
     def add(self, request: Request) -> None:
-        self._record(
-            Added(
-                request.request_id,
-                request.prompt_token_ids,
-                request.output_token_ids,
-                request.sampling.max_tokens,
-                sorted(request.stop_token_ids),
-                request.priority,
-                request.tenant,
-                request.cache_salt,
-                request.fork_of,
-                request.needs_known_output,
-                request.is_beam,
-                request.num_prompt_logprobs_wanted,
-                request.wants_vector,
-                request.arrival_time,
-                request.deadline,
-                request.last_scheduled_step,
-                request.wants_migration,
-                request.transfer,
-                request.num_cached_tokens,
-                request.first_scheduled_time,
-                request.disk_prefix,
-                request.adapter,
-            )
-        )
+        self._record(Added.of(request))
         super().add(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
-from llm_serving.core.request import DiskPrefix, Transfer
+from llm_serving.core.request import DiskPrefix, Request, Transfer
+from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import RecordingError
 from llm_serving.kvcache.transfer_pool import TransferBlock
@@ -69,6 +70,19 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     first_scheduled_time: float | None
     disk_prefix: DiskPrefix | None = None
     adapter: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> Added:
+        same = {name: getattr(request, name) for name in _SAME_IN_REQUEST}
+        return cls(max_tokens=request.sampling.max_tokens, stop_token_ids=sorted(request.stop_token_ids), **same)
+
+    def request(self) -> Request:
+        same = {name: getattr(self, name) for name in _SAME_IN_REQUEST}
+        sampling, stop_token_ids = SamplingParams(max_tokens=self.max_tokens), frozenset(self.stop_token_ids)
+        return Request(sampling=sampling, stop_token_ids=stop_token_ids, **same)
+
+
+_SAME_IN_REQUEST: Final = [name for name in Added.__struct_fields__ if name not in ("max_tokens", "stop_token_ids")]
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):

@@ -10,7 +10,6 @@ import msgspec
 
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RecordingError
 from llm_serving.recording.recorder import DecisionEncoder
 from llm_serving.recording.records import (
@@ -143,7 +142,7 @@ class Replay:
                     if request.is_finished:
                         del self._requests[request.sequence]
             case Added():
-                request = _request(event)
+                request = event.request()
                 scheduler.add(request)
                 self._requests[request.sequence] = request
                 self._ids[request.sequence] = request.request_id
@@ -238,30 +237,3 @@ def _pair(what: str, recorded: object, replayed: object) -> str:
 
 def _step(decided: Decided) -> str:
     return "no request can run" if decided.step is None else str(decided.step)
-
-
-def _request(event: Added) -> Request:
-    return Request(
-        request_id=event.request_id,
-        prompt_token_ids=event.prompt_token_ids,
-        output_token_ids=event.output_token_ids,
-        sampling=SamplingParams(max_tokens=event.max_tokens),
-        stop_token_ids=frozenset(event.stop_token_ids),
-        priority=event.priority,
-        tenant=event.tenant,
-        cache_salt=event.cache_salt,
-        adapter=event.adapter,
-        fork_of=event.fork_of,
-        needs_known_output=event.needs_known_output,
-        is_beam=event.is_beam,
-        num_prompt_logprobs_wanted=event.num_prompt_logprobs_wanted,
-        wants_vector=event.wants_vector,
-        arrival_time=event.arrival_time,
-        deadline=event.deadline,
-        last_scheduled_step=event.last_scheduled_step,
-        wants_migration=event.wants_migration,
-        transfer=event.transfer,
-        num_cached_tokens=event.num_cached_tokens,
-        first_scheduled_time=event.first_scheduled_time,
-        disk_prefix=event.disk_prefix,
-    )
