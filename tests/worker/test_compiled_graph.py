@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from llm_serving.backends import ascend_cells
+from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.cpu import CpuColumns
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
@@ -66,7 +66,7 @@ def steps():
 
 
 def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite, monkeypatch):
-    monkeypatch.setattr(ascend_cells, "AscendColumns", CpuColumns)
+    monkeypatch.setattr(AscendBackend, "columns", CpuColumns)
     runner, notice = load_runner(settings_of(folders, "serving_config.start_device_id=3"), lambda text: None)
     assert (notice, runner.compute_fingerprint.kernels) == (guarantee("exact", "ascend"), "ge")
     options = {"ascend_context": {"plugin_custom_ops": "All"}}

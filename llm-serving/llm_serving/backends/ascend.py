@@ -37,6 +37,16 @@ class AscendBackend(Backend):
 
     name = "ascend"
     dtypes = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
+    embedding = cells.AscendEmbedding
+    rms_norm = cells.AscendRmsNorm
+    add_rms_norm = cells.AscendAddRmsNorm
+    split = cells.AscendSplit
+    store_kv = cells.AscendStoreKV
+    largest_logits = cells.AscendLargestLogits
+    columns = cells.AscendColumns
+    swiglu = cells.AscendSwiglu
+    add = cells.AscendAdd
+    all_reduce = cells.AscendOrderedSum
 
     def __init__(self, dtype: str) -> None:
         self.activation_dtype = model_dtype(dtype)
@@ -46,15 +56,6 @@ class AscendBackend(Backend):
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
         return unsupported_by_ascend(network, num_positions)
-
-    def embedding(self) -> nn.Cell:
-        return cells.AscendEmbedding()
-
-    def rms_norm(self, eps: float) -> nn.Cell:
-        return cells.AscendRmsNorm(eps)
-
-    def add_rms_norm(self, eps: float) -> nn.Cell:
-        return cells.AscendAddRmsNorm(eps)
 
     def linear(self) -> nn.Cell:
         return cells.AscendLinear()
@@ -80,14 +81,8 @@ class AscendBackend(Backend):
     def quantized_experts(self, num_experts: int) -> nn.Cell:
         return ascend_experts.AscendQuantizedExperts(num_experts, self.swiglu(), self.activation_dtype)
 
-    def split(self, widths: Sequence[int]) -> nn.Cell:
-        return cells.AscendSplit(widths)
-
     def rotary(self, head_dim: int) -> nn.Cell:
         return cells.AscendRotary()
-
-    def store_kv(self) -> nn.Cell:
-        return cells.AscendStoreKV()
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
         return cells.AscendCausalMask(max_positions, block_size, self.activation_dtype)
@@ -95,26 +90,11 @@ class AscendBackend(Backend):
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         return cells.AscendPagedAttention(shape.num_heads, shape.num_kv_heads, shape.scale)
 
-    def largest_logits(self) -> nn.Cell | None:
-        return cells.AscendLargestLogits()
-
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
         return TokenDrawing(vocab_size, AscendCumulativeSum(), AscendLargestValues, num_candidates)
 
-    def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        return cells.AscendColumns(start, end)
-
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return cells.AscendPromptAttention(shape.num_heads, shape.scale, cells.prompt_mask(self.activation_dtype))
-
-    def swiglu(self) -> nn.Cell:
-        return cells.AscendSwiglu()
-
-    def add(self) -> nn.Cell:
-        return cells.AscendAdd()
-
-    def all_reduce(self) -> nn.Cell:
-        return cells.AscendOrderedSum()
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return one Parameter [experts, K, N], because GroupedMatmulV4 takes no transposed weights."""
@@ -176,9 +156,7 @@ class FastAscendBackend(AscendBackend):
     """The backend of `exactness: fast`: the device chooses the order in which it adds the partial sums of ranks."""
 
     name = "ascend_fast"
-
-    def all_reduce(self) -> nn.Cell:
-        return cells.AscendUnorderedSum()
+    all_reduce = cells.AscendUnorderedSum
 
 
 def _check_quantized(primitive: str, weight: QuantizedTensor, name: str) -> None:

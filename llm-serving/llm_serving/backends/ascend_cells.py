@@ -184,7 +184,7 @@ class AscendLargestLogits(nn.Cell):
 class AscendColumns(nn.Cell):
     """Returns columns of a matrix by the operator aclnnSlice. For `ops.Slice`, CANN would compile an operator."""
 
-    def __init__(self, start: int, end: int | None) -> None:
+    def __init__(self, start: int, end: int | None = None) -> None:
         super().__init__()
         self.slice, self.start, self.end = gen_ops_prim.SliceExt(), start, _LAST if end is None else end
 
@@ -239,9 +239,9 @@ class AscendAdd(nn.Cell):
 
 
 class AscendSplit(nn.Cell):
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.sizes = tuple(sizes)
+        self.sizes = tuple(widths)
         self.primitive = gen_ops_prim.SplitWithSize()
 
     def construct(self, x: ms.Tensor) -> Any:

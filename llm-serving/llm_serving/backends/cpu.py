@@ -65,6 +65,89 @@ def _require_dispatch() -> None:
         raise KernelError("an operator ran before the operator library was registered; create the CPU backend first")
 
 
+class CpuLogits(nn.Cell):
+    """A matrix product for logits. Due to `cast_type`, its float32 sums are not rounded to the model dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+        self.matmul.add_prim_attr("cast_type", ms.float32)
+
+    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
+        return self.matmul(x, weight)
+
+
+class CpuQuantizedLogits(nn.Cell):
+    """Scales integer sums to float32 logits. MindSpore's QuantBatchMatmul would return them in the type of x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantize = gen_ops_prim.DynamicQuantExt()
+        self.sums, self.mul, self.reshape = CpuLogits(), ops.Mul(), ops.Reshape()
+
+    def construct(self, x: ms.Tensor, qvalues: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
+        rows, row_scales = self.quantize(x, None)
+        return self.mul(self.mul(self.sums(rows, qvalues), scales), self.reshape(row_scales, (-1, 1)))
+
+
+class CpuColumns(nn.Cell):
+    """Returns the columns `start` to `end` - 1. MindSpore lacks the primitive of `AscendColumns` on a CPU."""
+
+    def __init__(self, start: int, end: int | None = None) -> None:
+        super().__init__()
+        self.slice, self.first, self.size = ops.Slice(), (0, start), (-1, -1 if end is None else end - start)
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.slice(x, self.first, self.size)
+
+
+class CpuCumulativeSum(nn.Cell):
+    """Replaces `AscendCumulativeSum`, whose primitive MindSpore lacks on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumsum, self.cast = ops.CumSum(), ops.Cast()
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.cumsum(self.cast(x, ms.int32), -1)
+
+
+class CpuLargestValues(nn.Cell):
+    """Replaces `AscendLargestValues`, whose primitive MindSpore lacks on a CPU."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.top, self.count = ops.TopK(), count
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.top(x, self.count)[0]
+
+
+class CpuSwiglu(nn.Cell):
+    """silu(gate) * up as one operator of the library. It rounds only once, as `CpuProgram` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitive = gen_ops_prim.Swiglu()
+
+    def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
+        return self.primitive(gate_up, -1)
+
+
+class CpuProgram(nn.Cell):
+    """The operator of `Backend.program`. Its arguments have fixed shapes: MindSpore is slow if shapes are dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register = CustomRegOp("program").input(0, "table").output(0, "done").target("CPU")
+        register = register.dtype_format(DataType.I64_Default, DataType.F32_Default)
+        path = f"{library.loaded_path()}:program"
+        self.run = ops.Custom(path, (1,), ms.float32, "aot", reg_info=register.get_op_info())
+
+    def construct(self, table: ms.Tensor) -> ms.Tensor:
+        return self.run(table)
+
+
 class CpuBackend(AscendBackend):
     """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually one operator runs the
     whole network (`network.program`), because MindSpore's overhead per operator exceeds a small model's computation.
@@ -72,6 +155,9 @@ class CpuBackend(AscendBackend):
 
     name = "cpu"
     dtypes = tuple(MODEL_DTYPES)
+    swiglu = CpuSwiglu
+    columns = CpuColumns
+    program = CpuProgram
 
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)
@@ -83,17 +169,8 @@ class CpuBackend(AscendBackend):
     def quantized_logits(self) -> nn.Cell:
         return CpuQuantizedLogits()
 
-    def swiglu(self) -> nn.Cell:
-        return CpuSwiglu()
-
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
         return TokenDrawing(vocab_size, CpuCumulativeSum(), CpuLargestValues, num_candidates)
-
-    def columns(self, start: int, end: int | None = None) -> nn.Cell:
-        return CpuColumns(start, end)
-
-    def program(self) -> nn.Cell | None:
-        return CpuProgram()
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._packed(self._rows(array), None, name)
@@ -213,86 +290,3 @@ class CpuBackend(AscendBackend):
 
 def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
     return parameter_over(zeroed_bytes(math.prod(shape)).view(np.int8).reshape(shape), "int8", name)
-
-
-class CpuLogits(nn.Cell):
-    """A matrix product for logits. Due to `cast_type`, its float32 sums are not rounded to the model dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matmul = ops.MatMul(transpose_b=True)
-        self.matmul.add_prim_attr("cast_type", ms.float32)
-
-    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
-        return self.matmul(x, weight)
-
-
-class CpuQuantizedLogits(nn.Cell):
-    """Scales integer sums to float32 logits. MindSpore's QuantBatchMatmul would return them in the type of x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quantize = gen_ops_prim.DynamicQuantExt()
-        self.sums, self.mul, self.reshape = CpuLogits(), ops.Mul(), ops.Reshape()
-
-    def construct(self, x: ms.Tensor, qvalues: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
-        rows, row_scales = self.quantize(x, None)
-        return self.mul(self.mul(self.sums(rows, qvalues), scales), self.reshape(row_scales, (-1, 1)))
-
-
-class CpuColumns(nn.Cell):
-    """Returns the columns `start` to `end` - 1. MindSpore lacks the primitive of `AscendColumns` on a CPU."""
-
-    def __init__(self, start: int, end: int | None) -> None:
-        super().__init__()
-        self.slice, self.first, self.size = ops.Slice(), (0, start), (-1, -1 if end is None else end - start)
-
-    def construct(self, x: ms.Tensor) -> ms.Tensor:
-        return self.slice(x, self.first, self.size)
-
-
-class CpuCumulativeSum(nn.Cell):
-    """Replaces `AscendCumulativeSum`, whose primitive MindSpore lacks on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cumsum, self.cast = ops.CumSum(), ops.Cast()
-
-    def construct(self, x: ms.Tensor) -> ms.Tensor:
-        return self.cumsum(self.cast(x, ms.int32), -1)
-
-
-class CpuLargestValues(nn.Cell):
-    """Replaces `AscendLargestValues`, whose primitive MindSpore lacks on a CPU."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.top, self.count = ops.TopK(), count
-
-    def construct(self, x: ms.Tensor) -> ms.Tensor:
-        return self.top(x, self.count)[0]
-
-
-class CpuSwiglu(nn.Cell):
-    """silu(gate) * up as one operator of the library. It rounds only once, as `CpuProgram` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.primitive = gen_ops_prim.Swiglu()
-
-    def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
-        return self.primitive(gate_up, -1)
-
-
-class CpuProgram(nn.Cell):
-    """The operator of `Backend.program`. Its arguments have fixed shapes: MindSpore is slow if shapes are dynamic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        register = CustomRegOp("program").input(0, "table").output(0, "done").target("CPU")
-        register = register.dtype_format(DataType.I64_Default, DataType.F32_Default)
-        path = f"{library.loaded_path()}:program"
-        self.run = ops.Custom(path, (1,), ms.float32, "aot", reg_info=register.get_op_info())
-
-    def construct(self, table: ms.Tensor) -> ms.Tensor:
-        return self.run(table)

@@ -28,88 +28,6 @@ from llm_serving.network.caches import CacheShape
 from llm_serving.network.quantization import unsupported_by_cells
 
 
-class PlainBackend(Backend):
-    """A backend of MindSpore's own operators on a CPU. Tests compare the graphs of other backends with it."""
-
-    name = "plain"
-
-    def __init__(self, dtype: str) -> None:
-        model_dtype(dtype)
-        self.dtype = dtype
-        self.activation_dtype = ms.float32
-
-    def unsupported(self, network: Network, num_positions: int) -> str | None:
-        return unsupported_by_cells(network)
-
-    def embedding(self) -> nn.Cell:
-        return PlainEmbedding()
-
-    def rms_norm(self, eps: float) -> nn.Cell:
-        return PlainRmsNorm(eps)
-
-    def add_rms_norm(self, eps: float) -> nn.Cell:
-        return PlainAddRmsNorm(eps)
-
-    def linear(self) -> nn.Cell:
-        return AscendLinear()
-
-    def logits(self) -> nn.Cell:
-        return AscendLinear()
-
-    def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        return PlainRouter(attributes, num_experts, correction)
-
-    def experts(self, num_experts: int) -> nn.Cell:
-        return PlainExperts(self.linear(), self.swiglu())
-
-    def split(self, widths: Sequence[int]) -> nn.Cell:
-        return AscendSplit(widths)
-
-    def rotary(self, head_dim: int) -> nn.Cell:
-        return PlainRotary(head_dim)
-
-    def store_kv(self) -> nn.Cell:
-        return PlainStoreKV()
-
-    def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        return PlainVisiblePositions()
-
-    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        return PlainPagedAttention(shape, slopes)
-
-    def swiglu(self) -> nn.Cell:
-        return PlainSwiglu()
-
-    def add(self) -> nn.Cell:
-        return PlainAdd()
-
-    def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
-
-    def kv_cache(
-        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
-    ) -> tuple[ms.Parameter, ms.Parameter]:
-        widths = {"key": shape.key_width, "value": shape.value_width}
-        keys, values = (
-            parameter_over(
-                zeroed_array((num_blocks + 1, block_size, shape.kv_heads, width), "float32"),
-                "float32",
-                f"{name}.{part}",
-            )
-            for part, width in widths.items()
-        )
-        return keys, values
-
-    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        copy_blocks_in_memory(source, target, pairs)
-
-    def _copy(self, array: Array, name: str | None) -> ms.Parameter:
-        rounded = to_model_dtype(array, self.dtype)
-        memory = zeroed_array(array.shape, "float32")
-        memory[...] = from_bfloat16(rounded) if self.dtype == "bfloat16" else rounded
-        return parameter_over(memory, "float32", name)
-
-
 class PlainEmbedding(nn.Cell):
     def construct(self, token_ids: ms.Tensor, table: ms.Tensor) -> ms.Tensor:
         return ops.gather(table, token_ids, 0)
@@ -254,7 +172,7 @@ class PlainAdd(nn.Cell):
 class PlainRouter(nn.Cell):
     """Returns the weight of each expert [T, experts] (0: not chosen) twice: `Backend.route` has two results."""
 
-    def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
+    def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> None:
         super().__init__()
         self.correction = ms.Tensor(np.zeros(1, np.float32)) if correction is None else correction
         self.has_correction = correction is not None
@@ -305,3 +223,63 @@ class PlainExperts(nn.Cell):
             inner = self.gate(self.product(x, gate_up[number]))
             total = total + topk_weights[:, number : number + 1] * self.product(inner, down[number])
         return total
+
+
+class PlainBackend(Backend):
+    """A backend of MindSpore's own operators on a CPU. Tests compare the graphs of other backends with it."""
+
+    name = "plain"
+    embedding = PlainEmbedding
+    rms_norm = PlainRmsNorm
+    add_rms_norm = PlainAddRmsNorm
+    linear = AscendLinear
+    logits = AscendLinear
+    route = PlainRouter
+    split = AscendSplit
+    rotary = PlainRotary
+    store_kv = PlainStoreKV
+    swiglu = PlainSwiglu
+    add = PlainAdd
+
+    def __init__(self, dtype: str) -> None:
+        model_dtype(dtype)
+        self.dtype = dtype
+        self.activation_dtype = ms.float32
+
+    def unsupported(self, network: Network, num_positions: int) -> str | None:
+        return unsupported_by_cells(network)
+
+    def experts(self, num_experts: int) -> nn.Cell:
+        return PlainExperts(self.linear(), self.swiglu())
+
+    def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
+        return PlainVisiblePositions()
+
+    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
+        return PlainPagedAttention(shape, slopes)
+
+    def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
+        return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
+
+    def kv_cache(
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        widths = {"key": shape.key_width, "value": shape.value_width}
+        keys, values = (
+            parameter_over(
+                zeroed_array((num_blocks + 1, block_size, shape.kv_heads, width), "float32"),
+                "float32",
+                f"{name}.{part}",
+            )
+            for part, width in widths.items()
+        )
+        return keys, values
+
+    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        copy_blocks_in_memory(source, target, pairs)
+
+    def _copy(self, array: Array, name: str | None) -> ms.Parameter:
+        rounded = to_model_dtype(array, self.dtype)
+        memory = zeroed_array(array.shape, "float32")
+        memory[...] = from_bfloat16(rounded) if self.dtype == "bfloat16" else rounded
+        return parameter_over(memory, "float32", name)
