@@ -6,11 +6,11 @@ model has ALiBi (Press et al. 2021) and no `max_position_embeddings`.
 
 import numpy as np
 
-from llm_serving.models.attention import QKV, attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import QKV, attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.layers import attend, block_decoder, empty_network, gated
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Float32Array, Value, Weight
+from llm_serving.network.operations import Float32Array, Weight
 
 FIRST_VOCABULARY = 64000
 
@@ -19,19 +19,12 @@ def baichuan2(c: ConfigReader) -> Network:
     if c.integer("vocab_size") == FIRST_VOCABULARY:
         raise c.fail("vocab_size", f"must not be {FIRST_VOCABULARY}: Baichuan 1, which has it, is not supported")
     net, heads = empty_network(c), attention_heads(c)
-    inner, has_rope = c.integer("intermediate_size"), c.has("max_position_embeddings")
+    has_rope = c.has("max_position_embeddings")
     names = QKV if c.boolean("separate_qkv") else ("self_attn.W_pack",)
     rotary = rotary_embedding(c, heads) if has_rope else None
     slopes = None if has_rope else Weight((), (heads.q,), generate=lambda _: alibi_slopes(heads.q), dtype="float32")
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, names=names, slopes=slopes))
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner))
-
-    return decoder(net, c, layer, lm_head_transform=unit_rows)
+    attention = attend(net, heads, rotary, names=names, slopes=slopes)
+    return block_decoder(net, c, attention, gated(net, c), lm_head_transform=unit_rows)
 
 
 def unit_rows(head: Float32Array) -> Float32Array:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.layers import attend, block_decoder, empty_network, gated_mlp
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Value
 
 ARCHITECTURE: Final = "ChatGLMModel"
 ARCHITECTURES: Final = (ARCHITECTURE, "ChatGLMForConditionalGeneration")
@@ -46,20 +45,14 @@ def normalized_config(c: ConfigReader) -> dict[str, Any]:
 def chatglm(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
     rotary = rotary_embedding(c, heads, interleaved=True, fraction=0.5)
-    inner, bias = c.integer("intermediate_size"), c.boolean("attention_bias")
     names, out = ("self_attention.query_key_value",), "self_attention.dense"
-
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, names=names, out=out, bias=bias))
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        x = gated_mlp(net, x, at + "mlp.", inner, gate_up=("dense_h_to_4h",), down="dense_4h_to_h")
-        return net.add(hidden, x)
-
-    return decoder(
+    attention = attend(net, heads, rotary, names=names, out=out, bias=c.boolean("attention_bias"))
+    inner, gate_up, down = c.integer("intermediate_size"), ("dense_h_to_4h",), "dense_4h_to_h"
+    return block_decoder(
         net,
         c,
-        layer,
+        attention,
+        lambda x, _, at: gated_mlp(net, x, at, inner, gate_up=gate_up, down=down),
         table="transformer.embedding.word_embeddings",
         head="transformer.output_layer",
         layers="transformer.encoder.layers",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.latent_attention import Indexing, LatentAttention
-from llm_serving.models.layers import NEXTN, decoder, empty_network, gated_mlp
+from llm_serving.models.layers import NEXTN, block_decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
@@ -93,10 +95,4 @@ def _deepseek(
         routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
         return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, attention(net, x, index, at + "self_attn."))
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, feed_forward(x, index, at + "mlp."))
-
-    return decoder(net, c, layer, mtp_names=NEXTN)
+    return block_decoder(net, c, partial(attention, net), feed_forward, mtp_names=NEXTN)

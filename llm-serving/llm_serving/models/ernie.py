@@ -1,8 +1,8 @@
 """ERNIE 4.5: rotary embeddings of adjacent pairs. Larger models have experts, chosen by softmax plus a correction."""
 
-from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import empty_network, gated_mlp, pre_norm
+from llm_serving.models.layers import attend, block_decoder, empty_network, gated, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
@@ -13,17 +13,13 @@ _PREDICTING = ("block", "emb_norm", "hidden_norm", "linear_proj")
 
 def ernie4_5(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
-    rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=500000.0), c.integer("intermediate_size")
-    bias = c.boolean("use_bias")
+    rotary, bias = rotary_embedding(c, heads, interleaved=True, theta=500000.0), c.boolean("use_bias")
+    dense = gated(net, c, bias=bias)
     experts = c.integer("moe_num_experts") if c.has("moe_num_experts") else 0
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def attention(x: Value, _: int, at: str) -> Value:
-        return self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias)
 
     def feed_forward(x: Value, index: int, at: str) -> Value:
         if not experts or not _has_experts(c, index):
-            return gated_mlp(net, x, at, inner, bias=bias)
+            return dense(x, index, at)
         correction = "moe_statics.e_score_correction_bias"
         routing = ExpertRouting(c.integer("moe_k", 6), correction=correction, correction_rows=1)
         routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing, top_k_key="moe_k")
@@ -32,7 +28,8 @@ def ernie4_5(c: ConfigReader) -> Network:
 
     for part in _PREDICTING:
         net.allow_unused(f"model.mtp_{part}.")
-    return pre_norm(net, c, attention, feed_forward, tied=True)
+    attention = attend(net, heads, rotary, bias=bias, out_bias=bias)
+    return block_decoder(net, c, attention, feed_forward, tied=True)
 
 
 def _has_experts(c: ConfigReader, index: int) -> bool:

@@ -5,31 +5,37 @@ and logits. Gemma 3 has norms of heads and two rotary embeddings.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
+from llm_serving.models.layers import (
+    FULL,
+    SLIDING,
+    SUBLAYER_NORMS,
+    Layer,
+    attend,
+    block_decoder,
+    empty_network,
+    gated,
+    layer_kinds,
+    layer_windows,
+)
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Float32Array, Value
+from llm_serving.network.operations import Float32Array
 from llm_serving.network.rope import Rotary
 
 
 def gemma(c: ConfigReader) -> Network:
     net, heads = empty_network(c, plus_one), attention_heads(c)
-    rotary, inner, bias = rotary_embedding(c, heads), c.integer("intermediate_size"), c.boolean("attention_bias")
+    bias = c.boolean("attention_bias")
     # Folders of the first release name the exact GELU, although the model uses the tanh approximation.
     c.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"), "gelu_pytorch_tanh")
 
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias))
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, function="gelu_tanh"))
-
-    table_scale = c.integer("hidden_size") ** 0.5
-    return decoder(net, c, layer, tied=True, table_scale=table_scale, rounded_scale=True)
+    attention = attend(net, heads, rotary_embedding(c, heads), bias=bias, out_bias=bias)
+    return _with_scaled_embedding(net, c, attention)
 
 
 def gemma2(c: ConfigReader) -> Network:
@@ -55,7 +61,6 @@ def _gemma(
     caps: tuple[float | None, float | None] = (None, None),
 ) -> Network:
     net, heads = empty_network(c, plus_one), attention_heads(c)
-    inner = c.integer("intermediate_size")
     kinds = layer_kinds(c, every)
     scale = c.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap, last_cap = (
@@ -65,20 +70,15 @@ def _gemma(
     bias = c.boolean("attention_bias")
     c.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        window = c.integer("sliding_window", 4096) if kinds[index] == SLIDING else None
-        rotary = rotaries[kinds[index]]
-        x = self_attention(
-            net, x, at, heads, rotary, norms=norms, bias=bias, out_bias=bias, scale=scale, window=window, cap=cap
-        )
-        hidden = net.add(hidden, net.rms_norm(x, at + "post_attention_layernorm"))
-        x = net.rms_norm(hidden, at + "pre_feedforward_layernorm")
-        x = gated_mlp(net, x, at + "mlp.", inner, function="gelu_tanh")
-        return net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))
+    rotary, window = [rotaries[kind] for kind in kinds], layer_windows(c, kinds, 4096)
+    attention = attend(net, heads, rotary, norms=norms, bias=bias, out_bias=bias, scale=scale, window=window, cap=cap)
+    before, after = ("input_layernorm", "pre_feedforward_layernorm"), SUBLAYER_NORMS
+    return _with_scaled_embedding(net, c, attention, before=before, after=after, cap=last_cap)
 
-    table_scale = c.integer("hidden_size") ** 0.5
-    return decoder(net, c, layer, tied=True, table_scale=table_scale, rounded_scale=True, cap=last_cap)
+
+def _with_scaled_embedding(net: Network, c: ConfigReader, attention: Layer, **options: Any) -> Network:
+    options |= {"tied": True, "table_scale": net.hidden**0.5, "rounded_scale": True}
+    return block_decoder(net, c, attention, gated(net, c, "gelu_tanh"), **options)
 
 
 def plus_one(gamma: Float32Array) -> Float32Array:

@@ -3,6 +3,7 @@ each head in turn. Attention and the feed-forward block usually read the same re
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, Literal
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
@@ -24,10 +25,7 @@ def gpt_neox(c: ConfigReader) -> Network:
     rotary = rotary_embedding(c, heads, theta=theta, fraction=fraction, fraction_key="rotary_pct")
     inner, bias = c.integer("intermediate_size"), c.boolean("attention_bias", True)
     function = _FUNCTIONS[c.choice("hidden_act", tuple(_FUNCTIONS), "gelu")]
-    parallel = c.boolean("use_parallel_residual", True)
-
-    def normalize(x: Value, name: str) -> Value:
-        return net.layer_norm(x, name, bias=True)
+    parallel, normalize = c.boolean("use_parallel_residual", True), partial(net.layer_norm, bias=True)
 
     def layer(hidden: Value, _: int, at: str) -> Value:
         names, out = ("attention.query_key_value",), "attention.dense"

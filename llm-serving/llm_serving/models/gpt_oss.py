@@ -2,9 +2,9 @@
 gate function. One tensor holds all experts of a layer; its rows of gate and up alternate.
 """
 
-from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import SLIDING, empty_network, layer_kinds, pre_norm
+from llm_serving.models.layers import attend, block_decoder, empty_network, layer_kinds, layer_windows
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
@@ -16,7 +16,7 @@ _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 def gpt_oss(c: ConfigReader) -> Network:
     net, heads, kinds = empty_network(c, eps=1e-5), attention_heads(c), layer_kinds(c, 2)
     rotary, count = rotary_embedding(c, heads, theta=150000.0), c.integer("num_local_experts", 128)
-    bias, window = c.boolean("attention_bias", True), c.integer("sliding_window", 128)
+    bias, window = c.boolean("attention_bias", True), layer_windows(c, kinds, 128)
     top_k = c.integer("num_experts_per_tok", 4)
     routing = ExpertRouting(top_k, bias=True, function="clamped")
     biases = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
@@ -26,12 +26,9 @@ def gpt_oss(c: ConfigReader) -> Network:
         if c.number(key, value) != value:
             raise c.fail(key, f"must be {value}")
 
-    def attention(x: Value, index: int, at: str) -> Value:
-        seen = window if kinds[index] == SLIDING else None
-        return self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias, window=seen, sinks=True)
-
     def feed_forward(x: Value, _: int, at: str) -> Value:
         own = None if separate else stacks
         return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, router="router", stacks=own)
 
-    return pre_norm(net, c, attention, feed_forward)
+    attention = attend(net, heads, rotary, bias=bias, out_bias=bias, window=window, sinks=True)
+    return block_decoder(net, c, attention, feed_forward)

@@ -4,7 +4,7 @@ Granite 4 mixes Mamba-2 layers with attention without rotary embedding, and has 
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.layers import block_decoder, empty_network, gated, gated_mlp
 from llm_serving.models.mamba import mamba_mixer, mamba_sizes
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
@@ -26,20 +26,18 @@ def granite_hybrid(c: ConfigReader) -> Network:
 
 def _granite(c: ConfigReader, *, rotates: bool, is_hybrid: bool = False) -> Network:
     net, heads = empty_network(c), attention_heads(c)
-    rotary, inner = rotary_embedding(c, heads) if rotates else None, c.integer("intermediate_size")
-    count = c.integer("num_hidden_layers")
+    rotary, count = rotary_embedding(c, heads) if rotates else None, c.integer("num_hidden_layers")
     kinds = (c.choices("layer_types", tuple(MIXERS), count) or ["mamba"] * count) if is_hybrid else []
     mamba = mamba_sizes(c) if any(MIXERS[kind] for kind in kinds) else None
     scale, factor = c.number("attention_multiplier", 1.0), c.number("residual_multiplier", 1.0)
-    bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
+    bias, dense = c.boolean("attention_bias"), gated(net, c, bias=c.boolean("mlp_bias"))
     experts = c.integer("num_local_experts", 0, least=0)
     shared = c.integer("shared_intermediate_size", 1024) if is_hybrid else 0
     apart = c.boolean("separate_experts")  # as in GGUF files
-    c.choice("hidden_act", ("silu",), "silu")
 
-    def feed_forward(x: Value, at: str) -> Value:
+    def feed_forward(x: Value, index: int, at: str) -> Value:
         if not shared:
-            return routed(x, at) if experts else gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias)
+            return routed(x, at) if experts else dense(x, index, at + "mlp.")
         names = ("gate_proj", "up_proj", "down_proj") if apart else ("input_linear", "output_linear")
         of_all = gated_mlp(net, x, at + "shared_mlp.", shared, gate_up=names[:-1], down=names[-1])
         return net.add(routed(x, at), of_all) if experts else of_all
@@ -60,15 +58,18 @@ def _granite(c: ConfigReader, *, rotates: bool, is_hybrid: bool = False) -> Netw
             stacks=None if apart else stacks,
         )
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
+    def mixer(x: Value, index: int, at: str) -> Value:
         if mamba is not None and MIXERS[kinds[index]]:
-            x = mamba_mixer(net, x, at + "mamba.", mamba)
-        else:
-            x = self_attention(net, x, at, heads, rotary, scale=scale, bias=bias, out_bias=bias)
-        hidden = net.add(hidden, x, factor)
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, feed_forward(x, at), factor)
+            return mamba_mixer(net, x, at + "mamba.", mamba)
+        return self_attention(net, x, at, heads, rotary, scale=scale, bias=bias, out_bias=bias)
 
-    table_scale, logits_scale = c.number("embedding_multiplier", 1.0), 1 / c.number("logits_scaling", 1.0)
-    return decoder(net, c, layer, table_scale=table_scale, scale=logits_scale)
+    return block_decoder(
+        net,
+        c,
+        mixer,
+        feed_forward,
+        prefix="",
+        factor=factor,
+        table_scale=c.number("embedding_multiplier", 1.0),
+        scale=1 / c.number("logits_scaling", 1.0),
+    )

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding, self_attention
+from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import empty_network, gated_mlp, pre_norm
+from llm_serving.models.layers import attend, block_decoder, empty_network, gated
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
@@ -16,23 +16,20 @@ NORMS = ("self_attn.query_layernorm", "self_attn.key_layernorm")
 
 def hunyuan(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
-    rotary, inner, bias = _rotary(c, heads), c.integer("intermediate_size"), c.boolean("attention_bias")
+    bias, dense = c.boolean("attention_bias"), gated(net, c)
     experts = _of_all_layers(c, "num_experts") if c.has("num_experts") else 0
-    c.choice("hidden_act", ("silu",), "silu")
 
-    def attention(x: Value, _: int, at: str) -> Value:
-        return self_attention(net, x, at, heads, rotary, norms=NORMS, norms_after_rope=True, bias=bias, out_bias=bias)
-
-    def feed_forward(x: Value, _: int, at: str) -> Value:
+    def feed_forward(x: Value, index: int, at: str) -> Value:
         if not experts:
-            return gated_mlp(net, x, at, inner)
+            return dense(x, index, at)
         routing = ExpertRouting(_of_all_layers(c, "moe_topk"))
         routed = mixture_of_experts(
             net, c, x, at, experts, "intermediate_size", routing, router="gate.wg", top_k_key="moe_topk"
         )
-        return net.add(routed, gated_mlp(net, x, at + "shared_mlp.", inner))
+        return net.add(routed, dense(x, index, at + "shared_mlp."))
 
-    return pre_norm(net, c, attention, feed_forward)
+    attention = attend(net, heads, _rotary(c, heads), norms=NORMS, norms_after_rope=True, bias=bias, out_bias=bias)
+    return block_decoder(net, c, attention, feed_forward)
 
 
 def _of_all_layers(c: ConfigReader, key: str) -> int:

@@ -111,6 +111,7 @@ class LatentAttention:
         self.out_columns = tuple(repeated_order(heads, self.value, values))
 
     def __call__(self, net: Network, x: Value, index: int, at: str) -> Value:
+        at = at + "self_attn."
         heads, still, latents = self.heads, self.still, self.latents
         dim, width, wide = still + self.rotary_dim, still + self.value, self.rotary.head_dim
         q, query = x, "q_proj"

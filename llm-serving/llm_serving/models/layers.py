@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from llm_serving.models.attention import Heads, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Transform, Value
+from llm_serving.network.rope import Rotary
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CONVOLUTION: Final = "conv"
+SUBLAYER_NORMS: Final = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""Names of the norms of the results of attention and of the feed-forward block, in most families that have them."""
 SCORE_TOKENS: Final = "score_token_ids"
 """Configuration key of one or two token ids. A reranker's score is the logit of the first, minus that of the second."""
 Norm = Callable[[Value, str], Value]
 """(hidden state, tensor name prefix) -> normalised hidden state."""
 Layer = Callable[[Value, int, str], Value]
-"""(hidden state, layer index, tensor name prefix) -> hidden state after the layer."""
+"""(input, layer index, tensor name prefix) -> result of a layer, or of a part of a layer."""
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ def layer_kinds(c: ConfigReader, every: int) -> list[str]:
     count = c.integer("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     return c.choices("layer_types", (FULL, SLIDING), count) or usual
+
+
+def layer_windows(c: ConfigReader, kinds: Sequence[str], default: int) -> list[int | None]:
+    return [c.integer("sliding_window", default) if kind == SLIDING else None for kind in kinds]
 
 
 def empty_network(
@@ -177,27 +186,66 @@ def _difference(rows: Float32Array) -> Float32Array:
     return rows[:1] - rows[1:]
 
 
-def pre_norm(
+def block_decoder(
     net: Network,
     c: ConfigReader,
     attention: Layer,
     feed_forward: Layer,
     *,
-    tied: bool = False,
+    before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    after: tuple[str, str] = ("", ""),
+    prefix: str = "mlp.",
+    factor: float = 1.0,
     normalize: Norm | None = None,
-    mtp_names: MtpNames | None = None,
+    **options: Any,
 ) -> Network:
-    """Add a whole network like `decoder`. Its layers normalise the input of attention and of the feed-forward block.
-    `attention` gets the tensor name prefix of its layer, and `feed_forward` this prefix followed by `mlp.`.
+    """Add a whole network like `decoder`. A layer adds the results of attention and of the feed-forward block.
+
+    Args:
+        attention, feed_forward: They get the tensor name prefix of their layer, `feed_forward` with `prefix` after it.
+        before, after: Tensor names of the norms of the inputs, and of the results. An empty name means no norm.
+        factor: Factor of the results.
+        normalize: All norms. None means `Network.rms_norm`.
+        options: Further arguments of `decoder`.
     """
     norm = normalize or net.rms_norm
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        hidden = net.add(hidden, attention(norm(hidden, at + "input_layernorm"), index, at))
-        x = norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, feed_forward(x, index, at + "mlp."))
+    def normed(x: Value, at: str, name: str) -> Value:
+        return norm(x, at + name) if name else x
 
-    return decoder(net, c, layer, tied=tied, normalize=norm, mtp_names=mtp_names)
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x = attention(normed(hidden, at, before[0]), index, at)
+        hidden = net.add(hidden, normed(x, at, after[0]), factor)
+        x = feed_forward(normed(hidden, at, before[1]), index, at + prefix)
+        return net.add(hidden, normed(x, at, after[1]), factor)
+
+    return decoder(net, c, layer, normalize=norm, **options)
+
+
+def attend(
+    net: Network,
+    heads: Heads,
+    rotary: Rotary | Sequence[Rotary | None] | None,
+    *,
+    window: int | Sequence[int | None] | None = None,
+    **options: Any,
+) -> Layer:
+    """Return `self_attention` as a part of a layer. `rotary`, `window`: one for all layers, or one for each layer."""
+
+    def attention(x: Value, index: int, at: str) -> Value:
+        turns = rotary[index] if isinstance(rotary, Sequence) else rotary
+        seen = window[index] if isinstance(window, Sequence) else window
+        return self_attention(net, x, at, heads, turns, window=seen, **options)
+
+    return attention
+
+
+def gated(net: Network, c: ConfigReader, function: Activation = "silu", **options: Any) -> Layer:
+    """Return `gated_mlp` of the configured size as a part of a layer. SiLU must be the configured function."""
+    inner = c.integer("intermediate_size")
+    if function == "silu":
+        c.choice("hidden_act", ("silu",), "silu")
+    return lambda x, _, at: gated_mlp(net, x, at, inner, function=function, **options)
 
 
 def gated_mlp(
@@ -208,7 +256,7 @@ def gated_mlp(
     *,
     gate_up: Sequence[str] = ("gate_proj", "up_proj"),
     down: str = "down_proj",
-    function: Literal["silu", "gelu_tanh", "gelu"] = "silu",
+    function: Activation = "silu",
     bias: bool = False,
 ) -> Value:
     """Add down(function(gate) * up). A single name in `gate_up` is a tensor that stacks both, gate first."""
@@ -223,7 +271,7 @@ def plain_mlp(
     at: str,
     inner: int,
     names: tuple[str, str],
-    function: Literal["silu", "gelu_tanh", "gelu"],
+    function: Activation,
     *,
     bias: bool = True,
 ) -> Value:

@@ -2,7 +2,7 @@
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import CONVOLUTION, FULL, Layer, decoder, empty_network, gated_mlp
+from llm_serving.models.layers import CONVOLUTION, FULL, Layer, block_decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
@@ -56,18 +56,22 @@ def _lfm2(net: Network, c: ConfigReader, feed_forward: Layer) -> Network:
         mixed = causal_conv(net, net.multiply(value, first), at + "conv", taps, bias=bias)
         return net.linear(net.multiply(mixed, second), at + "out_proj", net.hidden, bias=bias)
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "operator_norm")
+    def operator(x: Value, index: int, at: str) -> Value:
         if kinds[index] == CONVOLUTION:
-            x = short_convolution(x, at + "conv.")
-        else:
-            norms = ("self_attn.q_layernorm", "self_attn.k_layernorm")
-            x = self_attention(net, x, at, heads, rotary, norms=norms, out="self_attn.out_proj")
-        hidden = net.add(hidden, x)
-        return net.add(hidden, feed_forward(net.rms_norm(hidden, at + "ffn_norm"), index, at + "feed_forward."))
+            return short_convolution(x, at + "conv.")
+        norms = ("self_attn.q_layernorm", "self_attn.k_layernorm")
+        return self_attention(net, x, at, heads, rotary, norms=norms, out="self_attn.out_proj")
 
-    tied = c.boolean("tie_embedding", True)
-    return decoder(net, c, layer, norm="model.embedding_norm", tied=tied)
+    return block_decoder(
+        net,
+        c,
+        operator,
+        feed_forward,
+        before=("operator_norm", "ffn_norm"),
+        prefix="feed_forward.",
+        norm="model.embedding_norm",
+        tied=c.boolean("tie_embedding", True),
+    )
 
 
 def _inner(c: ConfigReader) -> int:

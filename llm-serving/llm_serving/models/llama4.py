@@ -4,7 +4,7 @@ from typing import Any
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
-from llm_serving.models.layers import FULL, decoder, empty_network, gated_mlp
+from llm_serving.models.layers import FULL, block_decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
@@ -36,30 +36,29 @@ def llama4(c: ConfigReader) -> Network:
     stacked = None if c.boolean("separate_experts") else stacks  # separate in GGUF files
     c.choice("hidden_act", ("silu",), "silu")
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
+    def attention(x: Value, index: int, at: str) -> Value:
         options: dict[str, Any] = {"rotary": None, "q_rotary": growing}
         if rotated[index]:
             options = {"rotary": rotary, "unweighted_norms": norms}
         options["chunk"] = chunk if kinds[index] == CHUNKED else 0
-        hidden = net.add(hidden, self_attention(net, x, at, heads, bias=bias, out_bias=bias, **options))
-        x, at = net.rms_norm(hidden, at + "post_attention_layernorm"), at + "feed_forward."
+        return self_attention(net, x, at, heads, bias=bias, out_bias=bias, **options)
+
+    def feed_forward(x: Value, index: int, at: str) -> Value:
         if index not in sparse:
-            return net.add(hidden, gated_mlp(net, x, at, c.integer("intermediate_size_mlp", 16384)))
+            return gated_mlp(net, x, at, c.integer("intermediate_size_mlp", 16384))
         shared = gated_mlp(net, x, at + "shared_expert.", c.integer("intermediate_size"))
         routed = mixture_of_experts(
             net, c, x, at, experts, "intermediate_size", routing, router="router", stacks=stacked
         )
-        return net.add(hidden, net.add(shared, routed))
+        return net.add(shared, routed)
 
     prefix = "language_model." if c.has(TEXT_CONFIG) else ""
     if prefix:
         net.allow_unused("vision_model.")
         net.allow_unused("multi_modal_projector.")
-    table, head, layers, norm = (
-        prefix + name for name in ("model.embed_tokens", "lm_head", "model.layers", "model.norm")
-    )
-    return decoder(net, c, layer, table=table, head=head, layers=layers, norm=norm)
+    parts = {"table": "model.embed_tokens", "head": "lm_head", "layers": "model.layers", "norm": "model.norm"}
+    names: dict[str, Any] = {part: prefix + name for part, name in parts.items()}
+    return block_decoder(net, c, attention, feed_forward, prefix="feed_forward.", **names)
 
 
 def _rotated_layers(c: ConfigReader, count: int) -> list[bool]:

@@ -1,9 +1,9 @@
 """MiniMax-M2: experts in every layer, and norms of query and key that extend over all heads."""
 
-from llm_serving.models.attention import HEAD_NORMS, attention_heads, fraction_of, rotary_embedding, self_attention
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, fraction_of, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network
-from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.models.layers import attend, block_decoder, empty_network
+from llm_serving.models.mixtures import BLOCK_SPARSE, mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
@@ -19,11 +19,8 @@ def minimax_m2(c: ConfigReader) -> Network:
     c.choice("qk_norm_type", ("per_layer",), "per_layer")
     c.choice("scoring_func", ("sigmoid",), "sigmoid")
 
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, norms=HEAD_NORMS, whole_norms=True))
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        parts, at = ("w1", "w3", "w2"), at + "block_sparse_moe."
-        return net.add(hidden, mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, parts=parts))
+    def feed_forward(x: Value, _: int, at: str) -> Value:
+        return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, parts=BLOCK_SPARSE)
 
-    return decoder(net, c, layer)
+    attention = attend(net, heads, rotary, norms=HEAD_NORMS, whole_norms=True)
+    return block_decoder(net, c, attention, feed_forward, prefix="block_sparse_moe.")

@@ -14,6 +14,8 @@ from llm_serving.network.experts import Expert, ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
 
 MAX_EXPERT_COLUMNS: Final = 2**21
+BLOCK_SPARSE: Final = ("w1", "w3", "w2")
+"""Names of an expert's gate, up and down tensors in Mixtral and families with its layout."""
 
 
 def mixture_of_experts(

@@ -4,11 +4,20 @@ windows in most layers. Only its other layers scale the rotary embedding.
 
 from dataclasses import replace
 
-from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
+from llm_serving.models.layers import (
+    FULL,
+    SLIDING,
+    SUBLAYER_NORMS,
+    attend,
+    block_decoder,
+    empty_network,
+    gated,
+    layer_kinds,
+    layer_windows,
+)
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Value
 from llm_serving.network.rope import Rotary
 
 
@@ -26,17 +35,10 @@ def olmo3(c: ConfigReader) -> Network:
 
 def _olmo(c: ConfigReader, kinds: list[str], rotaries: dict[str, Rotary]) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
-    inner, bias = c.integer("intermediate_size"), c.boolean("attention_bias")
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        window = c.integer("sliding_window", 4096) if kinds[index] == SLIDING else None
-        rotary = rotaries[kinds[index]]
-        x = self_attention(
-            net, hidden, at, heads, rotary, norms=HEAD_NORMS, whole_norms=True, bias=bias, out_bias=bias, window=window
-        )
-        hidden = net.add(hidden, net.rms_norm(x, at + "post_attention_layernorm"))
-        x = gated_mlp(net, hidden, at + "mlp.", inner)
-        return net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))
-
-    return decoder(net, c, layer)
+    rotary, window, bias = (
+        [rotaries[kind] for kind in kinds],
+        layer_windows(c, kinds, 4096),
+        c.boolean("attention_bias"),
+    )
+    attention = attend(net, heads, rotary, norms=HEAD_NORMS, whole_norms=True, bias=bias, out_bias=bias, window=window)
+    return block_decoder(net, c, attention, gated(net, c), before=("", ""), after=SUBLAYER_NORMS)

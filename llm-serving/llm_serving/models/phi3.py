@@ -3,18 +3,18 @@ Phi-3.5-MoE has layer norms, experts chosen by SparseMixer, and biases.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from llm_serving.models.attention import (
     Heads,
     attention_heads,
     rope_config,
     rotary_embedding,
-    self_attention,
     sliding_window,
 )
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network, gated_mlp
-from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.models.layers import attend, block_decoder, empty_network, gated
+from llm_serving.models.mixtures import BLOCK_SPARSE, mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
@@ -25,18 +25,9 @@ QKV = ("self_attn.qkv_proj",)
 
 def phi3(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
-    rotary, window, inner = rotary_embedding(c, heads), sliding_window(c), c.integer("intermediate_size")
-    bias = c.boolean("attention_bias")
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        x = self_attention(net, x, at, heads, rotary, names=QKV, window=window, bias=bias, out_bias=bias)
-        hidden = net.add(hidden, x)
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, gate_up=("gate_up_proj",)))
-
-    return decoder(net, c, layer)
+    rotary, window, bias = rotary_embedding(c, heads), sliding_window(c), c.boolean("attention_bias")
+    attention = attend(net, heads, rotary, names=QKV, window=window, bias=bias, out_bias=bias)
+    return block_decoder(net, c, attention, gated(net, c, gate_up=("gate_up_proj",)))
 
 
 def phimoe(c: ConfigReader) -> Network:
@@ -48,17 +39,14 @@ def phimoe(c: ConfigReader) -> Network:
     experts = c.integer("num_local_experts", 16)
     c.choice("hidden_act", ("silu",), "silu")
 
-    def normalize(x: Value, name: str) -> Value:
-        return net.layer_norm(x, name, bias=True)
+    def feed_forward(x: Value, _: int, at: str) -> Value:
+        return mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, parts=BLOCK_SPARSE)
 
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = normalize(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, window=window, bias=bias, out_bias=bias))
-        x, at = normalize(hidden, at + "post_attention_layernorm"), at + "block_sparse_moe."
-        parts = "w1", "w3", "w2"
-        return net.add(hidden, mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, parts=parts))
-
-    return decoder(net, c, layer, normalize=normalize, head_bias=c.boolean("lm_head_bias"))
+    attention = attend(net, heads, rotary, window=window, bias=bias, out_bias=bias)
+    norm, head_bias = partial(net.layer_norm, bias=True), c.boolean("lm_head_bias")
+    return block_decoder(
+        net, c, attention, feed_forward, prefix="block_sparse_moe.", normalize=norm, head_bias=head_bias
+    )
 
 
 def _scaled_rotary(c: ConfigReader, heads: Heads) -> Rotary:

@@ -1,8 +1,10 @@
 """Qwen2 has biases of query, key and value; Qwen3 has norms of heads instead. Both may have experts in most layers."""
 
-from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention, sliding_window
+from functools import partial
+
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, sliding_window
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.layers import FULL, SLIDING, attend, block_decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
@@ -24,30 +26,21 @@ def _qwen(c: ConfigReader, *, bias: bool, out_bias: bool = False, norms: tuple[s
     experts = next((c.integer(key) for key in ("num_experts", "num_local_experts") if c.has(key)), 0)
     c.choice("hidden_act", ("silu",), "silu")
 
-    def window(index: int) -> int | None:
-        slides = c.boolean("use_sliding_window") and index >= c.integer("max_window_layers", 28, least=0)
-        kinds = c.choices("layer_types", ("full_attention", "sliding_attention"), num_layers)
-        slides = slides if kinds is None else kinds[index] == "sliding_attention"
-        return sliding_window(c, 4096) if slides else None
-
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        seen = window(index)
-        x = self_attention(net, x, at, heads, rotary, norms=norms, window=seen, bias=bias, out_bias=out_bias)
-        hidden = net.add(hidden, x)
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts))
-
-    return decoder(net, c, layer)
+    first = c.integer("max_window_layers", 28, least=0) if c.boolean("use_sliding_window") else num_layers
+    usual = [SLIDING if index >= first else FULL for index in range(num_layers)]
+    kinds = c.choices("layer_types", (FULL, SLIDING), num_layers) or usual
+    window = [sliding_window(c, 4096) if kind == SLIDING else None for kind in kinds]
+    attention = attend(net, heads, rotary, norms=norms, window=window, bias=bias, out_bias=out_bias)
+    return block_decoder(net, c, attention, partial(feed_forward, net, c, experts))
 
 
 def feed_forward(
     net: Network,
     c: ConfigReader,
+    experts: int,
     x: Value,
     index: int,
     at: str,
-    experts: int,
     *,
     stacks: ExpertStacks | None = None,
     normalise: bool = False,

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5: three of four layers use the gated delta rule, the others attention with an output gate."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from llm_serving.models.attention import (
     HEAD_MULTIPLE,
@@ -13,7 +13,7 @@ from llm_serving.models.attention import (
 )
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gemma import plus_one
-from llm_serving.models.layers import FULL, MTP, decoder, empty_network
+from llm_serving.models.layers import FULL, MTP, block_decoder, empty_network
 from llm_serving.models.qwen import feed_forward
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertStacks
@@ -46,21 +46,25 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
     stacks = ExpertStacks(experts, "experts.gate_up_proj", "experts.down_proj") if stacked else None
     c.choice("hidden_act", ("silu",), "silu")
 
-    def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
+    def mixer(x: Value, index: int, at: str) -> Value:
         if index >= count or kinds[index] == FULL:  # the layer for multi-token prediction has attention
-            x = _gated_attention(net, x, at, heads, rotary, bias=bias)
-        else:
-            x = _delta_net(net, c, x, at + "linear_attn.", names)
-        hidden = net.add(hidden, x)
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts, stacks=stacks, normalise=True))
+            return _gated_attention(net, x, at, heads, rotary, bias=bias)
+        return _delta_net(net, c, x, at + "linear_attn.", names)
 
     for unused in ("mtp.", "model.visual."):  # read by another network, and what reads images
         net.allow_unused(unused)
     at = "model.language_model" if c.has(TEXT_CONFIG) else "model"
-    table, layers = f"{at}.embed_tokens", f"{at}.layers"
-    return decoder(net, c, layer, table=table, layers=layers, norm=f"{at}.norm", mtp_names=MTP)
+    experts_or_mlp = partial(feed_forward, net, c, experts, stacks=stacks, normalise=True)
+    return block_decoder(
+        net,
+        c,
+        mixer,
+        experts_or_mlp,
+        table=f"{at}.embed_tokens",
+        layers=f"{at}.layers",
+        norm=f"{at}.norm",
+        mtp_names=MTP,
+    )
 
 
 def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rotary, *, bias: bool) -> Value:

@@ -1,5 +1,7 @@
 """StableLM: layer norms, RoPE on a quarter of each head, and in some models one norm for attention and MLP."""
 
+from functools import partial
+
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import decoder, empty_network, gated_mlp
@@ -14,10 +16,8 @@ def stablelm(c: ConfigReader) -> Network:
     norms = ("self_attn.q_layernorm", "self_attn.k_layernorm") if c.boolean("qk_layernorm") else None
     if norms is not None and heads.own != heads.dim:
         raise c.fail("qk_layernorm", f"must be false for heads of {heads.own} elements, which is no multiple of 16")
+    normalize = partial(net.layer_norm, bias=True)
     c.choice("hidden_act", ("silu",), "silu")
-
-    def normalize(x: Value, name: str) -> Value:
-        return net.layer_norm(x, name, bias=True)
 
     def head_norm(x: Value, name: str, order: list[int]) -> Value:
         names = [f"{name}.norms.{head}" for head in range(x.width // heads.dim)]
