@@ -14,11 +14,11 @@ from llm_serving.models.memory import LOGITS_BYTES
 from llm_serving.network.weights import PositionEmbedding
 from llm_serving.worker.logprobs import log_normalizers, logprobs_of
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, all_in_range, is_partition
-from llm_serving.worker.sampling_reference import SampledTokens, SamplingFailure
+from llm_serving.worker.sampler import ChooseTokens
+from llm_serving.worker.sampling_reference import SamplingFailure
 
 Head = Callable[[Float32Array], Float32Array]
 """(states [P, H]) -> logits [P, V], C-contiguous."""
-ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]
 
 
 class Scored(NamedTuple):
