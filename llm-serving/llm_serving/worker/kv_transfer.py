@@ -21,7 +21,7 @@ from llm_serving.transport.messages import (
     ReadBlocks,
     StoreBlocks,
 )
-from llm_serving.worker.disk_store import Written
+from llm_serving.worker.disk_store import DiskStore
 
 SHARE: Final = 0.1
 """Maximum fraction of a core for background work while steps run."""
@@ -37,25 +37,12 @@ class BlockStore(Protocol):
     ) -> None: ...
 
 
-class Disk(Protocol):
-    """The attributes and methods of `worker.disk_store.DiskStore` that `serve_blocks` uses."""
-
-    num_bytes: int
-    num_damaged: int
-
-    def touch(self, hashes: Sequence[bytes]) -> int: ...
-
-    def read(self, block_hash: bytes) -> bytes | None: ...
-
-    def write(self, block_hash: bytes, content: bytes) -> Written: ...
-
-
 def serve_blocks(
     channel: Channel[MasterMessage],
     pool: BlockStore,
     pause_after: Callable[[float], None] = lambda took_s: None,
     clock: Clock = time.thread_time,
-    disk: Disk | None = None,
+    disk: DiskStore | None = None,
     block_size: int = 0,
 ) -> None:
     """Answer the master's requests for blocks until the connection fails. After each answer, call `pause_after` with
@@ -65,40 +52,32 @@ def serve_blocks(
     began = clock()
     while True:
         message = channel.receive()
-        if disk is not None and isinstance(message, LoadBlocks | StoreBlocks):
-            channel.send(_use_disk(message, pool, disk, block_size))
-        else:
-            channel.send(_answer(message, pool))
+        channel.send(_answer(message, pool, disk, block_size))
         ended = clock()
         if not isinstance(message, LoadBlocks):  # a pause would delay the request that waits for the blocks
             pause_after(ended - began)
         began = ended
 
 
-def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksWritten | BlocksRefused:
+def _answer(
+    message: MasterMessage, pool: BlockStore, disk: DiskStore | None, block_size: int
+) -> BlockContents | BlocksWritten | BlocksLoaded | BlocksStored | BlocksRefused:
     try:
         if isinstance(message, ReadBlocks):
             return BlockContents(message.block_ids, message.epochs, *pool.read(message.block_ids, message.epochs))
         if isinstance(message, BlockContents):
             pool.write(message.block_ids, message.epochs, message.num_written, message.content)
             return BlocksWritten(message.block_ids, message.epochs)
+        if disk is not None and isinstance(message, LoadBlocks):
+            return _load(message, pool, disk, block_size)
+        if disk is not None and isinstance(message, StoreBlocks):
+            return _store(message, pool, disk, block_size)
     except WorkerError as error:
         return BlocksRefused(str(error))
     raise ProtocolError(f"the master must send requests for blocks on this connection. Received: {str(message)[:100]}")
 
 
-def _use_disk(
-    message: LoadBlocks | StoreBlocks, pool: BlockStore, disk: Disk, block_size: int
-) -> BlocksLoaded | BlocksStored | BlocksRefused:
-    try:
-        if isinstance(message, LoadBlocks):
-            return _load(message, pool, disk, block_size)
-        return _store(message, pool, disk, block_size)
-    except WorkerError as error:
-        return BlocksRefused(str(error))
-
-
-def _load(message: LoadBlocks, pool: BlockStore, disk: Disk, block_size: int) -> BlocksLoaded:
+def _load(message: LoadBlocks, pool: BlockStore, disk: DiskStore, block_size: int) -> BlocksLoaded:
     num_stored, num_damaged = disk.touch(message.hashes), disk.num_damaged
     stop = min(num_stored, message.start + len(message.block_ids))
     num_read = 0
@@ -114,7 +93,7 @@ def _load(message: LoadBlocks, pool: BlockStore, disk: Disk, block_size: int) ->
     return BlocksLoaded(num_stored, num_read, disk.num_damaged - num_damaged, disk.num_bytes)
 
 
-def _store(message: StoreBlocks, pool: BlockStore, disk: Disk, block_size: int) -> BlocksStored:
+def _store(message: StoreBlocks, pool: BlockStore, disk: DiskStore, block_size: int) -> BlocksStored:
     num_written = num_evicted = 0
     for each in zip(message.hashes, message.block_ids, message.epochs, strict=True):
         block_hash, block_id, epoch = each
