@@ -55,6 +55,14 @@ WHOLE: Final[Mapping[str, str]] = {
     "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
 }
+_W: Final = ("w1", "w3", "w2")
+
+
+def _gated(at: str, ending: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
+    """Return the names of gate, up and down: in the file with `ending`, in the model with `at` before `names`."""
+    return {f"ffn_{part}{ending}": at + name for part, name in zip(("gate", "up", "down"), names, strict=True)}
+
+
 _QKV: Final = "self_attn.q_proj|self_attn.k_proj|self_attn.v_proj"
 OF_LAYER: Final[Mapping[str, str]] = {
     "attn_norm": "input_layernorm",
@@ -66,24 +74,10 @@ OF_LAYER: Final[Mapping[str, str]] = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **_gated("mlp."),
 }
-_EXPERTS: Final[Mapping[str, str]] = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "ffn_up_exps": "mlp.experts.*.up_proj",
-    "ffn_down_exps": "mlp.experts.*.down_proj",
-}
-_BLOCK_SPARSE: Final[Mapping[str, str]] = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
-}
-
-
+_EXPERTS: Final = {"ffn_gate_inp": "mlp.gate", **_gated("mlp.experts.*.", "_exps")}
+_BLOCK_SPARSE: Final = {"ffn_gate_inp": "block_sparse_moe.gate", **_gated("block_sparse_moe.experts.*.", "_exps", _W)}
 _LFM2: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -93,16 +87,8 @@ _LFM2: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
     "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
+    **_gated("feed_forward.", names=_W),
 }
-
-
-def _shared(name: str) -> dict[str, str]:
-    return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
-
-
 _CORRECTION: Final = "mlp.gate.e_score_correction_bias"
 _ERNIE_CORRECTION: Final = "mlp.moe_statics.e_score_correction_bias"
 _HUNYUAN: Final[Mapping[str, str]] = {
@@ -113,12 +99,7 @@ _AFTER: Final[Mapping[str, str]] = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA: Final[Mapping[str, str]] = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
+_GEMMA: Final = {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 _LATENT: Final[Mapping[str, str]] = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -130,7 +111,7 @@ _LATENT: Final[Mapping[str, str]] = {
 }
 _LATENT_EXPERTS: Final[Mapping[str, str]] = {
     **_EXPERTS,
-    **_shared("shared_experts"),
+    **_gated("mlp.shared_experts.", "_shexp"),
     "exp_probs_b": _CORRECTION,
     **_LATENT,
 }
@@ -177,7 +158,7 @@ _NEMOTRON: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
 _BACKBONE: Final[Mapping[str, str]] = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
 _DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     **_EXPERTS,
-    **_shared("shared_expert"),
+    **_gated("mlp.shared_expert.", "_shexp"),
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -209,14 +190,10 @@ _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_out": (NamedLayout("linear_attn.out_proj", untiled_columns),),
 }
 """Tensors of Qwen3.5: like `_DELTA`, but with the value heads in a different order."""
-_SHARED_MLP: Final[Mapping[str, str]] = {
-    f"ffn_{part}{ending}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for ending in ("", "_shexp")
-}
-_GRANITE_EXPERTS: Final[Mapping[str, str]] = {
+_SHARED_MLP: Final = {**_gated("shared_mlp."), **_gated("shared_mlp.", "_shexp")}
+_GRANITE_EXPERTS: Final = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
-    "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
+    **_gated("block_sparse_moe.experts.*.", "_exps"),
 }
 
 NAMINGS: Final[Mapping[str, Naming]] = {
@@ -229,7 +206,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
         {
             **_mamba("mamba."),
             "ffn_norm": (NamedLayout("pre_ff_layernorm.weight", flat),),  # the name in the file has no ".weight"
-            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **_gated("feed_forward."),
         },
         whole={"output_norm": "model.final_layernorm"},
     ),
@@ -307,7 +284,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "qwen2": Naming(),
     "qwen3": Naming(),
     "qwen2moe": Naming(
-        {**_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_shared("shared_expert")},
+        {**_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_gated("mlp.shared_expert.", "_shexp")},
     ),
     "qwen3moe": Naming(_EXPERTS),
     "gemma": Naming(plus_one=True),
@@ -343,7 +320,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "ffn_gate_inp": "router.proj",
             "ffn_gate_inp.scale": "router.scale",
             "ffn_gate_up_exps": "experts.*.gate_proj|experts.*.up_proj",
-            **{f"ffn_{part}_exps": f"experts.*.{part}_proj" for part in ("gate", "up", "down")},
+            **_gated("experts.*.", "_exps"),
             "ffn_down_exps.scale": "router.per_expert_scale",
         },
         whole=_TABLES_OF_LAYERS,
@@ -353,11 +330,9 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "llama4": Naming(
         {
             "ffn_gate_inp": "feed_forward.router",
-            **{
-                f"ffn_{part}{ending}": f"feed_forward.{of}{part}_proj"
-                for part in ("gate", "up", "down")
-                for ending, of in (("", ""), ("_exps", "experts.*."), ("_shexp", "shared_expert."))
-            },
+            **_gated("feed_forward."),
+            **_gated("feed_forward.experts.*.", "_exps"),
+            **_gated("feed_forward.shared_expert.", "_shexp"),
         }
     ),
     "seed_oss": Naming({"post_attention_norm": "post_attention_layernorm"}),
@@ -368,16 +343,16 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             **_LFM2,
             "ffn_gate_inp": "feed_forward.gate",
             "exp_probs_b": "feed_forward.expert_bias",
-            "ffn_gate_exps": "feed_forward.experts.*.w1",
-            "ffn_up_exps": "feed_forward.experts.*.w3",
-            "ffn_down_exps": "feed_forward.experts.*.w2",
+            **_gated("feed_forward.experts.*.", "_exps", _W),
         }
     ),
     "exaone4": Naming(_AFTER),
     "ernie4_5": Naming(),
-    "ernie4_5-moe": Naming({**_EXPERTS, **_shared("shared_experts"), "exp_probs_b": _ERNIE_CORRECTION}),
+    "ernie4_5-moe": Naming({**_EXPERTS, **_gated("mlp.shared_experts.", "_shexp"), "exp_probs_b": _ERNIE_CORRECTION}),
     "hunyuan-dense": Naming(_HUNYUAN),
-    "hunyuan-moe": Naming({**_HUNYUAN, **_EXPERTS, **_shared("shared_mlp"), "ffn_gate_inp": "mlp.gate.wg"}),
+    "hunyuan-moe": Naming(
+        {**_HUNYUAN, **_EXPERTS, **_gated("mlp.shared_mlp.", "_shexp"), "ffn_gate_inp": "mlp.gate.wg"}
+    ),
     "minimax-m2": Naming({**_BLOCK_SPARSE, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}),
     "gpt-oss": Naming(
         {
@@ -403,7 +378,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "glm4moe": Naming(
         {
             **_EXPERTS,
-            **_shared("shared_experts"),
+            **_gated("mlp.shared_experts.", "_shexp"),
             "exp_probs_b": _CORRECTION,
             "post_attention_norm": "post_attention_layernorm",
         }
