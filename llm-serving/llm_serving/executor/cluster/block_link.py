@@ -89,15 +89,12 @@ class BlockLink:
         after `late_after_s` seconds without a reply.
         """
         self._send(request)
-        try:
+        with self._closed_by_errors():
             try:
                 reply = self._channel.receive(late_after_s)
             except DeadlineExceededError:
                 on_late()
                 reply = self._channel.receive()
-        except TransportError as error:
-            self.close()
-            raise WorkerDiedError(str(error)) from error
         if isinstance(reply, BlocksRefused):
             raise WorkerError(reply.error[:_REASON_CHARS])
         return reply
@@ -128,13 +125,8 @@ class BlockLink:
                     self._receive()
 
     def _send(self, request: ReadBlocks | BlockContents | LoadBlocks | StoreBlocks) -> None:
-        if self.is_closed:
-            raise WorkerDiedError("the WorkAgent has exited")
-        try:
+        with self._closed_by_errors():
             self._channel.send(request)
-        except TransportError as error:
-            self.close()
-            raise WorkerDiedError(str(error)) from error
 
     def _next_reply(self, in_flight: deque[Request]) -> tuple[Request, AgentMessage]:
         request, reply = in_flight.popleft(), self._receive()
@@ -143,10 +135,15 @@ class BlockLink:
         return request, reply
 
     def _receive(self) -> AgentMessage:
+        with self._closed_by_errors():
+            return self._channel.receive(self.timeout_s)
+
+    @contextlib.contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
         if self.is_closed:
             raise WorkerDiedError("the WorkAgent has exited")
         try:
-            return self._channel.receive(self.timeout_s)
+            yield
         except TransportError as error:
             self.close()
             raise WorkerDiedError(str(error)) from error
