@@ -285,11 +285,12 @@ class _Schedule:
             case "attention":
                 return self._attend(operation)
             case "gated_activation":
-                return cells.GatedActivationCell(backend, attributes["function"])
+                is_silu = attributes["function"] == "silu"
+                return cells.OneTensorCell(backend.swiglu() if is_silu else cells.GeluTanhGate())
             case "add":
                 return cells.AddCell(backend, attributes["scale"])
             case "all_reduce":
-                return cells.AllReduceCell(backend)
+                return cells.OneTensorCell(backend.all_reduce())
             case "sigmoid_gate":
                 return cells.SigmoidGateCell()
             case "route":

@@ -216,15 +216,15 @@ class PromptAttentionCell(nn.Cell):
         return (self.attention(q, read[2], read[3], step[4], step[5]),)
 
 
-class GatedActivationCell(nn.Cell):
-    """Applies a gate: x [T, 2 I] -> function(first half) * second half."""
+class OneTensorCell(nn.Cell):
+    """Applies a Cell that takes and returns one tensor."""
 
-    def __init__(self, backend: Backend, function: str) -> None:
+    def __init__(self, cell: nn.Cell) -> None:
         super().__init__()
-        self.gate = backend.swiglu() if function == "silu" else GeluTanhGate()
+        self.cell = cell
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        return (self.gate(read[0]),)
+        return (self.cell(read[0]),)
 
 
 class GeluTanhGate(nn.Cell):
@@ -235,15 +235,6 @@ class GeluTanhGate(nn.Cell):
         gate, up = x[:, :half].astype(ms.float32), x[:, half:].astype(ms.float32)
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return (0.5 * gate * (1 + ops.tanh(inner)) * up).astype(x.dtype)
-
-
-class AllReduceCell(nn.Cell):
-    def __init__(self, backend: Backend) -> None:
-        super().__init__()
-        self.reduce = backend.all_reduce()
-
-    def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        return (self.reduce(read[0]),)
 
 
 class AddCell(nn.Cell):
