@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from llm_serving.errors import ModelError, shorten
@@ -230,12 +230,12 @@ _WEIGHT_NAMES: Final = tuple(
 
 def mindformers_parameter(weight: Weight) -> str | None:
     """Return the parameter in MindFormers' class for a weight from `with_latent_weights`, or None if there is none."""
-    if (path := latent_parameter(weight)) is not None:
-        return path
-    for pattern, place in _WEIGHT_NAMES:
-        if (found := pattern.fullmatch(weight.names[0])) is not None:
-            return found.expand(place)
-    return None
+    return latent_parameter(weight) or _place(weight.names[0], _WEIGHT_NAMES)
+
+
+def _place(name: str, places: Iterable[tuple[re.Pattern[str], str]]) -> str | None:
+    matches = ((pattern.fullmatch(name), place) for pattern, place in places)
+    return next((found.expand(place) for found, place in matches if found is not None), None)
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
@@ -333,10 +333,7 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 def mindformers_llama_parameter(name: str) -> str | None:
     """Return a tensor's parameter in MindFormers' `LlamaModel`, or None if it has none, as for the LM head."""
-    for pattern, place in _LEGACY_WEIGHT_NAMES:
-        if (found := pattern.fullmatch(name)) is not None:
-            return found.expand(place)
-    return None
+    return _place(name, _LEGACY_WEIGHT_NAMES)
 
 
 def split_stacked_weights(network: Network) -> Network:
