@@ -117,12 +117,9 @@ class AscendBackend(Backend):
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        shapes = {"key": shape.key_width, "value": shape.value_width}
-        keys, values = (
-            zeroed_parameter((num_blocks, block_size, shape.kv_heads, width), self.dtype, f"{name}.{part}")
-            for part, width in shapes.items()
-        )
-        return keys, values
+        sizes = num_blocks, block_size, shape.kv_heads
+        keys = zeroed_parameter((*sizes, shape.key_width), self.dtype, f"{name}.key")
+        return keys, zeroed_parameter((*sizes, shape.value_width), self.dtype, f"{name}.value")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         if 0 in source.shape[1:]:  # values that are parts of the keys

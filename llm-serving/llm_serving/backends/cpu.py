@@ -262,11 +262,9 @@ class CpuBackend(AscendBackend):
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
         self._check_cache(block_size, shape)
-        keys, values = (
-            _zeroed_int8((num_blocks, block_size, shape.kv_heads, width + INT8_SCALE_BYTES), f"{name}.{part}")
-            for part, width in (("key", shape.key_width), ("value", shape.value_width))
-        )
-        return keys, values
+        sizes = num_blocks, block_size, shape.kv_heads
+        keys = _zeroed_int8((*sizes, shape.key_width + INT8_SCALE_BYTES), f"{name}.key")
+        return keys, _zeroed_int8((*sizes, shape.value_width + INT8_SCALE_BYTES), f"{name}.value")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
         return parameter_over(zeroed_array((num_slots, *shape.shape), "float32"), "float32", name)

@@ -20,6 +20,7 @@ from llm_serving.backends.parameters import (
     parameter_over,
     to_model_dtype,
     zeroed_array,
+    zeroed_parameter,
 )
 from llm_serving.core.dtypes import from_bfloat16
 from llm_serving.core.step import Int32Array
@@ -264,16 +265,9 @@ class PlainBackend(Backend):
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        widths = {"key": shape.key_width, "value": shape.value_width}
-        keys, values = (
-            parameter_over(
-                zeroed_array((num_blocks + 1, block_size, shape.kv_heads, width), "float32"),
-                "float32",
-                f"{name}.{part}",
-            )
-            for part, width in widths.items()
-        )
-        return keys, values
+        sizes = num_blocks + 1, block_size, shape.kv_heads
+        keys = zeroed_parameter((*sizes, shape.key_width), "float32", f"{name}.key")
+        return keys, zeroed_parameter((*sizes, shape.value_width), "float32", f"{name}.value")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
