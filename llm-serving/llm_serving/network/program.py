@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llm_serving.core.step import Int32Array
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import (
     BY_TOKEN,
@@ -27,8 +27,6 @@ from llm_serving.network.operations import (
     rounded_to,
 )
 from llm_serving.network.rewriting import Plan, rewrite, select_rows
-
-Int32Array = NDArray[np.int32]
 
 VERSION: Final = 11
 KINDS: Final = tuple(SIGNATURES)

@@ -13,12 +13,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import TopTokens, no_top_tokens
+from llm_serving.core.step import Float32Array, Int32Array, TopTokens, no_top_tokens
 from llm_serving.worker.model_inputs import all_zero
 
-Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
-Int32Array = NDArray[np.int32]
 
 _LARGEST = np.finfo(np.float32).max
 _LOG2_E = np.float32(1 / math.log(2))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import SamplingInput
+from llm_serving.core.step import Float32Array, Int32Array, SamplingInput
 from llm_serving.worker.logprobs import (
     draw_token,
     filter_weights,
@@ -25,8 +25,6 @@ from llm_serving.worker.logprobs import (
     weight_scale,
 )
 
-Float32Array = NDArray[np.float32]
-Int32Array = NDArray[np.int32]
 UInt64Array = NDArray[np.uint64]
 
 _LARGEST = np.finfo(np.float32).max
