@@ -196,6 +196,7 @@ def block_decoder(
     after: tuple[str, str] = ("", ""),
     prefix: str = "mlp.",
     factor: float = 1.0,
+    parallel: bool = False,
     normalize: Norm | None = None,
     **options: Any,
 ) -> Network:
@@ -203,21 +204,24 @@ def block_decoder(
 
     Args:
         attention, feed_forward: They get the tensor name prefix of their layer, `feed_forward` with `prefix` after it.
-        before, after: Tensor names of the norms of the inputs, and of the results. An empty name means no norm.
+        before, after: Tensor names of the norms of the inputs, and of the results. An empty name means no norm. If both
+            names in `before` are equal, there is one norm, of the layer's input.
         factor: Factor of the results.
+        parallel: Whether the feed-forward block reads the layer's input, without the result of attention.
         normalize: All norms. None means `Network.rms_norm`.
         options: Further arguments of `decoder`.
     """
-    norm = normalize or net.rms_norm
+    norm, shares_norm = normalize or net.rms_norm, before[0] == before[1] != ""
 
     def normed(x: Value, at: str, name: str) -> Value:
         return norm(x, at + name) if name else x
 
     def layer(hidden: Value, index: int, at: str) -> Value:
-        x = attention(normed(hidden, at, before[0]), index, at)
-        hidden = net.add(hidden, normed(x, at, after[0]), factor)
-        x = feed_forward(normed(hidden, at, before[1]), index, at + prefix)
-        return net.add(hidden, normed(x, at, after[1]), factor)
+        x = normed(hidden, at, before[0])
+        total = net.add(hidden, normed(attention(x, index, at), at, after[0]), factor)
+        if not shares_norm:
+            x = normed(hidden if parallel else total, at, before[1])
+        return net.add(total, normed(feed_forward(x, index, at + prefix), at, after[1]), factor)
 
     return decoder(net, c, layer, normalize=norm, **options)
 

@@ -35,10 +35,7 @@ def olmo3(c: ConfigReader) -> Network:
 
 def _olmo(c: ConfigReader, kinds: list[str], rotaries: dict[str, Rotary]) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
-    rotary, window, bias = (
-        [rotaries[kind] for kind in kinds],
-        layer_windows(c, kinds, 4096),
-        c.boolean("attention_bias"),
-    )
+    rotary, window = [rotaries[kind] for kind in kinds], layer_windows(c, kinds, 4096)
+    bias = c.boolean("attention_bias")
     attention = attend(net, heads, rotary, norms=HEAD_NORMS, whole_norms=True, bias=bias, out_bias=bias, window=window)
     return block_decoder(net, c, attention, gated(net, c), before=("", ""), after=SUBLAYER_NORMS)
