@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -40,11 +40,6 @@ class WeightFiles(msgspec.Struct, frozen=True):
         return sum(each.num_bytes for each in self.files)
 
 
-class _Piece(NamedTuple):
-    file: int
-    content: bytes
-
-
 def describe_folder(folder: Path) -> WeightFiles:
     """Describe the files of a folder and its subfolders, except hidden ones. Raise ModelError if that fails."""
     names = sorted(
@@ -54,20 +49,20 @@ def describe_folder(folder: Path) -> WeightFiles:
     )
     if not names:
         raise ModelError(f"{folder}: has no files")
-    sizes, digest = [0] * len(names), _Digest()
-    for piece in _read(folder, names):
-        sizes[piece.file] += len(piece.content)
-        digest.add(names[piece.file], piece.content)
-    files = tuple(WeightFile(name, size) for name, size in zip(names, sizes, strict=True))
+    sizes, digest = dict.fromkeys(names, 0), _Digest()
+    for name, content in _read(folder, names):
+        sizes[name] += len(content)
+        digest.add(name, content)
+    files = tuple(WeightFile(name, size) for name, size in sizes.items())
     return WeightFiles(files, digest.finish(files))
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
     """Yield the contents of the files in pieces. Raise ModelError if the files have changed."""
-    names, digest = [each.name for each in files.files], _Digest()
-    for piece in _read(folder, names):
-        digest.add(names[piece.file], piece.content)
-        yield piece.content
+    digest = _Digest()
+    for name, content in _read(folder, [each.name for each in files.files]):
+        digest.add(name, content)
+        yield content
     if digest.finish(files.files) != files.digest:
         raise ModelError(f"{folder}: its files have changed since the server started")
 
@@ -138,12 +133,12 @@ class _Digest:
         return self._all.hexdigest()
 
 
-def _read(folder: Path, names: Iterable[str]) -> Iterator[_Piece]:
-    for index, name in enumerate(names):
+def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    for name in names:
         with open_regular(folder / name) as file:
             try:
                 while content := file.read(PIECE_BYTES):
-                    yield _Piece(index, content)
+                    yield name, content
             except OSError as error:
                 raise ModelError(f"{folder / name}: cannot be read: {error.strerror}") from None
 
