@@ -169,13 +169,7 @@ class MindFormersNetwork(nn.Cell):
         max_positions: int,
     ) -> None:
         super().__init__()
-        lacks = unsupported_by_mindformers(spec.architecture, spec.network, max_positions)
-        if lacks is not None:
-            raise ModelError(lacks)
-        if backend.name == "plain":
-            raise KernelError(
-                "MindFormers' network needs `kernels: primitives`, because MindSpore has no PagedAttention"
-            )
+        _check(unsupported_by_mindformers(spec.architecture, spec.network, max_positions), backend)
         self.model = _build(spec, backend, max_positions)
         _set_weights(self.model, read, parameters)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
@@ -207,6 +201,13 @@ class MindFormersNetwork(nn.Cell):
             value_cache=self.value_caches,
         )
         return self.embedding(sample_indices, hidden).astype(ms.float32)
+
+
+def _check(lacks: str | None, backend: Backend) -> None:
+    if lacks is not None:
+        raise ModelError(lacks)
+    if backend.name == "plain":
+        raise KernelError("MindFormers' network needs `kernels: primitives`, because MindSpore has no PagedAttention")
 
 
 def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
@@ -283,13 +284,7 @@ class MindFormersLlamaNetwork(nn.Cell):
         max_positions: int,
     ) -> None:
         super().__init__()
-        lacks = unsupported_by_mindformers_llama(spec.architecture, spec.network, max_positions)
-        if lacks is not None:
-            raise ModelError(lacks)
-        if backend.name == "plain":
-            raise KernelError(
-                "MindFormers' network needs `kernels: primitives`, because MindSpore has no PagedAttention"
-            )
+        _check(unsupported_by_mindformers_llama(spec.architecture, spec.network, max_positions), backend)
         self.model = _build_legacy(spec, backend, max_positions, kv_caches[0][0].shape[1])
         _set_legacy_weights(self.model, network, parameters, kv_caches)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
