@@ -319,6 +319,7 @@ def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_s
     make_network = module_of_mindformers("mindformers.models.llama.llama").LlamaForCausalLM
     c = ConfigReader(spec.config, CONFIG_NAME)
     heads = attention_heads(c)
+    names = [name for weight in spec.network.weights for name in weight.names]
     types = ("compute_dtype", "layernorm_compute_type", "rotary_dtype", "param_init_type")
     network = make_network(
         make_config(
@@ -331,8 +332,8 @@ def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_s
             n_kv_heads=heads.kv,
             vocab_size=spec.vocab_size,
             rms_norm_eps=c.number("rms_norm_eps", 1e-6),
-            qkv_has_bias=any(_is_bias(name, "self_attn.q_proj") for name in _names(spec.network)),
-            attn_proj_has_bias=any(_is_bias(name, "self_attn.o_proj") for name in _names(spec.network)),
+            qkv_has_bias=any(name.endswith("self_attn.q_proj.bias") for name in names),
+            attn_proj_has_bias=any(name.endswith("self_attn.o_proj.bias") for name in names),
             block_size=block_size,
             num_blocks=1,
             use_past=True,
@@ -346,14 +347,6 @@ def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_s
     network.add_flags_custom(is_first_iteration=False)  # PagedAttention in every step
     model: nn.Cell = network.model
     return model
-
-
-def _names(network: Network) -> list[str]:
-    return [name for weight in network.weights for name in weight.names]
-
-
-def _is_bias(name: str, of: str) -> bool:
-    return name.endswith(f"{of}.bias")
 
 
 def _set_legacy_weights(model: nn.Cell, network: Network, parameters: Parameters, kv_caches: KVCaches) -> None:
