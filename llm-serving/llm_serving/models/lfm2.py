@@ -3,20 +3,18 @@
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import CONVOLUTION, FULL, Layer, block_decoder, empty_network, gated_mlp
-from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.models.mixtures import BLOCK_SPARSE, mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 from llm_serving.network.states import MAX_TAPS, causal_conv
-
-PARTS = ("w1", "w3", "w2")
 
 
 def lfm2(c: ConfigReader) -> Network:
     net, inner = empty_network(c, eps=1e-5, eps_key="norm_eps"), _inner(c)
 
     def feed_forward(x: Value, _: int, at: str) -> Value:
-        return gated_mlp(net, x, at, inner, gate_up=PARTS[:2], down=PARTS[2])
+        return gated_mlp(net, x, at, inner, gate_up=BLOCK_SPARSE[:2], down=BLOCK_SPARSE[2])
 
     return _lfm2(net, c, feed_forward)
 
@@ -33,9 +31,9 @@ def lfm2_moe(c: ConfigReader) -> Network:
 
     def feed_forward(x: Value, index: int, at: str) -> Value:
         if index < num_dense:
-            return gated_mlp(net, x, at, c.integer("intermediate_size"), gate_up=PARTS[:2], down=PARTS[2])
+            return gated_mlp(net, x, at, c.integer("intermediate_size"), gate_up=BLOCK_SPARSE[:2], down=BLOCK_SPARSE[2])
         count = c.integer("num_experts")
-        return mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing, parts=PARTS)
+        return mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing, parts=BLOCK_SPARSE)
 
     return _lfm2(net, c, feed_forward)
 
