@@ -139,7 +139,7 @@ def test_a_device_that_reports_no_free_memory_needs_a_limit(tmp_path, monkeypatc
     if num_blocks is not None:
         assert blocks_of_llama(tmp_path, monkeypatch, 0, limit)[0] == num_blocks
         return
-    with pytest.raises(ConfigError, match=r"`device_config\.max_device_memory` must be given: the device reports no"):
+    with pytest.raises(ConfigError, match=r"`device_config\.max_device_memory` must be given: the device does not"):
         blocks_of_llama(tmp_path, monkeypatch, 0, limit)
 
 
