@@ -90,7 +90,7 @@ def test_latent_keys_of_mindformers_have_their_own_block_sizes_on_ascend(tmp_pat
     settings = [GIVEN, "device_config.device_target=Ascend", "model_config.model_dtype=float16"]
     assert load_config(None, settings, tmp_path).pa.block_size == 32
     assert load_config(None, [*settings, "pa_config.block_size=128"], tmp_path).pa.block_size == 128
-    with pytest.raises(ConfigError, match="must be at most 128 on Ascend for latent keys"):
+    with pytest.raises(ConfigError, match="must be at most 128 on Ascend with multi-head latent attention"):
         load_config(None, [*settings, "pa_config.block_size=256"], tmp_path)
 
 

@@ -34,7 +34,7 @@ def test_heads_of_full_layers_may_be_given_for_each_layer():
         (
             "gemma4",
             {"num_kv_shared_layers": 3},
-            "`num_kv_shared_layers` must be smaller, so that a layer with full_attention has its own",
+            "`num_kv_shared_layers` must be so small that a layer with full_attention has its own",
         ),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "`per_layer_config` must give the same head_dim"),
         ("gemma4", {"per_layer_config": []}, "`per_layer_config` must give the same head_dim"),

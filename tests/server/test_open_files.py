@@ -67,7 +67,7 @@ def test_server_without_files_for_connections_does_not_start(limits, soft):
     with pytest.raises(ConfigError) as refused:
         OpenFiles().raise_limit(ServerConfig())
     assert str(refused.value) == (
-        f"the process may open {soft} files, of which 64 are reserved for purposes other than connections: raise "
+        f"the process may open {soft} files, and needs 64 for purposes other than connections: raise "
         "the limit to at least 65, and for serving_config.max_connections (1024) 1088 (LimitNOFILE of systemd; "
         "`ulimit -n`, as root beyond `ulimit -Hn`)"
     )
@@ -81,7 +81,5 @@ def test_each_work_agent_leaves_fewer_files_to_connections(limits):
     possible = [OpenFiles(num).possible_connections(config) for num in (1, 101)]
     assert possible[0] - possible[1] == FILES_OF_A_WORK_AGENT * 100
     limits[:] = 2048, 2048
-    with pytest.raises(
-        ConfigError, match=f"of which {64 + FILES_OF_A_WORK_AGENT * 299} are reserved for purposes other"
-    ):
+    with pytest.raises(ConfigError, match=f"and needs {64 + FILES_OF_A_WORK_AGENT * 299} for purposes other"):
         OpenFiles(300).raise_limit(config)

@@ -219,12 +219,12 @@ ARGUMENTS = [
         for path in ("{folder}", "{folder}/no/out")
     ),
     *(
-        (command, [option, f"{{folder}}/{name}"], f"{name}: must differ from the files that are read")
+        (command, [option, f"{{folder}}/{name}"], f"{name}: must not be one of the files that are read")
         for command, option in (("whatif", "--json"), ("whatif", "--svg"), ("tune", "--out"))
         for name in ("load.yaml", "profile.json", "my.yaml")
     ),
     ("whatif", ["--json", "{folder}/out", "--svg", "{folder}/out"], "--svg must be another file than --json. Given: "),
-    ("tune", ["--out", "{folder}/goal.yaml"], "goal.yaml: must differ from the files that are read"),
+    ("tune", ["--out", "{folder}/goal.yaml"], "goal.yaml: must not be one of the files that are read"),
     ("tune", ["--out", "{folder}/no/out.yaml"], "out.yaml: must be a file in an existing folder"),
     ("tune", ["--out", "{folder}"], ": must be a file in an existing folder"),
     ("profile", ["--effort", "inf"], "--effort must be above 0 and at most 1000. Given: inf"),

@@ -170,7 +170,7 @@ def test_whatif_compares_hardware_profiles(arguments, tmp_path, capsys):
     assert float(faster.split(", ")[1].split(" x")[0]) > 1
     assert "replicas=2: " in two
     assert main([*arguments, "--json", str(tmp_path / "int8.json")]) == 2
-    assert "int8.json: must differ from the files that are read" in capsys.readouterr().err
+    assert "int8.json: must not be one of the files that are read" in capsys.readouterr().err
 
 
 def test_whatif_refuses_another_kind_of_workload(arguments, tmp_path, capsys):
@@ -195,7 +195,7 @@ def test_profile_refuses_a_missing_output_folder(tmp_path, capsys):
     assert f"{tmp_path}: must be a file in an existing folder" in capsys.readouterr().err
     (tmp_path / "my.yaml").write_text("{}\n")
     assert main(["profile", str(tmp_path / "my.yaml"), "--config", str(tmp_path / "my.yaml")]) == 2
-    assert "my.yaml: must differ from the files that are read" in capsys.readouterr().err
+    assert "my.yaml: must not be one of the files that are read" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
 

@@ -151,11 +151,11 @@ def test_out_of_range_indices_are_rejected(rows, message):
         ),
         (
             {"result_tokens": np.array([[0, 2, 0], [1, 0, 0]], np.int32)},
-            "the tokens in result_tokens must be less than `query_lens` of their rows",
+            "the token positions in result_tokens must be less than `query_lens` of their rows",
         ),
         (
             {"result_tokens": np.array([[0, -1, 0], [1, 0, 0]], np.int32)},
-            "the tokens in result_tokens must be less than `query_lens` of their rows",
+            "the token positions in result_tokens must be less than `query_lens` of their rows",
         ),
         (
             {"result_tokens": np.array([[0, 1, 0], [1, 0, 4]], np.int32)},

@@ -203,7 +203,7 @@ class Backend(Protocol):
         the weight; all except the last must have a multiple of 16 rows. `weight_only`: multiply by bfloat16 rows
         instead of 8-bit rows. Raise ModelError if the backend has no kernel for such weights.
         """
-        raise ModelError(f"backend {self.name} runs no programs, which weights in GGUF blocks require")
+        raise ModelError(f"weights in GGUF blocks need `kernels: program`, which backend {self.name} does not support")
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
@@ -211,7 +211,7 @@ class Backend(Protocol):
         """Return a quantized weight for `program`. Unless `weight_only`, the product quantizes activations to 8 bits,
         and 8-bit weights must have one scale per row. Raise ModelError if this backend cannot multiply by the weight.
         """
-        raise ModelError(f"backend {self.name} runs no programs, which this quantized weight requires")
+        raise ModelError(f"this quantized weight needs `kernels: program`, which backend {self.name} does not support")
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
         """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError if

@@ -190,7 +190,7 @@ def check_out(path: Path, *read: Path) -> None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: must be a writable file")
     if path.exists() and any(each.exists() and path.samefile(each) for each in read):
-        raise ConfigError(f"{path}: must differ from the files that are read")
+        raise ConfigError(f"{path}: must not be one of the files that are read")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

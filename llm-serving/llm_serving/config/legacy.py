@@ -155,8 +155,8 @@ def read_mindformers(path: Path) -> MindFormersFile:
         target = MINDFORMERS_TARGETS.get(key)
         if key == ADAPTER_KEY:
             raise ConfigError(
-                f"{item.where}: `{key}` must be left out: adapters are not served. Merge the adapter into the weights "
-                f"of the model, or serve the model without it. Given: {shorten(str(plain(item)))}"
+                f"{item.where}: `{key}` must be left out: adapters of this file are not served. Merge the adapter into "
+                f"the weights of the model, or serve the model without it. Given: {shorten(str(plain(item)))}"
             )
         if key in CHECKPOINT_KEYS:
             checkpoints |= {key: item} if item.value != "" else {}

@@ -287,7 +287,9 @@ class SamplingParams:
         if self.constraint is not None:
             for name in NOT_WITH_A_CONSTRAINT:
                 if getattr(self, name) != DEFAULTS[name]:
-                    raise RequestError(name, "is not supported with a constraint: it might leave no token to choose")
+                    raise RequestError(
+                        name, "is not supported with structured output: both together might leave no token to choose"
+                    )
         if self.stop and not self.detokenize:
             raise RequestError("stop", "must be empty with detokenize: false, because there is no text to search")
 

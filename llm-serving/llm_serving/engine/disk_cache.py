@@ -306,7 +306,9 @@ class DiskCache(StepObserver):
         if not self._is_late:
             self._is_late = True
             logger.warning(
-                "disk cache: the WorkAgent did not reply within %g s; prompts are computed until it does", LATE_S
+                "disk cache: the WorkAgent did not reply within %g s; until it does, prompts are computed instead of read "
+                "from the disk",
+                LATE_S,
             )
         for lookup in list(self._lookups.values()):
             self._add(lookup)

@@ -152,7 +152,12 @@ class Recovery:
         except StepFailedError:
             return False
         except WorkerError as error:
-            logger.error("WorkAgent %d exited in a test of %d suspected requests: %s", self._index, len(group), error)
+            logger.error(
+                "WorkAgent %d exited in a test of %d requests, one of which may have ended it before: %s",
+                self._index,
+                len(group),
+                error,
+            )
             self._restart(str(error))
             return False
         return True

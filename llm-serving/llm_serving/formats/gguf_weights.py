@@ -69,7 +69,7 @@ def named_weights(
                     f"{tensor.file}: tensor {name} must have a name of llama.cpp, like blk.0.attn_q.weight"
                 )
             if known in weights:
-                raise ModelError(f"{tensor.file}: tensor {name} holds {known}, which an earlier tensor holds as well")
+                raise ModelError(f"{tensor.file}: tensor {name} is {known}, and so is an earlier tensor")
             weights[known] = weight
     return weights
 

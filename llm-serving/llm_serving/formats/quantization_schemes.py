@@ -135,7 +135,9 @@ def _mxfp4(given: Mapping[str, Any], description: str) -> Scheme:
 def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
     architecture = given.get("architecture")
     if not isinstance(architecture, str) or architecture not in NAMINGS:
-        raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")
+        raise _RefusedError(
+            f"is supported only for the architectures {', '.join(NAMINGS)}. Given: {shorten(architecture)}"
+        )
     counts = tuple(given.get(key, 0) for key in HeadCounts._fields)
     if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in counts):
         rule = f"must have {', '.join(HeadCounts._fields)} from 0 to {_MAX_GROUP}"

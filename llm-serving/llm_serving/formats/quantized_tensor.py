@@ -81,7 +81,8 @@ class QuantizedTensor:
             raise ModelError(f"zeros must be {self.qvalues.dtype} of the shape of scales, for {self._description()}")
         if self.g_idx is not None and not self._g_idx_fits(self.g_idx):
             raise ModelError(
-                f"g_idx must be int32 [in] of groups from 0 to {self.num_groups - 1}, for {self._description()}"
+                f"g_idx must have an int32 group number from 0 to {self.num_groups - 1} for each input, for "
+                f"{self._description()}"
             )
         if self.scales.size and float(np.abs(self.scales).max()) > _SAFE_SCALE:
             with np.errstate(over="ignore"):

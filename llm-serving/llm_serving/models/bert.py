@@ -39,7 +39,10 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
     c.choice("position_embedding_type", ("absolute",), "absolute")
     num_positions = c.integer("max_position_embeddings", 512) - first_position
     if num_positions < 1:
-        raise c.fail("max_position_embeddings", f"must be greater than {first_position}, the table row of position 0")
+        raise c.fail(
+            "max_position_embeddings",
+            f"must be greater than {first_position}, the row of position 0 in the table of positions",
+        )
     at = "embeddings."
     num_types = c.integer("type_vocab_size", 2)
     positions = PositionEmbedding(

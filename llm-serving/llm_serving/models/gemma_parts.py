@@ -91,7 +91,7 @@ def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[i
     if missing := set(kinds) - own.keys():
         raise c.fail(
             "num_kv_shared_layers",
-            f"must be smaller, so that a layer with {' and '.join(sorted(missing))} has its own keys",
+            f"must be so small that a layer with {' and '.join(sorted(missing))} has its own keys",
         )
     return [None if index < first else own[kind] for index, kind in enumerate(kinds)]
 

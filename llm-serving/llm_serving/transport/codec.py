@@ -193,7 +193,9 @@ def decode_output(message: StepDone) -> StepOutput:
 def _scores_of(message: ScoresDone) -> Scores:
     scores = Scores(np.frombuffer(message.logprobs, "<f4"), np.frombuffer(message.ranks, "<i4"), _top_of(message.top))
     if len(scores.logprobs) != len(scores.ranks):
-        raise ValueError(f"{len(scores.logprobs)} log-probabilities for {len(scores.ranks)} ranks")
+        raise ValueError(
+            f"as many log-probabilities as ranks are needed. Given: {len(scores.logprobs)} and {len(scores.ranks)}"
+        )
     return scores
 
 
@@ -201,7 +203,7 @@ def _top_of(message: TopTokensDone) -> TopTokens:
     offsets, token_ids = np.frombuffer(message.offsets, "<i4"), np.frombuffer(message.token_ids, "<i4")
     logprobs = np.frombuffer(message.logprobs, "<f4")
     if len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+        raise ValueError(f"as many log-probabilities as tokens are needed. Given: {len(logprobs)} and {len(token_ids)}")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(f"the offsets must split the list of {len(token_ids)} tokens into parts")
     return TopTokens(offsets, token_ids, logprobs)

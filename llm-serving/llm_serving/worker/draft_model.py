@@ -182,7 +182,7 @@ def load_mtp(
 ) -> MtpModel:
     """Load the MTP layer of the runner's model, or raise ModelError. The runner then keeps hidden states for it."""
     if backend.program() is None or not runner.runs_program:
-        raise ModelError("scheduler_config.speculative_method: mtp needs the kernels of `kernels: program` on a CPU")
+        raise ModelError("scheduler_config.speculative_method: mtp needs `device_config.kernels: program` on a CPU")
     reader = WeightReader(folder, runner.spec.scheme, on_weights)
     layer = mtp_layer(runner.spec, reader, folder)
     reader.expect_only(layer.tensors)

@@ -282,5 +282,7 @@ def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: boo
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
     """Return how many blocks of `one` bytes fit into `num_bytes`; at most MAX_SLOTS tokens. Raise ConfigError if 0."""
     if num_bytes < one:
-        raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
+        raise ConfigError(
+            f"the KV cache must have room for one block of {one} bytes. Left beside the weights: {num_bytes} bytes"
+        )
     return min(num_bytes // one, MAX_SLOTS // block_size)

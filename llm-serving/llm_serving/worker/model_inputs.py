@@ -259,7 +259,7 @@ def _check_result_tokens(step: StepInput) -> None:
         raise WorkerError(f"result_tokens must have rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
     # Read as unsigned numbers, negative numbers are the largest.
     if not all_true(tokens.view(np.uint32) < step.query_lens[rows]):
-        raise WorkerError("the tokens in result_tokens must be less than `query_lens` of their rows")
+        raise WorkerError("the token positions in result_tokens must be less than `query_lens` of their rows")
     if not all_in_range(kinds, len(ResultKind)):
         raise WorkerError(
             f"result_tokens must have kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}"

@@ -304,8 +304,8 @@ class TokenGraph:
             if np.any(differ):
                 self._drawing = {}
                 logger.warning(
-                    "the device drew other tokens than the sampler for %d of %d rows of random logits, so the host "
-                    "draws the tokens of all steps that are not greedy",
+                    "in the check at start, the device chose other tokens than the host for %d of %d rows of random "
+                    "logits, so the host chooses the tokens of all steps that are not greedy",
                     np.count_nonzero(differ),
                     _NUM_CHECKED,
                 )

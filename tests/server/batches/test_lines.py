@@ -90,8 +90,8 @@ def test_batch_accepts_the_deepest_readable_line(tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "what"),
     [
-        (b"[" + b"[]," * 2**15 + b"[]]", "lists, objects and names"),
-        (b"[" + b'"",' * 2**16 + b'""]', "texts and names"),
+        (b"[" + b"[]," * 2**15 + b"[]]", "lists, objects and keys"),
+        (b"[" + b'"",' * 2**16 + b'""]', "strings and keys"),
         (b"[" + b"0," * 2**19 + b"0]", "values"),
         (b"1" * 65, "numbers of at most 64 digits"),
     ],

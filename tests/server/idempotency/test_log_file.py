@@ -192,7 +192,7 @@ def test_request_log_on_a_hanging_disk_uses_bounded_memory(tmp_path, monkeypatch
     log.close()
     assert len(waited) == 2, "for the first, and when it was over"
     assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
-        "the disk is too slow; requests are not logged until it has written the waiting ones",
+        "the disk is too slow; new requests are not logged until it has written the waiting records",
         "logging of requests has resumed; lost_records=4",
     ]
     log, found = opened(tmp_path)

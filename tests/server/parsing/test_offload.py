@@ -74,11 +74,11 @@ def test_body_with_too_many_values_is_refused(path, form, filling, monkeypatch):
     ("content", "rule"),
     [
         ([[]] * (MAX_CONTAINERS - 1), None),
-        ([[]] * MAX_CONTAINERS, f"at most {MAX_CONTAINERS} lists, objects and names"),
+        ([[]] * MAX_CONTAINERS, f"at most {MAX_CONTAINERS} lists, objects and keys"),
         ([1] * MAX_VALUES, None),
         ([1] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
         ([""] * MAX_TEXTS, None),
-        ([""] * (MAX_TEXTS + 1), f"at most {MAX_TEXTS} texts and names"),
+        ([""] * (MAX_TEXTS + 1), f"at most {MAX_TEXTS} strings and keys"),
         (int("1" * MAX_DIGITS), None),
         (int("1" * (MAX_DIGITS + 1)), f"numbers of at most {MAX_DIGITS} digits"),
         (["[{,:" * 100_000, "1" * 200_000], None),

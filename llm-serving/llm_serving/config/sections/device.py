@@ -46,7 +46,7 @@ ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 """Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
 ASCEND_MAX_LATENT_DIM: Final = 576
 ASCEND_MAX_LATENT_BLOCK_SIZE: Final = 128
-"""Limits of PagedAttention on Ascend for latent keys, which hold their values."""
+"""Limits of PagedAttention on Ascend with multi-head latent attention, which hold their values."""
 _FAST_BLOCK_SIZES: Final = (128, 64)
 _EXACT_BLOCK_SIZES: Final = (32,)
 """Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on other rows (`worker.device`)."""
@@ -255,7 +255,9 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
     if head_dim > (most := ASCEND_MAX_LATENT_DIM if is_latent else ASCEND_MAX_HEAD_DIM):
         raise values.error(MODEL_PATH, f"must name a model whose head_dim is at most {most} on Ascend", head_dim)
     if is_latent and values[BLOCK_SIZE] > ASCEND_MAX_LATENT_BLOCK_SIZE:
-        raise values.error(BLOCK_SIZE, f"must be at most {ASCEND_MAX_LATENT_BLOCK_SIZE} on Ascend for latent keys")
+        raise values.error(
+            BLOCK_SIZE, f"must be at most {ASCEND_MAX_LATENT_BLOCK_SIZE} on Ascend with multi-head latent attention"
+        )
     if not is_latent and head_dim * values[BLOCK_SIZE] > ASCEND_MAX_BLOCK_ELEMENTS:
         rule = f"times the model's head_dim {head_dim} must be at most {ASCEND_MAX_BLOCK_ELEMENTS} on Ascend"
         raise values.error(BLOCK_SIZE, rule)

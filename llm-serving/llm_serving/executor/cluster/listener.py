@@ -197,6 +197,7 @@ class Listener:
         attached = isinstance(message, Attach) and self._pending_starts.deliver(message.token, channel)
         if not attached:
             logger.warning(
-                "closed a connection from %s to the cluster's port: no start of a WorkAgent waits for its token", peer
+                "closed a connection from %s to the cluster's port: no WorkAgent that is being started has its token",
+                peer,
             )
         return attached

@@ -116,7 +116,7 @@ _Read = Callable[[str, Any, str | None], StructuredOutput | None]
 
 def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:
     if not any(output.is_json for output in found):
-        raise RequestError(field, "is allowed only with JSON output")
+        raise RequestError(field, "is allowed only if the structured output is JSON")
 
 
 def _schema(field: str, value: Any, whitespace: str | None) -> StructuredOutput:

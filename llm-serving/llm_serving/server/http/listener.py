@@ -62,7 +62,7 @@ class OpenFiles:
             most = limits.max_connections
             enough = f"{self.needed(1)}, and for serving_config.max_connections ({most}) {self.needed(most)}"
             raise ConfigError(
-                f"the process may open {soft} files, of which {self.reserved} are reserved for purposes other than "
+                f"the process may open {soft} files, and needs {self.reserved} for purposes other than "
                 f"connections: {RAISE_FILES.format(enough)}"
             )
 

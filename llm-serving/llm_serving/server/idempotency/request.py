@@ -223,7 +223,7 @@ async def claim_request(
             position.check(num_streams)
             if record.model != state:
                 raise GoneError(
-                    f"the request was accepted by another model or adapter, or with other kernels. {_SEND_ANEW}"
+                    f"the earlier request was accepted by another model or adapter, or with other kernels. {_SEND_ANEW}"
                 )
             request.seed, request_id, name = record.seed, record.request_id, engine.config.model.model_name
             request_context_of(http_request).request_id = request_id

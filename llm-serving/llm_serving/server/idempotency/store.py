@@ -254,7 +254,7 @@ class LogFile:
             self._num_lost += 1
             if self._num_lost == 1:
                 logger.error(
-                    "%s: the disk is too slow; requests are not logged until it has written the waiting ones",
+                    "%s: the disk is too slow; new requests are not logged until it has written the waiting records",
                     self._folder,
                 )
             return

@@ -32,7 +32,7 @@ MAX_VALUES: Final = 2**19
 MAX_TEXTS: Final = 2**16
 """Maximum number of strings, names included. Decoding them takes about 5 ms."""
 MAX_CONTAINERS: Final = 2**15
-"""Maximum number of lists, objects and names together. Each takes about 0.5 us. 4,096 messages have fewer."""
+"""Maximum number of lists, objects and keys together. Each takes about 0.5 us. 4,096 messages have fewer."""
 MAX_DIGITS: Final = 64
 """Maximum number of digits in a number. The time to decode an integer grows with the square of its digits."""
 MAX_ECHOED_BYTES: Final = 2**16
@@ -153,10 +153,10 @@ def check_json_limits(body: bytes) -> None:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote opens or closes a string
     if plain.count(b'"') > 2 * MAX_TEXTS:
-        raise RequestError("body", f"must hold at most {MAX_TEXTS} texts and names")
+        raise RequestError("body", f"must hold at most {MAX_TEXTS} strings and keys")
     outside = b'"'.join(plain.split(b'"')[::2])
     if _num_structural(outside) - outside.count(b",") > MAX_CONTAINERS:
-        raise RequestError("body", f"must hold at most {MAX_CONTAINERS} lists, objects and names")
+        raise RequestError("body", f"must hold at most {MAX_CONTAINERS} lists, objects and keys")
     if outside.count(b",") >= MAX_VALUES:
         raise RequestError("body", f"must hold at most {MAX_VALUES} values")
     if _has_long_number(outside):

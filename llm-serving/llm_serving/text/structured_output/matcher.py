@@ -70,7 +70,9 @@ class TokenMatcher:
             masks = self._masks(output_token_ids, draft_token_ids)
             if self._matcher.is_error():
                 error = self._matcher.get_error()
-                logger.error("A grammar matcher failed and allows no token after this output: error=%s", error)
+                logger.error(
+                    "structured output: the grammar matcher of a request failed, so its answer ends: error=%s", error
+                )
         return masks
 
     def _masks(self, output: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:

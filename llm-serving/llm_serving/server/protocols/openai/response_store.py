@@ -62,9 +62,12 @@ class ResponseStore:
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
             limit = f"{self._quota.key} {self._max_bytes}"
-            raise RequestError("background", f"must be false: the response takes {num_bytes} bytes, more than {limit}")
+            raise RequestError(
+                "background",
+                f"must be false: the response to store takes {num_bytes} bytes, more than the limit of {limit}",
+            )
         if num_bytes > self._in_progress.room(tenant):
-            raise StoreFullError(f"the store has no room: responses in the background {self._quota.rule}")
+            raise StoreFullError(f"the store of responses has no room: responses in the background {self._quota.rule}")
         self._stored[stored.response.id] = stored
         self._in_progress.add(stored.response.id, tenant, num_bytes)
 
