@@ -125,7 +125,7 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step of `num_rows` requests. `seconds`: to its reply, from its submission or the previous reply."""
+        """Record a step. `seconds`: from its submission (or the previous reply, if that was later) to its reply."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
         moments.weight = moments.weight * keep + 1
