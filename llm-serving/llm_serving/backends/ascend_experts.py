@@ -4,8 +4,8 @@ Rows are sorted by expert, the rows of an expert are multiplied together, and th
 weights. Each product is rounded to the model dtype, and so is the sum.
 
 For 8-bit weights, GroupedMatmulV4 gets no scales and returns int32 sums. With scales, it would return float16 only for
-float32 scales, and bfloat16 only for bfloat16 scales. This module scales the sums in float32, in the
-order of QuantBatchMatmul, which gives the same bits on every device.
+float32 scales, and bfloat16 only for bfloat16 scales. This module multiplies each sum in float32, first by the scale of
+the weight and then by the scale of the row, as QuantBatchMatmul does. So all devices compute the same bits.
 """
 
 from __future__ import annotations

@@ -82,9 +82,10 @@ def has_cann_package(environment: Mapping[str, str]) -> bool:
 
 
 class InvariantProduct(nn.Cell):
-    """(x [T, K], weight [K, N]) -> x @ weight, [T, N], in the type `dtype`, or in the type of x if `dtype` is None.
-    `product`, the batch-invariant operator, takes no transposed weight. So each step transposes a weight [N, K], the
-    form that an LM head has if it shares its weight with the token embedding.
+    """(x [T, K], weight [K, N] or [N, K]) -> the product [T, N], in the type `dtype`, or that of x if `dtype` is None.
+
+    `product` is the batch-invariant operator. Because it needs a weight [K, N], each step transposes a weight [N, K],
+    such as an LM head that is also the token embedding.
     """
 
     def __init__(self, product: Callable[..., Any], dtype: Any = None) -> None:

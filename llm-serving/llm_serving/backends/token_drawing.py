@@ -97,10 +97,10 @@ class AscendLargestValues(nn.Cell):
 class _Weights(nn.Cell):
     """(logits [S, V], largest [S, 1], scale [S, 1]) -> weights [S, V], as `logprobs.token_weights` returns them.
 
-    The exact power 2^n of an integer n is computed without bit shifts. `near` is about 1.75 * 2^(n + 22), where
-    adjacent float32 numbers differ by d = 2^(n - 1). Adding `near` * 2^-23, which is between 1.5 d and 2 d, to `near`
-    gives `near` + 2 d after rounding, which is `near` + 2^n. Subtracting `near` gives 2^n exactly, even if exp is wrong
-    by up to 10 %.
+    Each weight has a factor 2^n for an integer n. This factor must be exact, but exp is not: `near`, which is computed
+    by exp, is only about 1.75 * 2^(n + 22). There, adjacent float32 numbers differ by d = 2^(n - 1). Adding `near` *
+    2^-23, which is between 1.5 d and 2 d, to `near` gives `near` + 2 d after rounding, which is `near` + 2^n.
+    Subtracting `near` gives 2^n exactly, even if exp is wrong by up to 10 %.
     """
 
     def __init__(self) -> None:
