@@ -256,7 +256,7 @@ def path(kind: Kind) -> Rule:
 
 
 def path_or_first(kind: Kind) -> Rule:
-    """Return the rule of a key that takes a path, or a list of one path: older files list one file for each graph."""
+    """Return the rule of a key that takes a path or, as in YAML files of older servers, a list of exactly one path."""
     one = path(kind)
     return _rule(
         "must be a path or a list of one",

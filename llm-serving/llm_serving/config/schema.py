@@ -68,7 +68,7 @@ class ServingConfig:
 
     @property
     def num_transfer_blocks(self) -> int:
-        """Number of KV blocks of each replica in the transfer pool; 0 without disaggregation and disk cache."""
+        """KV blocks of each replica in the transfer pool; 0 if neither disaggregation nor a disk cache is enabled."""
         if self.pa.disk_cache_path is not None:
             return 2 * self.num_disk_blocks
         if RoleName.PREFILL not in self.roles:

@@ -193,7 +193,7 @@ def _check_request_classes(values: Values, table: TableReader) -> None:
 
 
 def _check_anonymous_clients(values: Values, classes: TableReader, has_keys: bool) -> None:
-    """Check the class of clients without an API key. On a public address, it defaults to the class of priority 0."""
+    """Raise ConfigError if `anonymous_highest_class` is unknown. Set its default if a public server has no API keys."""
     name, address = "serving_config.anonymous_highest_class", "serving_config.server_ip"
     if values[name] is not None:
         _check_class_name(name, values[name], values.source(name), classes)
