@@ -56,7 +56,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, unless that thread has ended already."""
+    """Let the kernel kill this process when its parent thread ends. An end before this call has no effect."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -60,10 +60,10 @@ class DiskPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A migrating request's KV blocks, in the memory that other replicas read, and counts such as its preemptions.
+    """What a migrating request takes to its next replica: its KV blocks, in the transfer pool, and its counters.
 
-    The replica that continues the request releases the blocks; until then, none changes. Without blocks, it recomputes
-    all tokens.
+    The next replica frees the blocks. Until then, their content does not change. If there are no blocks, the next
+    replica recomputes all tokens.
     """
 
     block_ids: tuple[int, ...] = ()

@@ -36,9 +36,9 @@ class Window:
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a request holds: those of the window, and those that a step fills.
-        Without a window, return `NO_WINDOW`. `num_blocks`: the group's share of the cache, which limits a step's
-        tokens.
+        """Return the maximum number of blocks that a request holds: those of its window, and those of one step's new
+        tokens. Without a window, return `NO_WINDOW`. `num_blocks`: the group's share of the cache. A request holds more
+        only if its window alone needs more.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -74,7 +74,7 @@ class CacheGroups:
         return [each.max_blocks(block_size, num_blocks // len(self)) for each in self.windows]
 
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
-        """Return the most blocks that a request of `num_tokens` holds in a cache of `num_blocks`, over all groups."""
+        """Return the most blocks a request of `num_tokens` holds in a cache of `num_blocks`, summed over the groups."""
         return self._held(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
 
     def max_request_tokens(self, block_size: int, num_blocks: int) -> int:
