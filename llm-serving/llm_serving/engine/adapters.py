@@ -97,7 +97,7 @@ class AdapterRegistry:
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """Stop loading a removed adapter. Call this once its last request has ended, or another name offers it."""
+        """Stop loading a removed adapter. Call this when it has no requests, or an offered one has the same files."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
         self._offer(self.by_name)
 

@@ -43,7 +43,8 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 class Recovery:
     """Restores a replica after steps were lost. The WorkAgent recomputes lost KV blocks from the master's token ids.
 
-    The callbacks run after each attempt to restart the WorkAgent, and before each step that tests suspected requests.
+    `on_restart_attempt` runs after each attempt to restart the WorkAgent. `on_trial_step` runs before each step that
+    tests suspected requests.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the pool of KV blocks that replica `index` writes to disk. Blocks read from disk have the next ids."""
+    """Create the pool of KV blocks that replica `index` writes to disk. The ids after its last belong to disk reads."""
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

@@ -23,8 +23,9 @@ Service = Mapping[tuple[str, str], int]
 
 
 class TenantUsage:
-    """The virtual tokens that all replicas have served, by class and tenant. Not thread-safe. A list of counts has one
-    element per (class, tenant), in order of first service. The list of a replica may lack the newest pairs.
+    """The virtual tokens that all replicas have served, by class and tenant. Not thread-safe. Each list of counts has
+    one element per (class, tenant), in order of first service. A list that belongs to one replica may be shorter: it
+    lacks pairs that were first served after its last update.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,8 @@ class FleetAccounting:
     """Usage by tenants and classes, and the running slots of tenants, on all replicas of a master. Thread-safe.
 
     Before each step, a replica reads the service of other replicas. So the token counts of two tenants with waiting
-    requests differ by at most the bound for one replica, plus the tokens that other replicas compute in two steps.
+    requests can differ by more than on a single replica, but only by the tokens that other replicas compute in two
+    steps.
     """
 
     def __init__(self) -> None:
@@ -137,8 +139,9 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Record the usage of each class in a step: the scheduler's result (`usage`), and one computed from the step
-        (`service`). Return, by class, the minimum and maximum lead (`FleetClassUsage`) since the replica's last call.
+        """Record the usage that each class gained by a step, from two sources: the scheduler (`usage`) and the rows of
+        the step (`service`). Return, by class, the minimum and maximum lead (`FleetClassUsage`) since the replica's
+        last call.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -155,7 +158,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas until the latest `take_snapshot` that no earlier call has returned."""
+        """Return what other replicas served before the latest `take_snapshot`, except what earlier calls returned."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 

@@ -55,8 +55,9 @@ class FleetClassUsage:
     """Determines which classes exceed their share across all replicas. Thread-safe.
 
     The usage of a class is the share of steps that it received, divided by its weight. Its lead is its usage minus the
-    lowest usage of all classes with demand. A quantum is its usage in `quantum_steps` full steps. A class is
-    deprioritized when its lead exceeds a quantum, until its lead is at most half a quantum.
+    lowest usage of all classes with demand. `ClassUsage.quantum` is the usage that a class gains by filling
+    `quantum_steps` steps alone. A class is deprioritized when its lead exceeds its quantum, until its lead is at most
+    half its quantum.
     """
 
     def __init__(self) -> None:
