@@ -54,10 +54,10 @@ class AdaptedLinear:
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
         part_of_panel: For each panel (16 columns of the result), the index of its part.
-        a, b: The matrices A and B of all slots; R is the rank of a part. The C++ kernels read panels (see `panels`):
+        a, b: The matrices A and B of all slots. Each part has room for rank R. The C++ kernels read panels (`panels`):
             [slots, parts * R / 16, K, 16] and [slots, N / 16, R, 16], with K, N and R rounded up to multiples of 16.
             MindSpore Cells read [slots * R, K] and [N, slots * R], and all tensors form one part.
-        ranks: float32 [slots, parts], the rank of each part of the adapter in a slot, for the C++ kernels.
+        ranks: float32 [slots, parts], the actual rank (up to R) of each part in each slot, for the C++ kernels.
         parts: `part_of_panel` as float32 [N / 16], for the C++ kernels.
     """
 

@@ -90,8 +90,8 @@ class CacheLayout:
         return max(self.group_parts, default=1)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks of this layout fit into the memory of `num_tables` blocks with keys and values of all
-        layers.
+        """Return how many blocks of this layout fit into a given memory. `num_tables`: size of this memory, in blocks
+        that each hold the keys and values of all layers.
         """
         caches = [*self.shapes, *(view.shape for view in self.views)]
         of_layers = sum(caches[number].num_elements for _, number in self.layer_tensors)

@@ -19,7 +19,7 @@ a model folder that it is assembled from. SIGNATURES lists the inputs, weights a
     delta_rule        linear attention with a state for each head, by the gated delta rule
     ssm               state space model with a state for each head (Mamba-2)
     mix_streams       add a weighted sum of the equal parts of x to each residual stream (AltUp, Baykal et al. 2023)
-    match_streams     `like`, and the parts of x scaled to the root mean square of `like`; or the sum of all these
+    match_streams     `like`, then the parts of x scaled to the root mean square of `like`; if `sums`, all of them added
     sparsify          max(x - threshold, 0), with a threshold of mean + scale * standard deviation of the row
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights

@@ -139,7 +139,7 @@ def fuse_residual(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_residual_into_norm(graph: Graph, operation: Operation) -> Changes:
-    """Return the changes that make a + b and its rms_norm one operation, or {} if the sum is read earlier."""
+    """Return the changes that fuse a + b and its rms_norm, or {} if another operation reads the sum before the norm."""
     if operation.kind != "rms_norm" or "residual" in operation.inputs or operation.attributes["group"]:
         return {}
     total = graph.producer(operation.inputs["x"])

@@ -53,7 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the length that `factor` multiplies, or None if `own`, the model's maximum, is already multiplied."""
+        """Return the unscaled context length, or None if `own`, the model's maximum length, is scaled already."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
