@@ -82,7 +82,7 @@ def describe_decision(schedule: Schedule) -> str:
 
 
 def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
-    """Return why the step did not admit any waiting request. The text shows the scheduler's numbers after the step."""
+    """Return a text that says why requests still wait after the step, with counts of slots, blocks and tokens."""
     blocked = scheduler.blocked
     if blocked is None:
         return "no request waits for admission"

@@ -146,7 +146,7 @@ def upgrade_scheduler(version: int, attributes: dict[str, Any]) -> dict[str, Any
 
 
 def _upgrade_blocks(blocks: dict[str, Any]) -> None:
-    """Convert a block manager of an older format: all layers form one group; no free block is to be reused early."""
+    """Convert a block manager of an older format. All layers form one group. No free block is marked for first use."""
     groups = blocks["groups"] = CacheGroups((blocks.pop("window"),))
     blocks |= {"num_groups": 1, "has_sliding_window": groups.is_sliding, "max_blocks": [blocks.pop("most_blocks")]}
     blocks["_kept_ends"] = {}
