@@ -111,7 +111,7 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class of `among` whose prompts go first in a step, or None if `among` leaves no choice."""
+        """Return the class of `among` whose prompts go first in a step, or None if `among` has fewer than two."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
@@ -126,9 +126,10 @@ class WeightedFairSharing:
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """Return how many running requests of the class `name` the higher class `by` must not preempt.
 
-        These are the first requests that fit into the share of `name` of slots and blocks. `blocks`: number of blocks
-        of each running request, in this order. One more request, which fits only partly, counts too, unless the charge
-        of `name` exceeds the charge of `by` by more than this request costs in `quantum_steps` steps.
+        `blocks`: number of blocks of each running request of `name`. Requests count from the start of `blocks` while
+        all of them together fit into the slots and blocks of the share of `name`. One more request, which fits only
+        partly, counts unless the charge of `name` exceeds the charge of `by` by more than this request costs in
+        `quantum_steps` steps.
         """
         if name not in self.contenders:
             return 0

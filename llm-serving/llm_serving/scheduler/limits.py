@@ -1,4 +1,4 @@
-"""Limits of steps, of the running batch and of the bounds on waiting."""
+"""Limits and other settings of one scheduler, for its steps, running batch and waiting requests."""
 
 from __future__ import annotations
 

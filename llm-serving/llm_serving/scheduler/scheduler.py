@@ -73,8 +73,8 @@ class Scheduler:
         """Apply new rules from the next step on. `max_preemptions` and the sliding window must not change.
 
         Running requests keep their slots. If they exceed the new limit, no request is admitted until enough have
-        finished. Waiting requests are queued again in order of arrival, with new bounds on their waits. The charges of
-        classes restart at 0. If the order of admission has the same type as before, it keeps its statistics.
+        finished. Waiting requests are queued again in order of arrival, with new bounds on their waits. Fair sharing
+        forgets what each class has used. An `order` of the same type as before keeps the output lengths it has seen.
         """
         self._use_components(self._components.reload(rules, self._step))
 
@@ -247,11 +247,11 @@ class Scheduler:
         self.waiting_requests.resume(request)
 
     def set_priority(self, request: Request, priority: int) -> bool:
-        """Change the priority of a request, and perhaps its class. Return False if the priority stays the same.
+        """Change the priority of a request, and perhaps its class. Return False if the change is refused.
 
         Within its class, the request is placed as if it had arrived with this priority. In a new class, it is queued
-        last, or first if it has ever run. The priority stays the same if `max_overtakes` or the new class's share
-        forbids it.
+        last, or first if it has ever run. A request that has run is refused if it does not fit into the new
+        class's share of slots or blocks, or if `max_overtakes` requests in a row have overtaken the oldest one there.
         """
         if request.is_finished:
             return False
@@ -337,7 +337,7 @@ class Scheduler:
         return limiter.pop_demand() if limiter.is_active else {}
 
     def deprioritize(self, classes: Collection[str]) -> None:
-        """Schedule other classes first, because `classes` have exceeded their share across all replicas."""
+        """Until the next call, reduce the weights of these classes: they exceed their share across all replicas."""
         self.waiting.sharing.deprioritized = frozenset(classes)
 
     def pop_class_usage(self) -> dict[str, ClassUsage] | None:

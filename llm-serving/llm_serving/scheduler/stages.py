@@ -190,7 +190,7 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit requests in order, until one does not fit or its class does not go before the class `before`."""
+        """Admit waiting requests until one does not fit. `before`: admit only classes that go before this one."""
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
         while (request := queue.peek(plan.closed_classes, slots.slots_by_class, slots.blocks_by_class)) is not None:

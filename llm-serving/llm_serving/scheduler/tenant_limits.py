@@ -165,7 +165,7 @@ class TenantLimiter:
             self.is_active = self.is_active or bool(self._changed_tenants)
 
     def tick(self) -> LimiterChanges:
-        """Charge the classes of tenants at their limit for held slots. Return changes of the waiting queue."""
+        """Once a step, charge each class for its admitted requests of tenants at their limit. Return queue changes."""
         changes = LimiterChanges([], [])
         for tenant in list(self._full.values()):
             waiting, slots = self._update_contenders(tenant)
