@@ -90,7 +90,7 @@ def build_site(
     others: Sequence[OpenedModel] = (),
     open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the HTTP application of `engine` and the models `others`. `open_model` loads a model while it runs."""
+    """Return the HTTP application of `engine` and the models `others`. `open_model` adds models at run time."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []

@@ -146,7 +146,7 @@ class BatchStore:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch, tenant: str, now: float) -> None:
-        """Store a new batch. Raise StoreFullError if its input or its answers exceed the quota."""
+        """Store a new batch. Raise StoreFullError if its input does not fit, or no space is left for answers."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             query = "SELECT COALESCE((SELECT bytes FROM files WHERE id = ?), 0)"

@@ -227,7 +227,7 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Refund to the rate limit what a beam search did not use. All beams count as long as the best one."""
+    """Refund the unused tokens of a beam search. Each beam is charged for `num_generated`, the best one's length."""
     if num_generated:
         refund(num_generated * width)
 

@@ -63,7 +63,7 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """A request of one protocol. `bodies`: the parsed body, then nested objects that may have the caller's fields."""
+    """A request of one protocol. `bodies`: the parsed body, then nested objects that may have fields such as `user`."""
 
     id_prefix = ""
     route: ClassVar[str] = ""
@@ -231,7 +231,7 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
-    """Raise ContextLengthError for a text too long for `max_input_len` tokens. `least_chars` characters always pass."""
+    """Raise ContextLengthError if a text has too many characters for `max_input_len` tokens, and over `least_chars`."""
     max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ResponseBuilder(ABC):
-    """Builds one protocol's response: `encode_delta` returns the next bytes of a stream, `fold` extends a whole one."""
+    """Builds a response. If it is streamed, `encode_delta` returns its next bytes. Otherwise `fold` adds an output."""
 
     media_type = EVENT_STREAM
 

@@ -36,7 +36,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class TextEvents:
-    """Encodes events that differ only in one text of their JSON, `content_of(text)`. The rest is encoded once."""
+    """Encodes events whose JSON object, `content_of(text)`, differs only in the text. All the rest is encoded once."""
 
     __slots__ = ("_after", "_before")
 

@@ -93,7 +93,7 @@ class RequestHead(NamedTuple):
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if a request head, of which `size` bytes have arrived, exceeds a limit or is not HTTP."""
+    """Raise RefusedError if the first `size` bytes of `data`, all or part of a head, exceed a limit or are not HTTP."""
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL

@@ -246,7 +246,7 @@ class LogFile:
             self._end(error)
 
     async def append(self, record: AcceptedRequest) -> None:
-        """Write a record. On a slow disk, return after `WAIT_S` while it is being written, or drop the record."""
+        """Write a record, and wait up to `WAIT_S` for it. Drop it if more than `MAX_WAITING_BYTES` would wait."""
         if self._broken:
             return
         content = _encode(record)
