@@ -24,7 +24,7 @@ class TenantQuota:
 
     @property
     def rule(self) -> str:
-        """The limit as the end of an error message: "(responses) have at most 1000 bytes (serving_config.KEY)"."""
+        """The limit, in words that follow a subject such as "responses": "have at most 1000 bytes (KEY)"."""
         of_one = ", and those of one API key at most as many bytes as are free" if self.is_shared() else ""
         return f"have at most {self.num_bytes} bytes{of_one} ({self.key})"
 

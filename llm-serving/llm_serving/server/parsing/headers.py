@@ -26,7 +26,7 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return which query parameters are ignored (`IGNORED`). Raise RequestError for one repeated or not in `known`."""
+    """Return the query's names in `IGNORED`. Raise RequestError if another name is not in `known` or occurs twice."""
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:

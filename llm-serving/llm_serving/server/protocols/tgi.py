@@ -203,7 +203,7 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return a token as JSON. `text`: the characters that it completes. `special` is false if there are any."""
+        """Return a token as JSON. `text`: the characters that it completes. With a `text`, `special` is false."""
         special = token_id in self.tokenizer.special_token_ids and not text
         return {
             "id": token_id,

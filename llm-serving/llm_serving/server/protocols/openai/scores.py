@@ -133,8 +133,8 @@ def _scores_of_pairs(engine: AsyncEngine, body: PairsRequest, computed: TextVect
 
 
 async def _scores(computed: TextVectors, num_first: int) -> list[float]:
-    """Return the cosine similarity of each second text to the first text at the same index. If there is only one first
-    text, compare all second texts with it.
+    """Return the cosine similarity of each text of a second list to the text at the same index of a first list, or to
+    the only text of the first list. `computed` has the `num_first` texts of the first list, then those of the second.
     """
 
     def compute() -> list[float]:
