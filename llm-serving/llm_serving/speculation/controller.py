@@ -89,7 +89,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Set up the other methods for a step of `num_rows` rows, of which `num_drafted` may have the longest draft."""
+        """Set the step that the other methods assume: `num_rows` rows, `num_drafted` with the maximum draft length."""
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -228,7 +228,7 @@ class SpeculationController:
         """Whether drafts raise the throughput although a step with drafts must wait for the previous reply."""
 
     def add_request(self, request: Request) -> None:
-        """Propose drafts for a request that starts to run. Beam searches and requests for one token get none."""
+        """Let `propose` make drafts for a request that starts to run, unless it is a beam search or for one token."""
         if request.is_beam or request.beam_search is not None or request.sampling.max_tokens <= 1:
             return
         if request in self._ngram.requests:
@@ -246,9 +246,9 @@ class SpeculationController:
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
         """Return (request, draft tokens) for the next step. `synchronous`: whether no step is in flight.
 
-        With a step in flight, or while drafts do not raise the throughput, only requests in `self.waiting` get drafts:
-        their steps are formed after the reply to the previous step in any case. Raise WorkerError if the WorkAgent with
-        the draft model has exited.
+        With a step in flight, or while drafts do not raise the throughput, only the requests in `self.waiting` get
+        drafts. Drafts do not delay these requests, because each of their steps must await the previous reply anyway.
+        Raise WorkerError if the WorkAgent with the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}

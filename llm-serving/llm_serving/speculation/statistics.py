@@ -182,9 +182,10 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion.
+        """Return how many seconds `num_more` tokens add to a step of `num_tokens` tokens.
 
-        Return 0 while all steps have had the same size, so that drafts are tried and measured.
+        Each adds at most the step's mean time per token. While all steps have had the same size, the result is 0, so
+        that drafts are tried and measured.
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
