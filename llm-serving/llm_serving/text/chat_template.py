@@ -319,7 +319,7 @@ class Conversations:
 
 
 def _with_sentinel(message: Mapping[str, Any], sentinel: str) -> tuple[str, dict[str, Any]]:
-    """Append `sentinel` to the last text part of a message. Return that text, and the changed message."""
+    """Return the last text of a message, unchanged, and a copy of the message with `sentinel` after this text."""
     content = message.get("content")
     if isinstance(content, str):
         return content, dict(message) | {"content": content + sentinel}

@@ -64,8 +64,8 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return the grammar term for `content` between the answer's delimiters. Return "" if the format has no such
-    delimiters, or if `content` is any text, which already includes delimiters that are plain text.
+    """Return the grammar term for `content` between the answer's delimiters. Return "" if none is needed: the format
+    has no such delimiters, or they are ordinary text (not special tokens) and `content` matches any text.
     """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""

@@ -175,8 +175,8 @@ def is_lark(text: str) -> bool:
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. Each
-    grammar in `named` must be one text without `@name`, or the text `start: @answer` with the text of `answer`.
+    """Return the grammar that `text` describes in llguidance's language, in which `@name` refers to `named[name]`. A
+    grammar in `named` must have one part, without `@name`, or the two parts that `_whole_answer` makes.
     """
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():

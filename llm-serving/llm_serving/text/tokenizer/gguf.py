@@ -40,7 +40,7 @@ _END: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_case(suffix: str, digits: str, *, upper: str = _UPPER, lower: str = _LOWER, end: str = _END) -> str:
-    """Return an expression for one word: letters up to an upper-case one after a lower-case one, `digits` or `end`."""
+    """Return a regular expression that matches a word ("HelloWorld" has two) and `suffix`, or `digits`, or `end`."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}|{digits}|{end}"
 

@@ -56,7 +56,7 @@ class Read(NamedTuple):
 
 
 def before_closing(calls: list[Call], body: str, end: int, closing: str, *, ended: bool) -> Read:
-    """Return the calls in `body` up to `end`, and the text `closing` after them, which some models omit."""
+    """Return `calls`, read from `body` up to index `end`, as a Read that ends there or after a following `closing`."""
     behind = body[end:].lstrip()
     if closing.startswith(behind) and len(behind) < len(closing) and not ended:
         return Read(calls, end, may_continue=True)

@@ -54,7 +54,7 @@ OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_l
 
 
 class PythonicReader:
-    """Reads calls before `closing`. `calls(text)` parses them, or raises IncompleteError if `text` ends in a call."""
+    """Reads calls before `closing`. `calls(text)` parses them. It raises IncompleteError if a call is cut off."""
 
     def __init__(self, closing: str, calls: Callable[[str], list[base.Call]]) -> None:
         self._closing, self._calls = closing, calls
