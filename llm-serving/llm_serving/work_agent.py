@@ -367,7 +367,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when the master exits, which closes standard input, a pipe. This works even if it exited before the call."""
+    """Wait until standard input, a pipe from the master, closes because the master has exited. Then exit too."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

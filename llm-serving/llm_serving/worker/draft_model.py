@@ -52,8 +52,9 @@ class DraftSlot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign the tokens from position `start` on to the slot. Return how many of them are cached. The last token
-        does not count, because the draft model must compute it to propose the next one.
+        """Make `token_ids` the tokens of the slot, the first one at position `start`. Return how many of them, from the
+        first, have keys and values in the slot. The last token does not count, because the draft model must compute it
+        to propose the next one.
         """
         known = 0
         if start == self.start:

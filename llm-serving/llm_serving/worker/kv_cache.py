@@ -230,8 +230,9 @@ class KVTensors:
 def _view(
     pair: tuple[ms.Parameter, ms.Parameter], view: CacheView, num_blocks: int, block_size: int
 ) -> tuple[ms.Parameter, ms.Parameter]:
-    """Return key and value tensors of a layer with smaller blocks. They lie in the memory of `pair`, where a row holds
-    n such blocks. The layer uses only every n-th block: block n * i is part `view.part` of row i.
+    """Return the key and value tensors of a layer with smaller blocks, in the memory of `pair`. A row of `pair` holds n
+    such blocks. The tensors begin at part `view.part` of row 0, so their block n * i is this part of row i. The layer
+    uses only these blocks.
     """
     made = []
     for cache, width in zip(pair, (view.shape.key_width, view.shape.value_width), strict=True):

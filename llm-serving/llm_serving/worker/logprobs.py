@@ -71,7 +71,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Return `weights` [V]; zero all but the `count` largest (of equals, the lowest ids). `descending`: sorted."""
+    """Return `weights` with 0 for all but the `count` largest (ties: lowest ids). `descending`: sorted `weights`."""
     if count >= len(weights):
         return weights
     if descending is None:
