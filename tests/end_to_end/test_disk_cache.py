@@ -238,7 +238,7 @@ def test_a_disk_that_hangs_delays_requests_only_for_a_bounded_time(
         assert [each.token_ids for each in answers] == expected
         assert (
             caplog.text.count(
-                "did not reply within 0.1 s; until it does, prompts are computed instead of read from the disk"
+                "did not reply within 0.1 s; until it does, prompts are computed and not read from the disk"
             )
             == 1
         )

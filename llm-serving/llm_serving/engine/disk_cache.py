@@ -306,8 +306,8 @@ class DiskCache(StepObserver):
         if not self._is_late:
             self._is_late = True
             logger.warning(
-                "disk cache: the WorkAgent did not reply within %g s; until it does, prompts are computed instead of read "
-                "from the disk",
+                "disk cache: the WorkAgent did not reply within %g s; until it does, prompts are computed and not "
+                "read from the disk",
                 LATE_S,
             )
         for lookup in list(self._lookups.values()):
