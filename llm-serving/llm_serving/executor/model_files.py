@@ -82,7 +82,7 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 async def hash_in_thread(files: ModelFiles) -> ContentHashes:
-    """Call `content_hashes`, which may take minutes, in a daemon thread."""
+    """Return `content_hashes(files)`. A daemon thread computes it, maybe for minutes; an exit does not wait for it."""
     hashes: Future[ContentHashes] = Future()
     hashes.set_running_or_notify_cancel()
 

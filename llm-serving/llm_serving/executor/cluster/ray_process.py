@@ -134,7 +134,9 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. If Ray fails, report its end; return False if no other one runs, as Ray may be lost."""
+        """Start a WorkAgent. If Ray fails to, report to the master that this WorkAgent has ended. Return False if it
+        failed and no other WorkAgent runs, because the connection to Ray may be lost.
+        """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
             "max_restarts": 0,  # the supervisor restarts WorkAgents, with new tokens
