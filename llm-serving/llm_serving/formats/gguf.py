@@ -291,7 +291,7 @@ METHOD: Final = "gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The format of weights in GGUF files. `architecture` and `heads` determine tensor names and layouts to convert."""
+    """The GGUF format. `architecture` and `heads` say how to convert tensors to Hugging Face's names and layouts."""
 
     description: str
     architecture: str = ""

@@ -72,7 +72,7 @@ class BlockType:
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return how many bytes packed matrices take. 256 columns of a panel of 16 rows are padded to 64-byte lines."""
+        """Return how many bytes matrices of this shape take after packing for the kernels, with all padding."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)

@@ -59,7 +59,6 @@ _W: Final = ("w1", "w3", "w2")
 
 
 def _gated(at: str, ending: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
-    """Return the names of gate, up and down: in the file with `ending`, in the model with `at` before `names`."""
     return {f"ffn_{part}{ending}": at + name for part, name in zip(("gate", "up", "down"), names, strict=True)}
 
 

@@ -57,7 +57,9 @@ _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
-    """Convert tensors to Hugging Face's names and layouts; keep unknown ones. Raise ModelError for a wrong name."""
+    """Convert tensors with names of llama.cpp to Hugging Face's names and layouts; keep other tensors. Raise ModelError
+    if a tensor already has Hugging Face's name, or if two tensors get the same name.
+    """
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
     for name, tensor in tensors.items():

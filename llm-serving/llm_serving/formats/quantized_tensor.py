@@ -34,7 +34,7 @@ class QValuesForm(NamedTuple):
     Attributes:
         group_size: Number of columns in a group. 0 means that a row is one group.
         in_order: Whether the columns of each group are adjacent, as they are without GPTQ's act-order.
-        has_zeros: Whether 8-bit values have zero points. Kernels support zero points only for 4-bit values.
+        has_zeros: Whether 8-bit values have zero points, which kernels refuse. Always False for 4-bit values.
     """
 
     bits: int
