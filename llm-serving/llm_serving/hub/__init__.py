@@ -151,7 +151,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield cached models by name: the main revision of each on Hugging Face, every revision on ModelScope."""
+    """Yield cached models by hub, then by name: main revisions of Hugging Face, and all revisions of ModelScope."""
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])
