@@ -85,8 +85,8 @@ class BlockManager(RequestBlocks):
         """Allocate the tables of a request. The caller must have checked `num_blocks_to_admit`.
 
         Return how many of its tokens are already computed. `parent`: a running request whose prefix is shared.
-        `guaranteed`: the request must not be preempted, so it can always grow to `num_tokens` tokens. If that requires
-        blocks that a sliding window has passed, it shares none, because shared blocks would not become free.
+        `guaranteed`: the request must not be preempted, so it can always grow to `num_tokens` tokens. If it can grow
+        only by reusing blocks that its sliding window has passed, it shares no blocks, as shared blocks stay in use.
         """
         request_id = request.request_id
         assert request_id not in self.tables, f"request {request_id} has blocks already"
@@ -259,7 +259,7 @@ class BlockManager(RequestBlocks):
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Plan copies of the blocks that a request found on disk. Return their tokens plus `num_shared` tokens."""
+        """Plan copies of blocks that a request found on disk. Return `num_shared` (in tokens) plus copied tokens."""
         assert self.disk is not None
         table, hashes = self.table(request.request_id), self.prompt_hashes(request)
         moves = self.disk.imports(request.request_id, table, num_shared // self.block_size, hashes, self.pool)

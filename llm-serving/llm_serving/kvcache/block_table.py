@@ -105,7 +105,9 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
 
 
 def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_prompt_blocks: int) -> tuple[int, ...]:
-    """Return up to three prefix lengths, in blocks, that later prompts may share: shared now, cached, whole prompt."""
+    """Return the lengths, in blocks, of up to three prefixes that later prompts are likely to share: the prefix that
+    this request shares, the longest prefix in the cache, and the whole prompt.
+    """
     num_cached = next((at for at, each in enumerate(hashes) if pool.find_cached(each) is None), len(hashes))
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 

@@ -49,7 +49,7 @@ class StateSlots:
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
         """Return whether a request can continue from a state stored after the block with this hash. If no request uses
-        the state's slot, the request takes up a spare slot (`num_spare`), so there must be one.
+        the state's slot, that slot counts as spare, so at least one slot must be spare (`num_spare`).
         """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
