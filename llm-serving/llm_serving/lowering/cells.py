@@ -328,7 +328,7 @@ class _Schedule:
 
 
 class _ScheduledOperation:
-    """An operation with the keys of what it reads and writes: a value, a view, or the KV cache of a layer."""
+    """An operation, and what it reads and writes: values, column ranges of values, or the KV caches of layers."""
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation

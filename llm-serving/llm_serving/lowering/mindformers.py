@@ -54,7 +54,7 @@ NEVER_CALLED: Final = frozenset(
 
 @contextmanager
 def import_stubs() -> Iterator[None]:
-    """Return a context that replaces missing packages of `NEVER_CALLED` by stubs, which stay imported after it."""
+    """Return a context in which missing packages of `NEVER_CALLED` import as stubs. The stubs stay in `sys.modules`."""
     finder = _StubFinder()
     sys.meta_path.append(finder)  # at the end, so that it gets only packages that no other finder has
     try:

@@ -2,8 +2,8 @@
 
 MindSpore has no kernels on a CPU for TopkExt, IndexSelect and FusedAddTopKDiv, nor for MaskedFill and NanToNum in
 bfloat16. The order of sums in its BatchMatMul depends on the number of rows. The functions of this module give the same
-results by operations that have kernels. MindSpore's parser imports the module that a function names, so MindFormers'
-modules get this module in place of `mint` and `ops`.
+results by operations that have kernels. `REPLACED` puts this module in place of `mint` and `ops` in MindFormers'
+modules, where `mint.topk` is then `topk` below. It must be a module, because MindSpore's parser imports it.
 """
 
 from __future__ import annotations

@@ -138,9 +138,9 @@ def _quantized_values(
 ) -> tuple[Stored, QuantizationName]:
     """Return a weight and its quantization scheme.
 
-    If the files store integers that a matmul of one of `schemes` can use, return them. Dequantize other stored
-    integers, because rounding them again would lose accuracy. Quantize floating-point values by the first scheme.
-    `as_cells`: quantize dequantized values again, because Cells choose their matmuls before the weights are read.
+    If the files store integers that a matmul of one of `schemes` can use, return them. Quantize floating-point values
+    by the first scheme. Dequantize other stored integers; quantizing them again would lose accuracy. `as_cells` accepts
+    this loss and quantizes them by the first scheme, because Cells choose matmuls before reading weights.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:
