@@ -94,7 +94,7 @@ def mix_streams(
 
 
 def match_streams(net: Network, like: Value, x: Value, *, eps: float, sums: bool = False) -> Value:
-    """Scale each stream in x to the root mean square of `like`. Append the results to `like`, or add them if `sums`."""
+    """Scale streams in x to the root mean square of `like`. Return [like, scaled streams], or, if `sums`, their sum."""
     width = like.width if sums else like.width + x.width
     return net.record("match_streams", {"like": like, "x": x}, {}, {"eps": eps, "sums": sums}, width)
 

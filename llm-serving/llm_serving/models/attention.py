@@ -232,7 +232,9 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the QKV row order [queries, keys, values], with `Rotary.order` in heads. `grouped`: stored by KV head."""
+    """Return, for each row of the QKV weight, its row in the checkpoint, or -1 for zeros. Heads of queries and keys are
+    in `Rotary.order`. `grouped`: the checkpoint stores queries, keys and values of each KV head together.
+    """
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
@@ -248,8 +250,8 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the stored column at each column of the output projection. `order`: the same within a value head; without
-    it, columns keep their order, and zeros pad each head.
+    """Return, for each column of the output projection, its column in the checkpoint, or -1 for zeros. `order`: for
+    each element of a head, its index in the stored head. Without it, the stored order stays, and zeros pad each head.
     """
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 

@@ -75,7 +75,7 @@ def _minicpm3(reader: MetadataReader, config: Config) -> None:
 
 
 def _llama4(reader: MetadataReader, config: Config) -> None:
-    """Set `use_qk_norm` as llama.cpp does: files lack it. A stored window of 0 means no chunks; all layers rotate."""
+    """Set `use_qk_norm` as llama.cpp does: files lack it. If the window is 0, no layer has chunks and all use RoPE."""
     config["use_qk_norm"] = config.get("num_local_experts") != 128
     if reader.own("attention.sliding_window") == 0:
         config |= {"attention_chunk_size": None, "no_rope_layers": [1] * config["num_hidden_layers"]}

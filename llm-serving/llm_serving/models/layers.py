@@ -245,7 +245,7 @@ def attend(
 
 
 def gated(net: Network, c: ConfigReader, function: Activation = "silu", **options: Any) -> Layer:
-    """Return `gated_mlp` of the configured size as a part of a layer. SiLU must be the configured function."""
+    """Return `gated_mlp` of the configured size as part of a layer. `function` "silu" must agree with `hidden_act`."""
     inner = c.integer("intermediate_size")
     if function == "silu":
         c.choice("hidden_act", ("silu",), "silu")

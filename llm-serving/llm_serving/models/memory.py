@@ -57,10 +57,10 @@ def working_bytes(
     """Return the bytes of temporary memory for the largest step or for loading the largest weight, whichever is larger.
 
     For each token a step holds the inputs and outputs of the widest operation. For each sampled row it holds the logits
-    and the sampler's copies of them. Prompt logits, computed in pieces of LOGITS_BYTES, need the same. On an NPU there
-    are also an attention mask with `num_keys` columns and further values of the sampler for each logit. Loading holds a
-    weight as stored and a second copy, because its tensors may be stacked. Weights that are quantized in the folder
-    also need memory for float32 values.
+    and the sampler's copies of them. It also holds one piece (LOGITS_BYTES) of the prompt logits, with as many copies.
+    On an NPU there are also an attention mask with `num_keys` columns and further values of the sampler for each logit.
+    Loading holds a weight as stored and a second copy, because its tensors may be stacked. Weights that are quantized
+    in the folder also need memory for float32 values.
     """
     token = dtype_bytes * 2 * spec.max_row_elements + MASK_BYTES * num_keys
     row = 4 * (NUM_DRAWING_VALUES if num_keys else 3) * spec.vocab_size

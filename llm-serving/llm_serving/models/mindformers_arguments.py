@@ -78,8 +78,8 @@ def _expert_arguments(network: Network, dtype: str, num_experts: str) -> Mapping
 
 
 def _group_arguments(network: Network) -> Mapping[str, Any]:
-    """Return the arguments about groups of experts, or none if a token may use all groups. MindFormers' GLM-4-MoE class
-    has no fused operator for the choice.
+    """Return the arguments about groups of experts, or none if a token may use all groups. Without latent attention,
+    turn off the fused choice of experts, because MindFormers' GLM-4-MoE class has none.
     """
     is_fused = bool(latent_attentions(network))
     for each in network.operations:
