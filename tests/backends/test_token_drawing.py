@@ -121,7 +121,7 @@ def test_device_that_draws_other_tokens_leaves_drawing_to_the_host(draw, monkeyp
     logits = np.zeros((1, draw.size), np.float32)
     assert draw(logits, sampling) is not None
     draw.graph.check_drawing(other_tokens)
-    assert "the host draws" in caplog.text
+    assert "the host chooses" in caplog.text
     assert draw.graph.choose(DeviceLogits(ms.Tensor(logits), choice=choice_of(sampling))) is None
 
 

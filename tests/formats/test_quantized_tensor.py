@@ -146,10 +146,10 @@ GOOD = {
         ({"scales": np.ones((2, 2))}, "scales must be float32"),
         ({"zeros": np.zeros((2, 1), np.uint8)}, "zeros must be"),
         ({"zeros": np.zeros((2, 2), np.int8)}, "zeros must be"),
-        ({"g_idx": np.full(8, 2, np.int32)}, "g_idx must be"),
-        ({"g_idx": np.full(8, -1, np.int32)}, "g_idx must be"),
-        ({"g_idx": np.zeros(8)}, "g_idx must be"),
-        ({"g_idx": np.zeros(7, np.int32)}, "g_idx must be"),
+        ({"g_idx": np.full(8, 2, np.int32)}, "g_idx must have an int32 group number"),
+        ({"g_idx": np.full(8, -1, np.int32)}, "g_idx must have an int32 group number"),
+        ({"g_idx": np.zeros(8)}, "g_idx must have an int32 group number"),
+        ({"g_idx": np.zeros(7, np.int32)}, "g_idx must have an int32 group number"),
     ],
 )
 def test_quantized_tensor_refuses_mismatched_arrays(changes, message):

@@ -84,7 +84,7 @@ def test_num_blocks_for_rounds_down():
 
 
 def test_memory_without_room_for_one_block_is_an_error():
-    with pytest.raises(ConfigError, match=r"one block of 4096 bytes\. Left: 4095 bytes"):
+    with pytest.raises(ConfigError, match=r"one block of 4096 bytes\. Left beside the weights: 4095 bytes"):
         num_blocks_for(4095, 4096, 16)
 
 
