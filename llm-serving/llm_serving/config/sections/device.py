@@ -46,7 +46,7 @@ ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 """Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
 ASCEND_MAX_LATENT_DIM: Final = 576
 ASCEND_MAX_LATENT_BLOCK_SIZE: Final = 128
-"""Limits of PagedAttention on Ascend with multi-head latent attention, which hold their values."""
+"""Limits of PagedAttention on Ascend for the keys of multi-head latent attention, which hold their values."""
 _FAST_BLOCK_SIZES: Final = (128, 64)
 _EXACT_BLOCK_SIZES: Final = (32,)
 """Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on other rows (`worker.device`)."""
