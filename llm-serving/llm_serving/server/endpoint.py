@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -110,11 +110,12 @@ class Endpoint:
 class Endpoints(list[Endpoint]):
     """The endpoints of one module."""
 
-    def add(self, method: str, path: str, summary: str, **fields: Any) -> Callable[[Handler], Handler]:
-        """Return a decorator that makes a function the handler of an endpoint. `fields` are those of `Endpoint`."""
+    def add(self, method: str, paths: str | Sequence[str], summary: str, **fields: Any) -> Callable[[Handler], Handler]:
+        """Return a decorator that makes a function the handler of these paths. `fields` are those of `Endpoint`."""
 
         def register(handler: Handler) -> Handler:
-            self.append(Endpoint(method, path, handler, summary, **fields))
+            for path in (paths,) if isinstance(paths, str) else paths:
+                self.append(Endpoint(method, path, handler, summary, **fields))
             return handler
 
         return register

@@ -23,10 +23,12 @@ ENDPOINTS: Final = Endpoints()
 
 
 @ENDPOINTS.add(
-    "GET", "/ping", "Check whether the server is ready", answer=HealthResponse, is_probe=True, needs_key=False
-)
-@ENDPOINTS.add(
-    "GET", "/health", "Check whether the server is ready", answer=HealthResponse, is_probe=True, needs_key=False
+    "GET",
+    ("/health", "/ping"),
+    "Check whether the server is ready",
+    answer=HealthResponse,
+    is_probe=True,
+    needs_key=False,
 )
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
     """Return 200 if a WorkAgent is ready, else 503. If the query selects a model, only its WorkAgents count."""

@@ -63,9 +63,13 @@ async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
     return await computed.response(ScoreList, data=data)
 
 
-@ENDPOINTS.add("POST", "/v2/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)
-@ENDPOINTS.add("POST", "/v1/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)
-@ENDPOINTS.add("POST", "/rerank", "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking)
+@ENDPOINTS.add(
+    "POST",
+    ("/rerank", "/v1/rerank", "/v2/rerank"),
+    "Rank documents by similarity to a query",
+    body=RerankRequest,
+    answer=Ranking,
+)
 async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, RerankRequest)
     _check_count("documents", len(body.documents))
