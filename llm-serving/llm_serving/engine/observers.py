@@ -157,7 +157,7 @@ class LoadReports(StepObserver):
             return True
         if blocked.reason not in FULL or len(scheduler.running) == self._num_running:
             return False
-        request = next((each for each in scheduler.waiting if each.request_id == blocked.request_id), None)
+        request = scheduler.find(blocked.request_id)
         return request is None or scheduler.slots.has_room_for(request, scheduler.prefill.parent_of(request))
 
     def on_scheduled(

@@ -88,7 +88,7 @@ def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
         return "no request waits for admission"
     heads = (scheduler.waiting.queues[name].peek() for name in blocked.closed_classes)
     lines = [f"{head.request_id} waits: {_share(scheduler, head)}" for head in heads if head is not None]
-    request = scheduler._requests.get(blocked.request_id or "")
+    request = scheduler.find(blocked.request_id)
     if request is None:
         if blocked.reason is not WaitReason.SHARE:
             lines.append(f"all wait: {blocked.reason}")

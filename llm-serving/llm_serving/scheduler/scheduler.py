@@ -353,6 +353,9 @@ class Scheduler:
     def slots_by_class(self) -> dict[str, int]:
         return self.slots.slots_by_class
 
+    def find(self, request_id: str | None) -> Request | None:
+        return self._requests.get(request_id or "")
+
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
