@@ -205,8 +205,8 @@ CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
 _LAYER: Final = r"model\.layers\.(\d+)\."
 _WEIGHT_NAMES: Final = tuple(
-    (re.compile(pattern), place)
-    for pattern, place in (
+    (re.compile(pattern), parameter)
+    for pattern, parameter in (
         (r"model\.embed_tokens\.weight", "embedding.word_embeddings.weight"),
         (rf"{_LAYER}input_layernorm\.weight", r"decoder.layers.\1.input_layernorm.weight"),
         (rf"{_LAYER}self_attn\.q_proj\.(weight|bias)", r"decoder.layers.\1.self_attention.linear_qkv.\2"),
@@ -230,12 +230,12 @@ _WEIGHT_NAMES: Final = tuple(
 
 def mindformers_parameter(weight: Weight) -> str | None:
     """Return the parameter in MindFormers' class for a weight from `with_latent_weights`, or None if there is none."""
-    return latent_parameter(weight) or _place(weight.names[0], _WEIGHT_NAMES)
+    return latent_parameter(weight) or _parameter(weight.names[0], _WEIGHT_NAMES)
 
 
-def _place(name: str, places: Iterable[tuple[re.Pattern[str], str]]) -> str | None:
-    matches = ((pattern.fullmatch(name), place) for pattern, place in places)
-    return next((found.expand(place) for found, place in matches if found is not None), None)
+def _parameter(name: str, parameters: Iterable[tuple[re.Pattern[str], str]]) -> str | None:
+    matches = ((pattern.fullmatch(name), parameter) for pattern, parameter in parameters)
+    return next((found.expand(parameter) for found, parameter in matches if found is not None), None)
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
@@ -317,8 +317,8 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
 ARCHITECTURE: Final = "LlamaForCausalLM"
 
 _LEGACY_WEIGHT_NAMES: Final = tuple(
-    (re.compile(pattern), place)
-    for pattern, place in (
+    (re.compile(pattern), parameter)
+    for pattern, parameter in (
         (r"model\.embed_tokens\.weight", "tok_embeddings.embedding_weight"),
         (rf"{_LAYER}input_layernorm\.weight", r"layers.\1.attention_norm.weight"),
         (rf"{_LAYER}self_attn\.([qkvo])_proj\.(weight|bias)", r"layers.\1.attention.w\2.\3"),
@@ -333,7 +333,7 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 def mindformers_llama_parameter(name: str) -> str | None:
     """Return a tensor's parameter in MindFormers' `LlamaModel`, or None if it has none, as for the LM head."""
-    return _place(name, _LEGACY_WEIGHT_NAMES)
+    return _parameter(name, _LEGACY_WEIGHT_NAMES)
 
 
 def split_stacked_weights(network: Network) -> Network:
