@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"model_config.max_generate_length={longest}",
             f"scheduler_config.policy={arguments.policy}",
             "serving_config.audit_every=0",  # an audit would find that random tokens differ
+            "serving_config.max_connections=16384",
+            "serving_config.max_connections_per_address=16384",  # the reader of all streams has one address
             *arguments.set,
         ],
         Path("demo"),
@@ -286,7 +288,7 @@ def _read_streams(port: int, num_streams: int, output_len: int, repeats: int) ->
     async def read(index: int) -> None:
         prompt = [FIRST_PLAIN_TOKEN + (index + position) % 64 for position in range(PROMPT_LEN)]
         body = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True, "seed": index}
-        client = HttpClient("127.0.0.1", port, idle_timeout_s=60.0)
+        client = HttpClient("127.0.0.1", port, idle_timeout_s=600.0)
         response = await client.request("POST", "/v1/completions", json.dumps(body).encode())
         if response.status != 200 or not response.body.endswith(b"data: [DONE]\n\n"):
             raise RuntimeError(f"{response.status}: {response.body[-300:]!r}")
