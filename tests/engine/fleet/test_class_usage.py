@@ -64,7 +64,7 @@ class Replicas:
             scheduler.deprioritize(exceeding)
         assert run.step() is not None
         if (usage := scheduler.pop_class_usage()) is not None:
-            self.accounting.class_usage.charge(index, usage)
+            self.accounting.class_usage.charge(index, usage, {})
         self.served.append(dict(scheduler.slots_by_class))
 
     def shares(self, since: int, until: int | None = None) -> dict[str, float]:
@@ -106,23 +106,23 @@ def test_without_accounting_a_class_on_two_replicas_takes_the_share_of_another()
 
 def test_class_is_deprioritized_until_other_classes_have_caught_up() -> None:
     usage = FleetClassUsage()
-    usage.charge(0, {"a": ClassUsage(12, 10, True), "b": ClassUsage(0, 20, True)})
+    usage.charge(0, {"a": ClassUsage(12, 10, True), "b": ClassUsage(0, 20, True)}, {})
     assert usage.pop_exceeding(0) == {"a"}
     assert usage.pop_exceeding(0) is None
     assert usage.pop_exceeding(1) == {"a"}
-    usage.charge(1, {"a": ClassUsage(0, 10, False), "b": ClassUsage(6, 20, True)})
+    usage.charge(1, {"a": ClassUsage(0, 10, False), "b": ClassUsage(6, 20, True)}, {})
     assert usage.pop_exceeding(0) is None, "its lead is more than half a quantum"
-    usage.charge(1, {"a": ClassUsage(0, 10, False), "b": ClassUsage(2, 20, True)})
+    usage.charge(1, {"a": ClassUsage(0, 10, False), "b": ClassUsage(2, 20, True)}, {})
     assert usage.pop_exceeding(0) == frozenset()
 
 
 def test_service_without_competing_demand_is_not_charged() -> None:
     usage = FleetClassUsage()
     for _ in range(100):
-        usage.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, False)})
+        usage.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, False)}, {})
     assert usage.pop_exceeding(0) is None
     for _ in range(100):
-        usage.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, True)})
+        usage.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, True)}, {})
     assert usage._leads == {"a": MAX_LEAD_QUANTA * 10, "b": 0}
     usage.leave(0)
     assert usage.pop_exceeding(0) == {"a"}

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import pytest
 from llm_serving.engine.fleet.accounting import FleetAccounting
 from llm_serving.engine.fleet.monitors import WeightMonitor, step_shares, weighted_service
-from llm_serving.engine.fleet.sharing import ClassLeadMonitor
+from llm_serving.engine.fleet.sharing import ClassDemand, ClassLeadMonitor
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.fair_sharing import SCALE, ClassUsage, WeightedFairSharing
 from support.factories import create_classes, create_request, create_scheduler
@@ -58,7 +58,7 @@ def _step(
     schedule, usage = scheduler.schedule(0.0), scheduler.pop_class_usage()
     assert schedule is not None and usage is not None
     shares = step_shares(schedule, scheduler)
-    leads = accounting.charge_classes(index, usage, weighted_service(shares, scheduler))
+    leads = accounting.class_usage.charge(index, usage, weighted_service(shares, scheduler))
     num_violations = monitor.count_violations(schedule, leads, shares)
     scheduler.update(schedule, [7] * schedule.num_samples)
     return num_violations
@@ -91,15 +91,18 @@ def test_class_weight_monitor_counts_a_scheduler_that_deprioritizes_no_class(mon
 
 def test_class_lead_monitor_returns_the_range_of_each_lead_since_the_last_record() -> None:
     rng = random.Random(0)
-    monitor, leads, last_records = ClassLeadMonitor(), list[dict[str, int]](), dict[int, int]()
+    monitor, demand = ClassLeadMonitor(), ClassDemand()
+    leads, last_records = list[dict[str, int]](), dict[int, int]()
     for _ in range(3000):
         replica = rng.randrange(5)
         if rng.random() < 0.02:
             monitor.leave(replica)
+            demand.leave(replica)
             last_records.pop(replica, None)
         service = {name: rng.choice((0, 1, 5)) for name in "abc"}
         usage = {name: ClassUsage(service[name], 3, rng.random() < 0.5) for name in "abc"}
-        ranges = monitor.record(replica, service, usage)
+        demand.update(replica, usage)
+        ranges = monitor.record(replica, service, usage, demand)
         leads.append({name: monitor._leads[name] for name in "abc"})
         since = leads[last_records[replica] :] if replica in last_records else []
         assert ranges == {

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from llm_serving.core.request import Request
 from llm_serving.engine.fleet.monitors import LimitMonitor, step_shares, weighted_service
-from llm_serving.engine.fleet.sharing import ClassLead, ClassLeadMonitor, FleetClassUsage, TenantSlots
+from llm_serving.engine.fleet.sharing import FleetClassUsage, TenantSlots
 from llm_serving.engine.observers import FairnessObserver
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.fair_sharing import MAX_TENANTS, ClassUsage
+from llm_serving.scheduler.fair_sharing import MAX_TENANTS
 from llm_serving.scheduler.schedule import Blocked
 
 Service = Mapping[tuple[str, str], int]
@@ -38,10 +38,6 @@ class TenantUsage:
         """Replica -> the part of the totals that `pop_remote` does not report to this replica: the totals when the
         replica joined, its own service since then, and what `pop_remote` has already reported.
         """
-
-    @property
-    def replicas(self) -> set[int]:
-        return {*self._snapshots}
 
     def join(self, replica: int) -> None:
         """Add a replica. `pop_remote` reports to it only what other replicas serve after this call."""
@@ -106,28 +102,21 @@ class FleetAccounting:
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        self._lead_monitor = ClassLeadMonitor()
-        self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()
-
-    @property
-    def replicas(self) -> set[int]:
-        parts = self.tenant_slots, self.limit_monitor, self.class_usage, self._lead_monitor
-        return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
         """Add a replica after `num_reloads` reloads. Any thread may call `wake`, which makes it apply its new slots."""
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
-        self._leave_classes(replica)
+        self.class_usage.leave(replica)
         with self._usage_lock:
             self._tenant_usage.join(replica)
 
     def leave(self, replica: int) -> None:
         self.tenant_slots.leave(replica)
         self.limit_monitor.leave(replica)
-        self._leave_classes(replica)
+        self.class_usage.leave(replica)
         with self._usage_lock:
             self._tenant_usage.leave(replica)
 
@@ -135,22 +124,6 @@ class FleetAccounting:
         if service:
             with self._usage_lock:
                 self._tenant_usage.add(replica, service)
-
-    def charge_classes(
-        self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
-    ) -> Mapping[str, ClassLead]:
-        """Record the usage that each class gained by a step, from two sources: the scheduler (`usage`) and the rows of
-        the step (`service`). Return, by class, the minimum and maximum lead (`FleetClassUsage`) since the replica's
-        last call.
-        """
-        with self._class_lock:  # both sums see the steps of all replicas in the same order
-            self.class_usage.charge(replica, usage)
-            return self._lead_monitor.record(replica, service, usage)
-
-    def _leave_classes(self, replica: int) -> None:
-        with self._class_lock:
-            self.class_usage.leave(replica)
-            self._lead_monitor.leave(replica)
 
     def take_snapshot(self, replica: int) -> None:
         if self._tenant_usage.has_changed(replica):
@@ -212,7 +185,7 @@ class FleetSync(FairnessObserver):
             else:
                 self._shares = step_shares(schedule, scheduler)
                 service = weighted_service(self._shares, scheduler)
-            self._leads = accounting.charge_classes(self._index, usage, service)
+            self._leads = accounting.class_usage.charge(self._index, usage, service)
 
     def record_reload(self, number: int) -> None:
         self._num_reloads = number

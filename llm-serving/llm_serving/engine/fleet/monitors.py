@@ -143,10 +143,6 @@ class LimitMonitor:
         self._reloads: dict[int, int] = {}
         self._kept: dict[int, set[str]] = {}
 
-    @property
-    def replicas(self) -> set[int]:
-        return {*self._reloads, *self._kept}
-
     def join(self, replica: int, number: int = 0) -> None:
         with self._lock:
             self._reloads[replica] = number

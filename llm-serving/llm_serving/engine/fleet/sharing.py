@@ -26,10 +26,6 @@ class ClassDemand:
         self._counts: Counter[str] = Counter()
 
     @property
-    def replicas(self) -> set[int]:
-        return {*self._classes}
-
-    @property
     def classes(self) -> Collection[str]:
         return self._counts.keys()
 
@@ -51,6 +47,11 @@ class ClassDemand:
                 del self._counts[name]
 
 
+class ClassLead(NamedTuple):
+    lowest: float
+    highest: float
+
+
 class FleetClassUsage:
     """Determines which classes exceed their share across all replicas. Thread-safe.
 
@@ -64,32 +65,32 @@ class FleetClassUsage:
         self._lock = threading.Lock()
         self._leads: Counter[str] = Counter()
         self._demand = ClassDemand()
+        self._monitor = ClassLeadMonitor()
         self._exceeding = _NO_CLASSES
         self._reported: dict[int, frozenset[str]] = {}
-
-    @property
-    def replicas(self) -> set[int]:
-        return {*self._demand.replicas, *self._reported}
 
     def leave(self, replica: int) -> None:
         with self._lock:
             self._demand.leave(replica)
+            self._monitor.leave(replica)
             self._reported.pop(replica, None)
 
-    def charge(self, replica: int, usage: Mapping[str, ClassUsage]) -> None:
+    def charge(
+        self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
+    ) -> Mapping[str, ClassLead]:
+        """Record the usage that each class gained by a step, from two sources: the scheduler (`usage`) and the rows of
+        the step (`service`). Return the result of `ClassLeadMonitor.record`.
+        """
         with self._lock:
             self._demand.update(replica, usage)
-            leads = self._leads
-            for name, each in usage.items():
-                leads[name] += each.service
-            least = min((leads[name] for name in self._demand.classes), default=None)
+            _add_service(self._leads, {name: each.service for name, each in usage.items()}, usage, self._demand)
             exceeding = set()
             for name, each in usage.items():
-                lead = 0 if least is None else min(max(0, leads[name] - least), MAX_LEAD_QUANTA * each.quantum)
-                leads[name] = lead
+                lead = self._leads[name]
                 if lead > each.quantum or (name in self._exceeding and 2 * lead > each.quantum):
                     exceeding.add(name)
             self._exceeding = frozenset(exceeding)
+            return self._monitor.record(replica, service, usage, self._demand)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
         """Return the classes that exceed their share, or None if they are unchanged since the replica's last call."""
@@ -100,46 +101,39 @@ class FleetClassUsage:
             return self._exceeding
 
 
-class ClassLead(NamedTuple):
-    lowest: float
-    highest: float
-
-
 class ClassLeadMonitor:
     """Recomputes the lead of each class (`FleetClassUsage`) from the contents of steps. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
-        self._demand = ClassDemand()
         self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
 
-    @property
-    def replicas(self) -> set[int]:
-        return {*self._demand.replicas, *self._last_records}
-
     def leave(self, replica: int) -> None:
-        self._demand.leave(replica)
         self._last_records.pop(replica, None)
 
     def record(
-        self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
+        self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage], demand: ClassDemand
     ) -> Mapping[str, ClassLead]:
         """Add a step. Return, by class, the minimum and maximum lead since the replica's previous call."""
-        self._demand.update(replica, usage)
-        leads = self._leads
-        for name, served in service.items():
-            leads[name] += served
-        least = min([leads[name] for name in self._demand.classes], default=None)
+        _add_service(self._leads, service, usage, demand)
         self._num_records = now = self._num_records + 1
-        for name, each in usage.items():
-            lead = 0 if least is None else max(0, leads[name] - least)
-            leads[name] = lead = min(lead, MAX_LEAD_QUANTA * each.quantum)
-            self._history[name].add(now, lead)
+        for name in usage:
+            self._history[name].add(now, self._leads[name])
         since, names = self._last_records.get(replica, (now, ()))
         self._last_records[replica] = now, tuple(usage)
         return {name: ClassLead(*self._history[name].since(since)) for name in names}
+
+
+def _add_service(
+    leads: Counter[str], service: Mapping[str, int], usage: Mapping[str, ClassUsage], demand: ClassDemand
+) -> None:
+    """Add the service of a step to `leads`, and reduce all leads by the lowest lead of the classes with demand."""
+    leads.update(service)
+    least = min([leads[name] for name in demand.classes], default=None)
+    for name, each in usage.items():
+        leads[name] = 0 if least is None else min(max(0, leads[name] - least), MAX_LEAD_QUANTA * each.quantum)
 
 
 class ExtremesSince:
@@ -203,11 +197,6 @@ class TenantSlots:
         self._num_migrating: Counter[str] = Counter()
         self._arrived: dict[int, list[str]] = {}
         self._num_leases = 0
-
-    @property
-    def replicas(self) -> set[int]:
-        with_demand = (replica for tenant in self._tenants.values() for replica in tenant.demands)
-        return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
     def join(self, replica: int, wake: Callable[[], None]) -> None:
         """Add a replica. Any thread may call `wake()`, which makes the replica call `exchange` to get its leases."""
