@@ -223,8 +223,7 @@ class AsyncEngine:
         stream = self._open(request, request_id, route, caller, admission, sharing)
         if hashes:
             self._router.prompts.add(request.request_id, route.replica, hashes)
-        if self._router.has_several:
-            self._router.policy.record_routed(route.replica)
+        self._router.latest = route.replica
         self._queue.add(
             request.request_id,
             route.replica,

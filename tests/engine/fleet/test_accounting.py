@@ -184,7 +184,7 @@ def test_engines_exchange_service() -> None:
             served = [each.waiting.queues[class_of(0, each.classes).name].token_counters for each in schedulers]
             there = next(index for index, shares in enumerate(served) if shares.served("a"))
             assert served[1 - there].served("a") == 0  # it has had no step since
-            engine._router.policy.choose = lambda candidates, predict: [*candidates][1 - there]  # type: ignore[method-assign]
+            engine._router.policy = lambda candidates, predict: [*candidates][1 - there]
             assert [piece async for piece in engine.generate([6], sampling, Caller(tenant="b"), request_id="b")]
             assert served[1 - there].served("a") == served[there].served("a")
 

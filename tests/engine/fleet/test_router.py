@@ -168,7 +168,7 @@ def test_router_uses_the_configured_policy() -> None:
             for number in range(4):
                 await engine.generate([5, 6], GREEDY, request_id="x").aclose()
                 await engine.generate([5, 6], replace(GREEDY, max_tokens=1), request_id=str(number)).aclose()
-            assert engine._router.policy._last == 7 % 3
+            assert engine._router.latest == 7 % 3
             release(setup)
 
     asyncio.run(run())

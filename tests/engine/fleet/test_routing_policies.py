@@ -27,16 +27,16 @@ def candidate(
     return Candidate(replica, num_unfinished, 100, num_cached, queued, used, block_size=10, token_s=token_s)
 
 
-def among(candidates: Sequence[Candidate], away: Sequence[int] = ()) -> Candidates:
+def among(candidates: Sequence[Candidate], away: Sequence[int] = (), latest: int = -1) -> Candidates:
     """Return these candidates, without those in `away`."""
     by_load = sorted(map(load_key, candidates))
     by_index = {each.replica: each for each in candidates}
     cached = {index: by_index[index].num_cached_tokens for _, index in by_load if by_index[index].num_cached_tokens}
-    return Candidates(sorted(by_index), by_load, cached, by_index.__getitem__, lambda index: index not in away)
+    return Candidates(sorted(by_index), by_load, cached, by_index.__getitem__, lambda index: index not in away, latest)
 
 
 def chosen(policy: RoutingPolicy, *candidates: Candidate, predicted: Mapping[int, float | None] | None = None) -> int:
-    return policy.choose(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
+    return policy(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
 
 
 def test_every_routing_name_has_a_policy() -> None:
@@ -45,40 +45,39 @@ def test_every_routing_name_has_a_policy() -> None:
 
 @pytest.mark.parametrize("name", RoutingName)
 def test_routing_policy_is_deterministic(name: RoutingName) -> None:
-    policy = ROUTING_POLICIES[name]()
+    policy = ROUTING_POLICIES[name]
     candidates = [candidate(0, 2, used=30), candidate(1), candidate(2, 1)]
     assert len({chosen(policy, *candidates) for _ in range(3)}) == 1
 
 
 def test_round_robin_alternates_between_the_available_replicas() -> None:
-    policy, routed = ROUTING_POLICIES[RoutingName.ROUND_ROBIN](), []
+    policy, routed = ROUTING_POLICIES[RoutingName.ROUND_ROBIN], [-1]
     for living in ((0, 1, 2), (0, 1, 2), (0, 2), (0, 2), (0, 1, 2)):
-        routed.append(chosen(policy, *map(candidate, living)))
-        policy.record_routed(routed[-1])
-    assert routed == [0, 1, 2, 0, 1]
+        routed.append(policy(among([*map(candidate, living)], latest=routed[-1]), lambda each: None).replica)
+    assert routed == [-1, 0, 1, 2, 0, 1]
 
 
 def test_least_loaded_counts_only_requests() -> None:
-    policy = ROUTING_POLICIES[RoutingName.LEAST_LOADED]()
+    policy = ROUTING_POLICIES[RoutingName.LEAST_LOADED]
     assert chosen(policy, candidate(0, 2, num_cached=90), candidate(1, 1), candidate(2, 1)) == 1
 
 
 def test_prefix_affinity_needs_balanced_loads_and_a_tenth_of_the_prompt() -> None:
-    policy = ROUTING_POLICIES[RoutingName.PREFIX_AFFINITY]()
+    policy = ROUTING_POLICIES[RoutingName.PREFIX_AFFINITY]
     assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE, num_cached=10)) == 1
     assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE, num_cached=9)) == 0
     assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE + 1, num_cached=90)) == 0
 
 
 def test_block_cost_weighs_blocks_to_compute_against_held_blocks() -> None:
-    policy = ROUTING_POLICIES[RoutingName.BLOCK_COST]()
+    policy = ROUTING_POLICIES[RoutingName.BLOCK_COST]
     assert chosen(policy, candidate(0), candidate(1, used=9, num_cached=50)) == 1  # 2 * 10 against 2 * 5 + 9
     assert chosen(policy, candidate(0), candidate(1, used=11, num_cached=50)) == 0
     assert chosen(policy, candidate(0, queued=100), candidate(1, used=19)) == 1
 
 
 def test_predicted_ttft_chooses_the_least_ttft_then_the_least_load() -> None:
-    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
+    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]
     three = candidate(0), candidate(1, 5), candidate(2, 4)
     assert chosen(policy, *three, predicted={0: 3.0, 1: 2.0, 2: 2.5}) == 1
     assert chosen(policy, *three, predicted={0: 3.0, 1: 2.0, 2: 2.0}) == 2
@@ -87,21 +86,21 @@ def test_predicted_ttft_chooses_the_least_ttft_then_the_least_load() -> None:
 
 
 def test_predicted_ttft_compares_a_bounded_number_of_replicas() -> None:
-    policy, asked = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT](), set[int]()
+    policy, asked = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT], set[int]()
     many = [candidate(each, each % 50, num_cached=10 if each in (77, 78) else 0) for each in range(100)]
 
     def predict(each: Candidate) -> float:
         asked.add(each.replica)
         return float(each.num_unfinished)
 
-    assert policy.choose(among(many), predict).replica == 0
+    assert policy(among(many), predict).replica == 0
     assert len(asked) == MAX_COMPARED
     assert {77, 78, 0, 50, 1, 51} <= asked
 
 
 def test_predicted_ttft_weighs_the_delay_of_other_requests_below_its_own() -> None:
     """Recomputing the prompt takes 0.1 s and delays 30 requests; the replica that caches it has a longer queue."""
-    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
+    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]
     cached, free = candidate(0, 30, num_cached=90, token_s=0.001), candidate(1, 30, token_s=0.001)
     assert chosen(policy, cached, free, predicted={0: 1.0, 1: 0.5}) == 0
     assert chosen(policy, cached, free, predicted={0: 2.0, 1: 0.5}) == 1
@@ -109,7 +108,7 @@ def test_predicted_ttft_weighs_the_delay_of_other_requests_below_its_own() -> No
 
 def test_predicted_ttft_weighs_the_delay_of_others_little_without_a_cached_prefix() -> None:
     """Computing the prompt takes 0.1 s on any replica and delays 30 requests or one."""
-    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
+    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]
     many, few = candidate(0, 30, num_cached=9, token_s=0.001), candidate(1, 1, num_cached=9, token_s=0.001)
     assert chosen(policy, many, few, predicted={0: 1.0, 1: 1.4}) == 0
     assert chosen(policy, many, few, predicted={0: 1.0, 1: 1.2}) == 1
@@ -160,12 +159,11 @@ def test_lazy_candidates_give_the_choice_of_evaluated_ones(name: RoutingName) ->
         ]
         away = rng.sample(range(few), rng.randrange(few))
         known = {each.replica: rng.choice((None, 0.5, 0.6)) for each in every} if rng.random() < 0.8 else {}
-        policy, last = ROUTING_POLICIES[name](), rng.randrange(few)
-        policy.record_routed(last)
+        policy, last = ROUTING_POLICIES[name], rng.randrange(few)
 
         def predict(each: Candidate, known: dict[int, float | None] = known) -> float | None:
             return known.get(each.replica)
 
         present = [each for each in every if each.replica not in away]
         expected = by_all_numbers(name, present, predict, last)
-        assert policy.choose(among(every, away), predict).replica == expected
+        assert policy(among(every, away, last), predict).replica == expected

@@ -287,13 +287,23 @@ def transfer_blocks(
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Transfer blocks. Return whether all arrived before the deadline. No frame is in flight on return."""
+    """Transfer blocks in pieces, each after a call of `throttle`. Return whether all arrived before the deadline. No
+    frame is in flight on return.
+    """
+    num_at_once = min(source.blocks_per_frame, target.blocks_per_frame)
+
+    def pieces() -> Iterator[Sequence[TransferBlock]]:
+        for start in range(0, len(blocks), num_at_once):
+            throttle()
+            if clock() > deadline:
+                raise WorkerError("the transfer of KV blocks took longer than serving_config.step_timeout_s")
+            yield blocks[start : start + num_at_once]
+
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # one order for all threads, so no two block each other
                 both.enter_context(link.locked(max(0.0, deadline - clock())))
-            pieces = _pieces(blocks, min(source.blocks_per_frame, target.blocks_per_frame))
-            with contextlib.closing(source.read(_until(clock, deadline, pieces, throttle))) as frames:
+            with contextlib.closing(source.read(pieces())) as frames:
                 target.write(frames)
     except WorkerError as error:
         logger.warning("KV blocks of a request were not transferred and are recomputed: %s", error)
@@ -302,22 +312,6 @@ def transfer_blocks(
         logger.exception("KV blocks of a request were not transferred and are recomputed")
         return False
     return True
-
-
-def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[TransferBlock]]:
-    for start in range(0, len(blocks), count):
-        yield blocks[start : start + count]
-
-
-def _until(
-    clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
-) -> Iterator[Sequence[TransferBlock]]:
-    """Yield the pieces of a transfer, each after a call of `throttle`. Raise WorkerError after the deadline."""
-    for piece in pieces:
-        throttle()
-        if clock() > deadline:
-            raise WorkerError("the transfer of KV blocks took longer than serving_config.step_timeout_s")
-        yield piece
 
 
 class _CpuTime(threading.local):

@@ -18,7 +18,7 @@ from llm_serving.core.request_class import Caller, cache_namespace, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.timings import Clock
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.fleet.routing_policies import ROUTING_POLICIES, Candidate, Candidates
+from llm_serving.engine.fleet.routing_policies import ROUTING_POLICIES, WITHOUT_PREFIXES, Candidate, Candidates
 from llm_serving.engine.open_requests import OpenRequests
 from llm_serving.engine.replicas import Replicas
 from llm_serving.engine.request_stream import RequestStream
@@ -130,7 +130,9 @@ class Router:
         admission: AdmissionControl,
         clock: Clock,
     ) -> None:
-        self.policy = ROUTING_POLICIES[config.serving.routing]()
+        self.policy = ROUTING_POLICIES[config.serving.routing]
+        self.latest = -1
+        """Replica of the latest request that was submitted."""
         self.prefill_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.PREFILL}
         self._decode_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.DECODE}
         self.has_several = config.num_replicas > 1
@@ -155,7 +157,7 @@ class Router:
         if not scheduler.prefix_caching or sampling.prompt_logprobs is not None:
             return []
         engines = self._first_stage().engines
-        is_compared = len(engines) > 1 and self.policy.needs_prefixes
+        is_compared = len(engines) > 1 and self._config.serving.routing not in WITHOUT_PREFIXES
         may_be_refused = caller.deadline is not None or scheduler.slo_refusal_factor is not None
         if not engines or not (is_compared or may_be_refused):
             return []
@@ -259,6 +261,7 @@ class Router:
             ),
             # Any WorkAgent may be lost in the meantime.
             lambda index: first_available in (None, index) or engines[index].executor.restart_status is None,
+            self.latest,
         )
         chosen, *others = islice(candidates.by_load(), 2)
         if others:
@@ -269,7 +272,7 @@ class Router:
                 load = self.load_of(route, speed_of_another)
                 return self._admission.predict_s(prompt_lens, request_class, caller.tenant, load)
 
-            chosen = self.policy.choose(candidates, predict)
+            chosen = self.policy(candidates, predict)
         return Route(chosen.replica, engines[chosen.replica], chosen.num_cached_tokens)
 
     def _candidate(

@@ -1,4 +1,4 @@
-"""Routing policies. Each chooses one of several replicas for a request."""
+"""Routing policies. Each is a function that chooses one of several replicas for a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.core.enums import RoutingName
 MIN_MATCH: Final = 0.1
 """Minimum cached fraction of a prompt for which a replica counts as a match, as in Ray Serve."""
 MAX_IMBALANCE: Final = 16
-"""Maximum difference of unfinished requests between replicas at which `PrefixAffinity` considers prefixes."""
+"""Maximum difference of unfinished requests between replicas at which `prefix_affinity` considers prefixes."""
 MAX_COMPARED: Final = 8
 """Maximum number of replicas whose TTFT is predicted: half by longest cached prefix, the rest by lowest load."""
 OTHERS_WEIGHT: Final = 1 / 3
@@ -43,7 +43,8 @@ class Candidate(NamedTuple):
 
 class Candidates:
     """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it. `by_load`:
-    (number of unfinished requests, replica), ascending. `cached`: replica -> cached tokens of the prompt.
+    (number of unfinished requests, replica), ascending. `cached`: replica -> cached tokens of the prompt. `latest`: the
+    replica of the latest request, or -1.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Candidates:
         by_load: Sequence[tuple[int, int]],
         cached: Mapping[int, int],
         candidate_of: Callable[[int], Candidate],
-        is_available: Callable[[int], bool] = lambda replica: True,
+        is_available: Callable[[int], bool],
+        latest: int,
     ) -> None:
-        self._replicas, self._by_load, self._cached = replicas, by_load, cached
+        self._replicas, self._by_load, self._cached, self._latest = replicas, by_load, cached, latest
         self._candidate_of, self._is_available = candidate_of, is_available
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -72,8 +74,8 @@ class Candidates:
         ranked = sorted(self._cached, key=self._cached.__getitem__, reverse=True)  # a stable sort
         return map(self._candidate_of, filter(self._is_available, ranked))
 
-    def after(self, replica: int) -> Candidate:
-        start = bisect_right(self._replicas, replica)
+    def after_latest(self) -> Candidate:
+        start = bisect_right(self._replicas, self._latest)
         indices = chain(self._replicas[start:], self._replicas[:start])
         return next(self._candidate_of(each) for each in indices if self._is_available(each))
 
@@ -82,100 +84,73 @@ PredictTtft = Callable[[Candidate], float | None]
 """Returns the predicted seconds until the first token of the request on a replica, or None if no speed is measured."""
 
 
-class RoutingPolicy:
-    """Base class of the policies. Only the event loop calls a policy. Its choice never changes an answer."""
-
-    needs_prefixes = True
-    """Whether the policy reads `num_cached_tokens`. If not, no prompt blocks are hashed."""
-
-    def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        """Return one of the candidates. This must not change state, because some callers only check admission."""
-        raise NotImplementedError
-
-    def record_routed(self, replica: int) -> None: ...
+RoutingPolicy = Callable[[Candidates, PredictTtft], Candidate]
+"""Chooses one of the candidates. The choice never changes an answer."""
 
 
 def load_key(candidate: Candidate) -> tuple[int, int]:
     return candidate.num_unfinished, candidate.replica
 
 
-class BlockCost(RoutingPolicy):
-    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router. The cost is twice the number of blocks
+def block_cost(candidates: Candidates, predict: PredictTtft) -> Candidate:
+    """Choose the replica with the lowest cost, like NVIDIA Dynamo's KV router. The cost is twice the number of blocks
     to compute, for this request and the queued ones, plus the blocks in use.
     """
 
-    def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        return min(candidates, key=lambda each: (_block_cost(each), each.num_unfinished, each.replica))
+    def cost(candidate: Candidate) -> float:
+        uncached = candidate.num_prompt_tokens - candidate.num_cached_tokens
+        num_new = (candidate.num_queued_tokens + uncached) / candidate.block_size
+        return 2 * num_new + candidate.num_used_blocks
+
+    return min(candidates, key=lambda each: (cost(each), *load_key(each)))
 
 
-def _block_cost(candidate: Candidate) -> float:
-    uncached = candidate.num_prompt_tokens - candidate.num_cached_tokens
-    num_new = (candidate.num_queued_tokens + uncached) / candidate.block_size
-    return 2 * num_new + candidate.num_used_blocks
+def least_loaded(candidates: Candidates, predict: PredictTtft) -> Candidate:
+    return next(candidates.by_load())
 
 
-class LeastLoaded(RoutingPolicy):
-    needs_prefixes = False
-
-    def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        return next(candidates.by_load())
-
-
-class PrefixAffinity(RoutingPolicy):
-    """Chooses the longest cached prefix while loads are balanced, else the least loaded replica, as Ray Serve does."""
-
-    def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        least, best = next(candidates.by_load()), next(candidates.by_prefix(), None)
-        is_balanced = candidates.most_loaded().num_unfinished - least.num_unfinished <= MAX_IMBALANCE
-        return best if best is not None and is_balanced and _is_match(best) else least
+def prefix_affinity(candidates: Candidates, predict: PredictTtft) -> Candidate:
+    """Choose the longest cached prefix while loads are balanced, else the least loaded replica, as Ray Serve does."""
+    least, best = next(candidates.by_load()), next(candidates.by_prefix(), None)
+    is_balanced = candidates.most_loaded().num_unfinished - least.num_unfinished <= MAX_IMBALANCE
+    return best if best is not None and is_balanced and _is_match(best) else least
 
 
 def _is_match(candidate: Candidate) -> bool:
     return candidate.num_cached_tokens >= MIN_MATCH * candidate.num_prompt_tokens
 
 
-class PredictedTtft(RoutingPolicy):
-    """Chooses the replica with the lowest cost.
+def predicted_ttft(candidates: Candidates, predict: PredictTtft) -> Candidate:
+    """Choose the replica with the lowest cost.
 
     The cost is the predicted TTFT plus a fraction of the time by which this prompt delays the replica's other requests.
     So a cached prefix counts little on an idle replica and much on a busy one. The fraction is small, because most
-    other requests are decoding. Until a replica has measured enough steps, `PrefixAffinity` decides.
+    other requests are decoding. Until a replica has measured enough steps, `prefix_affinity` decides.
     """
-
-    _unmeasured = PrefixAffinity()
-
-    def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        cached = list(islice(candidates.by_prefix(), MAX_COMPARED // 2))
-        compared = list(islice(candidates.by_load(), MAX_COMPARED + 1))
-        if len(compared) > MAX_COMPARED:
-            replicas = [each.replica for each in cached]
-            compared = [*cached, *(each for each in compared if each.replica not in replicas)][:MAX_COMPARED]
-        others_weight = OTHERS_WEIGHT if cached and _is_match(cached[0]) else OTHERS_WEIGHT_UNMATCHED
-        costs = [
-            (seconds + others_weight * each.num_unfinished * each.prompt_s, load_key(each), each)
-            for each in compared
-            if (seconds := predict(each)) is not None
-        ]
-        return min(costs)[2] if costs else self._unmeasured.choose(candidates, predict)
+    cached = list(islice(candidates.by_prefix(), MAX_COMPARED // 2))
+    compared = list(islice(candidates.by_load(), MAX_COMPARED + 1))
+    if len(compared) > MAX_COMPARED:
+        replicas = [each.replica for each in cached]
+        compared = [*cached, *(each for each in compared if each.replica not in replicas)][:MAX_COMPARED]
+    others_weight = OTHERS_WEIGHT if cached and _is_match(cached[0]) else OTHERS_WEIGHT_UNMATCHED
+    costs = [
+        (seconds + others_weight * each.num_unfinished * each.prompt_s, load_key(each), each)
+        for each in compared
+        if (seconds := predict(each)) is not None
+    ]
+    return min(costs)[2] if costs else prefix_affinity(candidates, predict)
 
 
-class RoundRobin(RoutingPolicy):
-    needs_prefixes = False
-
-    def __init__(self) -> None:
-        self._last = -1
-
-    def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        return candidates.after(self._last)
-
-    def record_routed(self, replica: int) -> None:
-        self._last = replica
+def round_robin(candidates: Candidates, predict: PredictTtft) -> Candidate:
+    return candidates.after_latest()
 
 
-ROUTING_POLICIES: Final[dict[str, Callable[[], RoutingPolicy]]] = {
-    RoutingName.PREDICTED_TTFT: PredictedTtft,
-    RoutingName.PREFIX_AFFINITY: PrefixAffinity,
-    RoutingName.BLOCK_COST: BlockCost,
-    RoutingName.LEAST_LOADED: LeastLoaded,
-    RoutingName.ROUND_ROBIN: RoundRobin,
+ROUTING_POLICIES: Final[dict[str, RoutingPolicy]] = {
+    RoutingName.PREDICTED_TTFT: predicted_ttft,
+    RoutingName.PREFIX_AFFINITY: prefix_affinity,
+    RoutingName.BLOCK_COST: block_cost,
+    RoutingName.LEAST_LOADED: least_loaded,
+    RoutingName.ROUND_ROBIN: round_robin,
 }
+WITHOUT_PREFIXES: Final = (RoutingName.LEAST_LOADED, RoutingName.ROUND_ROBIN)
+"""Policies that do not read `num_cached_tokens`. No prompt blocks are hashed for them."""
