@@ -137,7 +137,7 @@ class Setup:
             event.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
-        exports = create_transfer_pool(TRANSFER_BLOCKS, index)
+        exports = create_transfer_pool(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS)
         scheduler = create_scheduler(
             max_num_seqs=self.max_num_seqs,
             prefix_caching=True,

@@ -67,7 +67,7 @@ class Replica:
         )
         max_steps_in_flight = rng.choice((1, 2))
         num_transfer = simulation.num_transfer_blocks
-        exports = create_transfer_pool(num_transfer, index) if num_transfer else None
+        exports = create_transfer_pool(num_transfer, index * num_transfer) if num_transfer else None
         self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
         self.stopped = False
         """Whether the replica was stopped together with the master."""

@@ -26,7 +26,7 @@ from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.components import SchedulingRules
-from llm_serving.scheduler.policies import ORDERS, POLICIES, Policy
+from llm_serving.scheduler.policies import ORDERS, POLICIES
 from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
@@ -53,7 +53,8 @@ def build_scheduler(
     group of layers. `whole_prompts`: whether a step must compute a prompt at once, because tokens attend to later ones.
     `num_state_pieces`: blocks that a recurrent state fills in a transfer.
     """
-    scheduler = config.scheduler
+    scheduler, num_disk = config.scheduler, config.num_disk_blocks
+    num_transfer = config.num_transfer_blocks - 2 * num_disk
     states = None
     if num_state_slots:
         sizes = num_state_slots, config.model.decode_batch_size, config.pa.block_size, num_state_pieces
@@ -64,12 +65,12 @@ def build_scheduler(
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching and not whole_prompts,
         groups=CacheGroups.of(windows, scheduler.max_prefill_tokens, config.model.max_generate_length),
-        exports=create_transfer_pool(config.num_transfer_blocks - 2 * config.num_disk_blocks, index),
+        exports=create_transfer_pool(num_transfer, index * num_transfer),
         states=states,
         adapters=AdapterSlots(config.lora.max_loras) if config.lora.is_enabled else None,
     )
-    if config.num_disk_blocks:
-        blocks.disk = DiskPrefixes(config.pa.block_size, create_disk_exports(config.num_disk_blocks, index))
+    if num_disk:  # the pool's next `num_disk` ids belong to disk reads
+        blocks.disk = DiskPrefixes(config.pa.block_size, create_transfer_pool(num_disk, 2 * index * num_disk))
     if whole_prompts:
         blocks.max_request_tokens = min(blocks.max_request_tokens, scheduler.max_prefill_tokens)
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
@@ -84,13 +85,8 @@ def build_scheduler(
     return recorded
 
 
-def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
-    return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
-
-
-def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the pool of KV blocks that replica `index` writes to disk. The ids after its last belong to disk reads."""
-    return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
+def create_transfer_pool(num_blocks: int, first: int) -> TransferPool:
+    return TransferPool(num_blocks, first, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
@@ -122,14 +118,10 @@ def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts
     )
     caches = scheduler.prefix_caching and not whole_prompts
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
-    return SchedulingRules(limits, policy, classes, ORDERS[_order_name(config, policy)](), caches)
-
-
-def _order_name(config: ServingConfig, policy: Policy) -> str:
+    order = scheduler.order or (OrderName.FAIR if scheduler.tenant_fairness else OrderName.ARRIVAL)
     if not policy.honours_classes:
-        return OrderName.ARRIVAL
-    scheduler = config.scheduler
-    return scheduler.order or (OrderName.FAIR if scheduler.tenant_fairness else OrderName.ARRIVAL)
+        order = OrderName.ARRIVAL
+    return SchedulingRules(limits, policy, classes, ORDERS[order](), caches)
 
 
 def _max_steps_in_flight(config: ServingConfig) -> int:
@@ -205,8 +197,7 @@ def build_engine(
         text = "replica %d has %d state slots, of which %d are reserved for running requests"
         logger.info(text, index, states.pool.num_blocks, states.max_running)
     if (num_disk := config.num_disk_blocks) > 0:
-        epoch = next(_POOL_NUMBERS) * EPOCHS_PER_POOL
-        options["disk_reads"] = TransferPool(num_disk, (2 * index + 1) * num_disk, epoch)
+        options["disk_reads"] = create_transfer_pool(num_disk, (2 * index + 1) * num_disk)
     event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,

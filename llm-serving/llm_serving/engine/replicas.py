@@ -44,33 +44,6 @@ class EngineHealth:
     loading: bool = False
 
 
-def health_of(
-    engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
-) -> EngineHealth:
-    """Return the health of a server. `failures`: index -> load error. `progress`: status of a loading replica."""
-    failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
-    restarting = {
-        index: engine.executor.restart_status or f"is being restarted: {engine.restarting}"
-        for index, engine in engines.items()
-        if engine.restarting is not None and engine.dead is None
-    }
-    exhausted = any(engines[index].executor.restarts_exhausted for index in restarting)
-    ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
-    loading = bool(restarting) or len(engines.keys() | failed.keys()) < num_replicas
-    notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
-    lasting = f"was restarted more than {max_restarts} times in a row without completing a step"
-    notices |= {index: lasting for index, engine in engines.items() if engine.executor.restarts_exhausted}
-    remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
-    if not ready and not loading:
-        return EngineHealth(False, f"no WorkAgent serves: {remarks}")
-    if restarting and (ready or exhausted):
-        remarks = "; ".join(f"WorkAgent {index} {why}" for index, why in restarting.items())
-        return EngineHealth(ready, remarks, loading)
-    if loading:
-        return EngineHealth(ready, progress, loading)
-    return EngineHealth(ready, f"ready; {remarks}" if remarks else "ready")
-
-
 class CallsSoon(Protocol):
     def call_soon_threadsafe(self, callback: Callable[[T], None], argument: T, /) -> object: ...
 
@@ -281,13 +254,30 @@ class Replicas(EngineListener):
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:
-        return health_of(
-            {index: engine for index, engine in list(self.engines.items()) if index not in self.drained},
-            {index: failure for index, failure in list(self._failures.items()) if index not in self.drained},
-            len(self) - len(self.drained),
-            self._progress,
-            self._config.max_worker_restarts,
-        )
+        engines = {index: engine for index, engine in list(self.engines.items()) if index not in self.drained}
+        failed = {index: failure for index, failure in list(self._failures.items()) if index not in self.drained}
+        failed |= {index: engine.dead for index, engine in engines.items() if engine.dead is not None}
+        restarting = {
+            index: engine.executor.restart_status or f"is being restarted: {engine.restarting}"
+            for index, engine in engines.items()
+            if engine.restarting is not None and engine.dead is None
+        }
+        exhausted = any(engines[index].executor.restarts_exhausted for index in restarting)
+        ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
+        loading = bool(restarting) or len(engines.keys() | failed.keys()) < len(self) - len(self.drained)
+        notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
+        max_restarts = self._config.max_worker_restarts
+        lasting = f"was restarted more than {max_restarts} times in a row without completing a step"
+        notices |= {index: lasting for index, engine in engines.items() if engine.executor.restarts_exhausted}
+        remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
+        if not ready and not loading:
+            return EngineHealth(False, f"no WorkAgent serves: {remarks}")
+        if restarting and (ready or exhausted):
+            remarks = "; ".join(f"WorkAgent {index} {why}" for index, why in restarting.items())
+            return EngineHealth(ready, remarks, loading)
+        if loading:
+            return EngineHealth(ready, self._progress, loading)
+        return EngineHealth(ready, f"ready; {remarks}" if remarks else "ready")
 
     def counts(self) -> ReplicaCounts:
         ready = [engine for engine in self.living().values() if engine.restarting is None]
