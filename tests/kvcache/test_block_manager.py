@@ -11,6 +11,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMoveKind
 from llm_serving.kvcache import BlockManager
 from support.factories import create_request
+from support.scheduler_run import check_writable
 
 COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT, *_ = map(int, BlockMoveKind)
 
@@ -114,7 +115,7 @@ def test_fork_shares_full_blocks_and_copies_the_one_in_which_it_starts() -> None
     assert other[:2] == table[:2]
     epochs = blocks.table("a").epochs[2], blocks.table("b").epochs[2]
     assert blocks.pop_block_moves() == [(COPY, table[2], other[2], *epochs, 1)]
-    blocks.check_writable("b", 9, 10)
+    check_writable(blocks, "b", 9, 10)
 
 
 def fork_after_a_block_was_given_away(index: int) -> BlockManager:
@@ -215,7 +216,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             sources = self.host if kind == SWAP_IN else self.memory
             targets = self.host if kind == SWAP_OUT else self.memory
             targets[target] = list(sources[source])
-        self.blocks.check_writable(request.request_id, request.num_computed_tokens, request.num_tokens)
+        check_writable(self.blocks, request.request_id, request.num_computed_tokens, request.num_tokens)
         table = self.blocks.block_table(request.request_id)
         for position in range(request.num_computed_tokens, request.num_tokens):
             block = self.memory[table[position // self.BLOCK_SIZE]]

@@ -11,6 +11,7 @@ from llm_serving.core.step import NO_BLOCK, BlockMoveKind
 from llm_serving.core.window import CacheGroups, LayerWindow, Window
 from llm_serving.kvcache import BlockManager
 from support.factories import create_request
+from support.scheduler_run import check_readable, check_writable
 
 WINDOW = Window(num_tokens=6, max_chunk=8)
 """Window in tokens. Blocks have 4 tokens: 5 + 8 consecutive tokens lie in at most 4 blocks."""
@@ -27,7 +28,7 @@ def compute(blocks: BlockManager, request: Request, end: int) -> None:
         blocks.grow(request.request_id, request.num_tokens)
         room = blocks.num_tokens_with_blocks(request.request_id)
         request.num_computed_tokens = min(end, room, request.num_computed_tokens + WINDOW.max_chunk)
-        blocks.check_readable(request.request_id, request.num_confirmed_tokens)
+        check_readable(blocks, request.request_id, request.num_confirmed_tokens)
         blocks.cache_full_blocks(request, request.num_computed_tokens)
         request.num_confirmed_tokens = request.num_computed_tokens
         blocks.check_integrity()
@@ -217,7 +218,7 @@ class SlidingMachine(RuleBasedStateMachine):
         start = request.num_computed_tokens
         end = min(request.num_tokens, start + most, blocks.num_tokens_with_blocks(name))
         assert end > start, "no step is too small"
-        blocks.check_writable(name, start, end)
+        check_writable(blocks, name, start, end)
         for window, table in zip(self.GROUPS.windows, blocks.tables[name], strict=True):
             for position in range(start, end):
                 block = self.memory.setdefault(table.ids[position // size], [-1] * size)

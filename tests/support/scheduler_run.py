@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
+from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.components import SchedulingRules
 
@@ -90,8 +91,8 @@ class SchedulerRun:
         for row in schedule.rows:
             assert row.query_len > 0
             assert row.request.status is RequestStatus.RUNNING
-            scheduler.blocks.check_writable(row.request.request_id, row.num_computed, row.end)
-            scheduler.blocks.check_readable(row.request.request_id, row.num_computed)
+            check_writable(scheduler.blocks, row.request.request_id, row.num_computed, row.end)
+            check_readable(scheduler.blocks, row.request.request_id, row.num_computed)
         prompts = [
             row for row in schedule.rows if row.query_len > 1 or row.num_computed < row.request.num_prompt_tokens
         ]
@@ -150,3 +151,20 @@ class SchedulerRun:
 def _stay(request: Request) -> str:
     """Return a key of a request's time in its running slot."""
     return f"{request.request_id} {request.admission_number} {request.request_class.name}"
+
+
+def check_writable(blocks: BlockManager, request_id: str, start: int, end: int) -> None:
+    """Check that the request has blocks for the tokens [start, end), and shares none of them."""
+    num_entries = -(-end // blocks.block_size)
+    for table in blocks.tables[request_id]:
+        assert table.end >= num_entries, f"a table of {request_id} ends before token {end}"
+        written = table.ids[start // blocks.block_size : num_entries]
+        is_shared = any(blocks.pool.ref_count(block_id) != 1 for block_id in written)
+        assert not is_shared, f"{request_id} would write shared blocks"
+
+
+def check_readable(blocks: BlockManager, request_id: str, num_computed: int) -> None:
+    """Check that the request has all blocks to which its token at position `num_computed` attends."""
+    for window, table in zip(blocks.groups.windows, blocks.tables[request_id], strict=True):
+        first = window.first_block(num_computed, blocks.block_size)
+        assert table.start <= first, f"a table of {request_id} begins at block {table.start}, it sees block {first}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain, takewhile
 
 from llm_serving.core.request import Request, Transfer
 from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.step import BlockMove, BlockMoveKind
+from llm_serving.core.window import ONE_GROUP, CacheGroups
+from llm_serving.kvcache.adapter_slots import AdapterSlots
+from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import (
     BlockTable,
     PrefixSearch,
@@ -20,12 +22,15 @@ from llm_serving.kvcache.block_table import (
     kept_ends,
     namespace_hash,
 )
-from llm_serving.kvcache.request_blocks import RequestBlocks
-from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.kvcache.state_slots import StateSlots
+from llm_serving.kvcache.transfer_pool import DiskPrefixes, TransferBlock, TransferPool
 
 
-class BlockManager(RequestBlocks):
+class BlockManager:
     """Allocates and frees the blocks for the tokens of each request.
+
+    A request has a table for each group of layers (`network.caches.CacheLayout`). Token i is in block `table[i //
+    block_size]` at offset `i % block_size`.
 
     A request finds full blocks of earlier requests with the same namespace and prefix by hash. A fork (a beam, or one
     of `n` choices) shares full blocks of its parent. A shared block is never written; if a fork starts inside a block,
@@ -34,20 +39,74 @@ class BlockManager(RequestBlocks):
     checkpoint, a block after which a state was stored, and a fork recomputes the tokens after it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, **options: Any) -> None:
-        super().__init__(num_blocks, block_size, **options)
+    # Recordings of earlier versions lack these attributes.
+    states: StateSlots | None = None
+    disk: DiskPrefixes | None = None
+    adapters: AdapterSlots | None = None
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        num_swap_blocks: int = 0,
+        groups: CacheGroups = ONE_GROUP,
+        exports: TransferPool | None = None,
+        states: StateSlots | None = None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.host_pool = BlockPool(num_swap_blocks)
+        self.transfer_pool = TransferPool() if exports is None else exports
+        self.states = states
+        self.adapters = adapters
         self.prefix_caching = prefix_caching
+        self.block_size = block_size
+        self.groups = groups
+        self.num_groups = len(self.groups.windows)
+        self.has_sliding_window = self.groups.is_sliding
+        self.max_blocks = self.groups.max_blocks(block_size, num_blocks)
+        self.max_request_tokens = self.groups.max_request_tokens(block_size, num_blocks)
+        self._unshared: set[str] = set()
+        self.tables: dict[str, Tables] = {}
+        self._host_tables: dict[str, Tables] = {}
+        self._import_tables: dict[str, Tables] = {}
         self._released_imports: list[TransferBlock] = []
         """Blocks of other replicas' transfer pools. Their owners can reclaim them after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
         self._kept_ends: dict[str, tuple[int, ...]] = {}
         self._block_moves: list[BlockMove] = []
 
+    # --- queries ----------------------------------------------------------------------------------------------------
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_held(self, request_id: str) -> int:
         return sum(map(len, self.tables.get(request_id, ())))
+
+    def max_blocks_of(self, num_tokens: int) -> int:
+        return self.groups.max_blocks_of(num_tokens, self.block_size, self.pool.num_blocks)
+
+    def num_blocks_shared(self, request_id: str) -> int:
+        """Return the number of blocks at the start of the request's first table that other requests also use."""
+        ref_count = self.pool.ref_count
+        return sum(1 for _ in takewhile(lambda block_id: ref_count(block_id) > 1, self.block_table(request_id)))
+
+    def num_tokens_with_blocks(self, request_id: str) -> int:
+        return min([len(table.ids) for table in self.tables[request_id]]) * self.block_size
+
+    @property
+    def num_swapped_requests(self) -> int:
+        return len(self._host_tables)
+
+    def table(self, request_id: str) -> BlockTable:
+        """Return the table of the first group. The caller must not change or keep it."""
+        return self.tables[request_id][0]
+
+    def block_table(self, request_id: str) -> list[int]:
+        return list(self.tables[request_id][0]) if request_id in self.tables else []
 
     # --- allocation -------------------------------------------------------------------------------------------------
 
@@ -98,17 +157,16 @@ class BlockManager(RequestBlocks):
             return request.num_computed_tokens
         tables = self._shared_blocks(request, parent, unshared)
         end = len(tables[0].ids)
+        hashes = None
+        if self.prefix_caching and not unshared and (self.states is not None or self.num_groups > 1):
+            hashes = self._shareable_hashes(request)
         if self.states is not None:
-            hashes = self._hashes_of(request, request.max_prefix_hit_tokens // self.block_size)
-            is_shared = self.prefix_caching and not unshared
-            self.states.admit(request, hashes if is_shared else None, end, self.pool.is_cached)
+            self.states.admit(request, hashes, end, self.pool.is_cached)
         if end:
             self.pool.add_references(chain.from_iterable(tables))
-        if self.num_groups > 1 and self.prefix_caching and not unshared:
-            hashes = self._hashes_of(request, request.max_prefix_hit_tokens // self.block_size)
-            self._kept_ends[request_id] = kept_ends(
-                hashes, self.pool, end, request.num_prompt_tokens // self.block_size
-            )
+        if self.num_groups > 1 and hashes is not None:
+            num_prompt_blocks = request.num_prompt_tokens // self.block_size
+            self._kept_ends[request_id] = kept_ends(hashes, self.pool, end, num_prompt_blocks)
         self._allocate(tables, num_tokens)
         self.tables[request_id] = tables
         num_shared = end * self.block_size
@@ -127,9 +185,7 @@ class BlockManager(RequestBlocks):
         """Return how many prefix tokens `request` will find in the cache once `other` has computed its prompt."""
         if not self.prefix_caching:
             return 0
-        ours, theirs = (
-            self._hashes_of(each, each.max_prefix_hit_tokens // self.block_size) for each in (request, other)
-        )
+        ours, theirs = self._shareable_hashes(request), self._shareable_hashes(other)
         differs = (index for index, (our, their) in enumerate(zip(ours, theirs, strict=False)) if our != their)
         num_tokens = next(differs, min(len(ours), len(theirs))) * self.block_size
         return num_tokens if self.states is None else self.states.num_common_tokens(other, num_tokens)
@@ -268,8 +324,6 @@ class BlockManager(RequestBlocks):
 
     def pop_released_imports(self) -> list[TransferBlock]:
         """Return imported blocks that other replicas may free once the steps formed so far have run."""
-        if not self._released_imports:
-            return []
         released, self._released_imports = self._released_imports, []
         return released
 
@@ -293,6 +347,22 @@ class BlockManager(RequestBlocks):
         moves, self._block_moves = self._block_moves, []
         return moves
 
+    def check_integrity(self) -> None:
+        self.pool.check_integrity(_blocks_of(self.tables.values()))
+        self.host_pool.check_integrity(_blocks_of(self._host_tables.values()))
+        assert not self.tables.keys() & self._host_tables.keys(), "a request is both swapped and in the cache"
+        assert not self.tables.keys() & self._import_tables.keys(), "a request is both to be imported and in the cache"
+        self.transfer_pool.check_integrity()
+        for group, most in enumerate(self.max_blocks):
+            most_held = max((len(tables[group]) for tables in self.tables.values()), default=0)
+            assert most_held <= most, "a request holds more than the window and a step"
+        counts = {self.pool.ref_count(each) for each in _blocks_of(self.tables[name] for name in self._unshared)}
+        assert counts <= {1}, "a request with guaranteed blocks shares some"
+        if self.states is not None:
+            self.states.check_integrity(self.tables, self._host_tables)
+        if self.disk is not None:
+            self.disk.exports.check_integrity()
+
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _recycles_blocks(self, num_tokens: int) -> bool:
@@ -305,8 +375,8 @@ class BlockManager(RequestBlocks):
         if not unshared and parent is not None and parent.request_id not in self._unshared:
             sources = self.tables[parent.request_id]
             num_common = self._num_tokens_shared_with(request, parent) // self.block_size
-        if not unshared and self.prefix_caching and (num_full := request.max_prefix_hit_tokens // self.block_size):
-            hashes = self._hashes_of(request, num_full)
+        if not unshared and self.prefix_caching and request.max_prefix_hit_tokens >= self.block_size:
+            hashes = self._shareable_hashes(request)
         if not (num_common or hashes):
             return tuple([BlockTable() for _ in self.max_blocks])
         search = PrefixSearch(self.groups.windows, self.block_size, self.pool, sources, num_common, hashes)
@@ -318,6 +388,10 @@ class BlockManager(RequestBlocks):
             return most
         pairs = zip(request.known_token_ids(0, most), parent.known_token_ids(0, most), strict=True)
         return next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
+
+    def _shareable_hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of all blocks that the request may share with earlier requests."""
+        return self._hashes_of(request, request.max_prefix_hit_tokens // self.block_size)
 
     def _hashes_of(self, request: Request, count: int) -> list[bytes]:
         """Return the hashes of the request's first `count` blocks. All their tokens must be known."""
@@ -370,3 +444,7 @@ class BlockManager(RequestBlocks):
             count = min(num_entries, table.start + most) - len(table.ids)
             if count > 0:
                 table.extend(self.pool.allocate(count), self.pool)
+
+
+def _blocks_of(tables: Iterable[Tables]) -> Iterable[int]:
+    return chain.from_iterable(chain.from_iterable(tables))

@@ -156,7 +156,5 @@ class DiskPrefixes:
 
     def pop_released(self) -> list[TransferBlock]:
         """Return the blocks read from disk that may be freed once the steps formed so far have run."""
-        if not self._released:
-            return []
         released, self._released = self._released, []
         return released
