@@ -23,8 +23,8 @@ STANDARD = "standard"
 
 def remote_service(accounting: FleetAccounting, replica: int) -> Service:
     """Return the service that a replica gets if it takes its snapshot now."""
-    accounting.take_snapshot(replica)
-    return accounting.pop_remote_service(replica)
+    accounting.tenant_usage.take_snapshot(replica)
+    return accounting.tenant_usage.pop_remote(replica)
 
 
 class Replicas:
@@ -63,7 +63,7 @@ class Replicas:
         run.scheduler.charge_remote_service(remote_service(self.accounting, index))
         schedule = run.step()
         service = run.scheduler.pop_service()
-        self.accounting.add_service(index, service)
+        self.accounting.tenant_usage.add(index, service)
         assert schedule is not None
         for row in schedule.rows:
             self.served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.num_samples
@@ -106,7 +106,7 @@ def test_replay_repeats_remote_service() -> None:
     run.add(*(create_request(tenant=tenant, max_tokens=2) for tenant in "aabb"))
     name, order = run.requests[0].request_class.name, ""
     for _ in range(8):
-        other.add_service(1, {(name, "a"): 50})
+        other.tenant_usage.add(1, {(name, "a"): 50})
         run.scheduler.charge_remote_service(remote_service(other, 0))
         schedule = run.step()
         assert schedule is not None
@@ -120,15 +120,15 @@ def test_replay_repeats_remote_service() -> None:
 def test_a_replica_that_joins_later_gets_only_later_service() -> None:
     accounting = FleetAccounting()
     accounting.join(0)
-    accounting.add_service(0, {(STANDARD, "a"): 5})
+    accounting.tenant_usage.add(0, {(STANDARD, "a"): 5})
     accounting.join(1)
-    accounting.add_service(0, {(STANDARD, "a"): 7})
-    accounting.add_service(0, {(STANDARD, "a"): 1, (STANDARD, "b"): 2})
+    accounting.tenant_usage.add(0, {(STANDARD, "a"): 7})
+    accounting.tenant_usage.add(0, {(STANDARD, "a"): 1, (STANDARD, "b"): 2})
     assert remote_service(accounting, 1) == {(STANDARD, "a"): 8, (STANDARD, "b"): 2}
     assert not remote_service(accounting, 1)
     assert not remote_service(accounting, 0)
     accounting.leave(1)
-    accounting.add_service(0, {(STANDARD, "a"): 7})
+    accounting.tenant_usage.add(0, {(STANDARD, "a"): 7})
     assert not remote_service(accounting, 1)
 
 
@@ -138,7 +138,7 @@ def test_number_of_tracked_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     accounting.join(0)
     accounting.join(1)
     for number in range(100):
-        accounting.add_service(0, {(STANDARD, str(number)): 1})
+        accounting.tenant_usage.add(0, {(STANDARD, str(number)): 1})
     assert len(remote_service(accounting, 1)) <= 11
 
 
@@ -160,15 +160,15 @@ def test_each_replica_gets_the_service_of_the_others_at_its_snapshot() -> None:
             del pending[replica], exchanged[replica]
         elif act < 0.5:
             service = {(STANDARD, rng.choice("abcdef")): rng.randint(1, 9) for _ in range(rng.randint(0, 3))}
-            accounting.add_service(replica, service)
+            accounting.tenant_usage.add(replica, service)
             for other in pending.keys() - {replica}:
                 pending[other].update(service)
         elif act < 0.75:
-            accounting.take_snapshot(replica)
+            accounting.tenant_usage.take_snapshot(replica)
             exchanged[replica].update(pending.pop(replica))
             pending[replica] = Counter()
         else:
-            assert accounting.pop_remote_service(replica) == exchanged[replica]
+            assert accounting.tenant_usage.pop_remote(replica) == exchanged[replica]
             exchanged[replica] = Counter()
 
 

@@ -23,12 +23,13 @@ Service = Mapping[tuple[str, str], int]
 
 
 class TenantUsage:
-    """The virtual tokens that all replicas have served, by class and tenant. Not thread-safe. Each list of counts has
-    one element per (class, tenant), in order of first service. A list that belongs to one replica may be shorter: it
-    lacks pairs that were first served after its last update.
+    """The virtual tokens that all replicas have served, by class and tenant. Thread-safe. Each list of counts has one
+    element per (class, tenant), in order of first service. A list that belongs to one replica may be shorter: it lacks
+    pairs that were first served after its last update.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._indices: dict[tuple[str, str], int] = {}
         self._totals: list[int] = []
         self._version = 0
@@ -41,46 +42,52 @@ class TenantUsage:
 
     def join(self, replica: int) -> None:
         """Add a replica. `pop_remote` reports to it only what other replicas serve after this call."""
-        self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
-        self._snapshot_versions[replica] = self._version
+        with self._lock:
+            self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
+            self._snapshot_versions[replica] = self._version
 
     def leave(self, replica: int) -> None:
-        for by_replica in (self._snapshot_versions, self._snapshots, self._known):
-            by_replica.pop(replica, None)
+        with self._lock:
+            for by_replica in (self._snapshot_versions, self._snapshots, self._known):
+                by_replica.pop(replica, None)
 
     def add(self, replica: int, service: Service) -> None:
-        if len(self._snapshots) < 2:
+        if not service:
             return
-        if len(self._totals) > MAX_TENANTS:
-            self._clear()
-        indices, totals = self._indices, self._totals
-        own = [self._snapshots[replica], self._known[replica]] if replica in self._snapshots else []
-        for key, num_tokens in service.items():
-            if (index := indices.get(key)) is None:
-                index = indices[key] = len(totals)
-                totals.append(0)
-            totals[index] += num_tokens
-            for each in own:
-                if index >= len(each):
-                    each += [0] * (index + 1 - len(each))
-                each[index] += num_tokens
-        self._version += 1
-
-    def has_changed(self, replica: int) -> bool:
-        """Return whether any replica has recorded service since this replica's last `take_snapshot`. Needs no lock."""
-        return self._snapshot_versions.get(replica) not in (None, self._version)
+        with self._lock:
+            if len(self._snapshots) < 2:
+                return
+            if len(self._totals) > MAX_TENANTS:
+                self._clear()
+            indices, totals = self._indices, self._totals
+            own = [self._snapshots[replica], self._known[replica]] if replica in self._snapshots else []
+            for key, num_tokens in service.items():
+                if (index := indices.get(key)) is None:
+                    index = indices[key] = len(totals)
+                    totals.append(0)
+                totals[index] += num_tokens
+                for each in own:
+                    if index >= len(each):
+                        each += [0] * (index + 1 - len(each))
+                    each[index] += num_tokens
+            self._version += 1
 
     def take_snapshot(self, replica: int) -> None:
-        self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
+        if self._snapshot_versions.get(replica) in (None, self._version):  # without the lock: most calls end here
+            return
+        with self._lock:
+            self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
-    def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
-        snapshot, known = self._snapshots.get(replica), self._known.get(replica)
-        if snapshot is None or known is None or snapshot == known:
-            return {}
-        known += [0] * (len(snapshot) - len(known))
-        self._known[replica] = snapshot.copy()
-        rows = zip(self._indices, snapshot, known, strict=False)
-        return {key: total - before for key, total, before in rows if total != before}
+    def pop_remote(self, replica: int) -> Service:
+        """Return what other replicas served before the latest `take_snapshot`, except what earlier calls returned."""
+        with self._lock:
+            snapshot, known = self._snapshots.get(replica), self._known.get(replica)
+            if snapshot is None or known is None or snapshot == known:
+                return {}
+            known += [0] * (len(snapshot) - len(known))
+            self._known[replica] = snapshot.copy()
+            rows = zip(self._indices, snapshot, known, strict=False)
+            return {key: total - before for key, total, before in rows if total != before}
 
     def _clear(self) -> None:
         """Drop all counts, because there are too many. Service that `pop_remote` has not returned yet is lost."""
@@ -99,41 +106,21 @@ class FleetAccounting:
     """
 
     def __init__(self) -> None:
+        self.tenant_usage = TenantUsage()
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        self._usage_lock = threading.Lock()
-        self._tenant_usage = TenantUsage()
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
         """Add a replica after `num_reloads` reloads. Any thread may call `wake`, which makes it apply its new slots."""
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
         self.class_usage.leave(replica)
-        with self._usage_lock:
-            self._tenant_usage.join(replica)
+        self.tenant_usage.join(replica)
 
     def leave(self, replica: int) -> None:
-        self.tenant_slots.leave(replica)
-        self.limit_monitor.leave(replica)
-        self.class_usage.leave(replica)
-        with self._usage_lock:
-            self._tenant_usage.leave(replica)
-
-    def add_service(self, replica: int, service: Service) -> None:
-        if service:
-            with self._usage_lock:
-                self._tenant_usage.add(replica, service)
-
-    def take_snapshot(self, replica: int) -> None:
-        if self._tenant_usage.has_changed(replica):
-            with self._usage_lock:
-                self._tenant_usage.take_snapshot(replica)
-
-    def pop_remote_service(self, replica: int) -> Service:
-        """Return what other replicas served before the latest `take_snapshot`, except what earlier calls returned."""
-        with self._usage_lock:
-            return self._tenant_usage.pop_remote(replica)
+        for part in (self.tenant_slots, self.limit_monitor, self.class_usage, self.tenant_usage):
+            part.leave(replica)
 
 
 class FleetSync(FairnessObserver):
@@ -153,7 +140,7 @@ class FleetSync(FairnessObserver):
         number of slots of each tenant here, and the classes to deprioritize.
         """
         scheduler, accounting = self._scheduler, self._accounting
-        accounting.take_snapshot(self._index)
+        accounting.tenant_usage.take_snapshot(self._index)
         if scheduler.num_waiting:
             self.apply_remote_service()
         if leases := accounting.tenant_slots.exchange(self._index, scheduler.pop_tenant_demand()):
@@ -163,7 +150,7 @@ class FleetSync(FairnessObserver):
 
     def apply_remote_service(self) -> None:
         """Charge each tenant for the tokens that other replicas served to it. Only admissions depend on charges."""
-        if service := self._accounting.pop_remote_service(self._index):
+        if service := self._accounting.tenant_usage.pop_remote(self._index):
             self._scheduler.charge_remote_service(service)
 
     def on_scheduled(
@@ -178,7 +165,7 @@ class FleetSync(FairnessObserver):
         """
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
-        accounting.add_service(self._index, scheduler.pop_service())
+        accounting.tenant_usage.add(self._index, scheduler.pop_service())
         if (usage := scheduler.pop_class_usage()) is not None:
             if schedule is None:
                 service = {name: each.service for name, each in usage.items()}
