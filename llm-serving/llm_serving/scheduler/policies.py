@@ -33,75 +33,61 @@ class PolicyInput(NamedTuple):
     prompts_wait: bool
 
 
-class Policy(Protocol):
-    max_decode_gap: int
-    """Maximum number of consecutive steps whose prefills leave out a decoding request."""
-    max_prompt_gap: int | None
-    """Maximum consecutive steps that begin with decoding while prompts wait. None: `max_prefill_gap` applies."""
-    fills_steps: bool
-    """Whether prefills use the token budget that decoding requests leave."""
-    honours_classes: bool
-    """Whether classes and priorities order requests. If not, requests run in order of arrival."""
+class Policy:
+    """Base class of the policies. Unless a policy overrides `prefer`, all its steps prefer the same stage."""
 
-    def prefer(self, load: PolicyInput) -> Preference: ...
-
-
-class PrefillFirst:
-    """Prefill before decode. After `max_consecutive_prefill_steps` steps without decoding, a step decodes."""
-
-    honours_classes = True
-    max_prompt_gap: int | None = 1
-    fills_steps = True
-
-    def __init__(self, config: ServingConfig) -> None:
-        self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
-
-    def prefer(self, load: PolicyInput) -> Preference:
-        del load
-        return Preference.PREFILL_FIRST
-
-
-class Mixed:
-    """Decode, then fill the token budget with chunked prefills, as in Sarathi-Serve (Agrawal et al. 2024)."""
-
-    honours_classes = True
+    preference = Preference.DECODE_FIRST
     max_decode_gap = 1
+    """Maximum number of consecutive steps whose prefills leave out a decoding request."""
     max_prompt_gap: int | None = None
+    """Maximum consecutive steps that begin with decoding while prompts wait. None: `max_prefill_gap` applies."""
     fills_steps = True
+    """Whether prefills use the token budget that decoding requests leave."""
+    honours_classes = True
+    """Whether classes and priorities order requests. If not, requests run in order of arrival."""
 
     def __init__(self, config: ServingConfig) -> None:
         del config
 
     def prefer(self, load: PolicyInput) -> Preference:
         del load
-        return Preference.DECODE_FIRST
+        return self.preference
 
 
-class DecodeFirst(Mixed):
+class PrefillFirst(Policy):
+    """Prefill before decode. After `max_consecutive_prefill_steps` steps without decoding, a step decodes."""
+
+    preference = Preference.PREFILL_FIRST
+    max_prompt_gap = 1
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
+
+
+class Mixed(Policy):
+    """Decode, then fill the token budget with chunked prefills, as in Sarathi-Serve (Agrawal et al. 2024)."""
+
+
+class DecodeFirst(Policy):
     """Decode before prefill, unless no request can decode or `max_prefill_gap` steps in a row left prompts waiting."""
 
+    preference = Preference.DECODE_ONLY
     fills_steps = False
 
-    def prefer(self, load: PolicyInput) -> Preference:
-        del load
-        return Preference.DECODE_ONLY
 
-
-class Fcfs(Mixed):
+class Fcfs(Policy):
     """First come, first served: like `Mixed`, with prompts in order of arrival. Priorities have no effect."""
 
     honours_classes = False
 
 
-class Throughput:
+class Throughput(Policy):
     """MindIE's rule: prefill once empty slots have wasted as much time as a prefill costs.
 
     A prefill costs its duration multiplied by the number of decoding requests, which it delays. While prompts wait,
     each decode step wastes its duration multiplied by the number of empty slots.
     """
 
-    honours_classes = True
-    max_prompt_gap: int | None = None
     fills_steps = False
 
     def __init__(self, config: ServingConfig) -> None:
