@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -35,16 +35,16 @@ TIMEOUT_S: Final = 5.0
 """Maximum seconds to wait for the engines. An engine whose WorkAgent is restarting applies the changes later."""
 
 
+@dataclass(eq=False, slots=True)
 class Gate:
     """Makes new requests wait, or refuses them, while a model pauses or sleeps."""
 
-    def __init__(self, reason: str, new_requests: NewRequests, max_waiting: int) -> None:
-        self.reason = reason
-        self.new_requests = new_requests
-        self._max_waiting = max_waiting
-        self._num_waiting = 0
-        self._changed = asyncio.Event()
-        self._is_open = False
+    reason: str
+    new_requests: NewRequests
+    _max_waiting: int
+    _num_waiting: int = field(default=0, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _is_open: bool = field(default=False, init=False)
 
     async def enter(self) -> None:
         """Wait until the gate opens. Raise UnavailableError if it refuses requests, CapacityError if too many wait."""

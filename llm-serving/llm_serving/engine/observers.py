@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from llm_serving.admission.ttft_predictor import InFlightSteps, TtftPredictor
@@ -198,19 +199,15 @@ class LoadReports(StepObserver):
         self.predictor.in_flight = InFlightSteps(len(steps), num_tokens, self.num_tokens_left, began)
 
 
+@dataclass(eq=False, slots=True)
 class SpeculationObserver(StepObserver):
-    def __init__(
-        self,
-        drafter: SpeculationController,
-        times: StepTimes,
-        metrics: Metrics,
-        runs_ahead: bool,
-        migration: RequestMigration | None = None,
-    ) -> None:
-        self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
-        self._migration = migration
-        self._continues = False
-        """Whether unfinished requests remained after the previous step, so that the engine was never idle since."""
+    _drafter: SpeculationController
+    _times: StepTimes
+    _metrics: Metrics
+    _runs_ahead: bool
+    _migration: RequestMigration | None
+    _continues: bool = field(default=False, init=False)
+    """Whether unfinished requests remained after the previous step, so that the engine was never idle since."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float

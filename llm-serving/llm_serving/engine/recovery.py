@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from llm_serving.config.schema import ServingConfig
@@ -40,31 +40,22 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
     return find_culprits(suspects[:half], passes) + find_culprits(suspects[half:], passes)
 
 
+@dataclass(eq=False)
 class Recovery:
     """Restores a replica after steps were lost. The WorkAgent recomputes lost KV blocks from the master's token ids.
 
-    `on_restart_attempt` runs after each attempt to restart the WorkAgent. `on_trial_step` runs before each step that
+    `_on_restart_attempt` runs after each attempt to restart the WorkAgent. `_on_trial_step` runs before each step that
     tests suspected requests.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        metrics: Metrics,
-        on_restart_attempt: Callable[[str], None] = lambda reason: None,
-        on_trial_step: Callable[[], None] = lambda: None,
-        pooling: PoolingMode = PoolingMode.LAST,
-        index: int = 0,
-    ) -> None:
-        self.restarting: str | None = None
-        self._scheduler = scheduler
-        self._executor = executor
-        self._metrics = metrics
-        self._on_restart_attempt = on_restart_attempt
-        self._on_trial_step = on_trial_step
-        self._pooling = pooling
-        self._index = index
+    _scheduler: Scheduler
+    _executor: Executor
+    _metrics: Metrics
+    _on_restart_attempt: Callable[[str], None] = lambda reason: None
+    _on_trial_step: Callable[[], None] = lambda: None
+    _pooling: PoolingMode = PoolingMode.LAST
+    _index: int = 0
+    restarting: str | None = field(default=None, init=False)
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long that takes. Return the requests that caused the failure.

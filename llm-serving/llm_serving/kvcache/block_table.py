@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
@@ -112,6 +113,7 @@ def kept_ends(hashes: Sequence[bytes], pool: BlockPool, num_shared: int, num_pro
     return tuple(sorted({num_shared, num_cached, num_prompt_blocks} - {0}))
 
 
+@dataclass(eq=False, slots=True)
 class PrefixSearch:
     """The cached blocks of one request's prefix.
 
@@ -119,18 +121,13 @@ class PrefixSearch:
     are all n blocks or, in a group with a window, the blocks within the window.
     """
 
-    def __init__(
-        self,
-        windows: Sequence[Window],
-        block_size: int,
-        pool: BlockPool,
-        sources: Tables,
-        num_common: int,
-        hashes: Sequence[bytes],
-    ) -> None:
-        """`sources`: tables of a fork's parent, whose first `num_common` blocks can be shared; () without a parent."""
-        self._windows, self._block_size, self._pool = windows, block_size, pool
-        self._sources, self._num_common, self._hashes = sources, num_common, hashes
+    _windows: Sequence[Window]
+    _block_size: int
+    _pool: BlockPool
+    _sources: Tables
+    """Tables of a fork's parent, whose first `_num_common` blocks can be shared; () without a parent."""
+    _num_common: int
+    _hashes: Sequence[bytes]
 
     def tables(self, is_checkpoint: Callable[[bytes], bool] | None) -> Tables:
         """Return the tables of the longest prefix that can be shared.

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from llm_serving.core.request import FinishReason, Request, Transfer
@@ -101,6 +101,7 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
     )
 
 
+@dataclass(eq=False)
 class RequestMigration(StepObserver):
     """Sends requests of one engine to other engines, and accepts theirs. Only the engine's thread may call it.
 
@@ -109,29 +110,19 @@ class RequestMigration(StepObserver):
     into its KV cache in its first step of the request. After that step, the pool's blocks are freed.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        processor: OutputProcessor,
-        auditor: Auditor,
-        sink_context: SinkContext,
-        event_log: EventLog,
-        metrics: Metrics,
-        listeners: Sequence[EngineListener],
-    ) -> None:
-        self._listeners = listeners
-        self._scheduler = scheduler
-        self._processor = processor
-        self._auditor = auditor
-        self._sink_context = sink_context
-        self._event_log = event_log
-        self._metrics = metrics
-        self._imported: deque[list[TransferBlock]] = deque()
-        """For each step in flight: transfer pool blocks that can be freed after the step."""
-        self._exported: list[tuple[Request, Transfer, float]] = []
-        """Requests that left the scheduler: (request, its exported blocks, time on the engine's clock)."""
-        self.accepted: dict[Request, float] = {}
-        """Migrated requests without a submitted step on this engine, and the times of their exports."""
+    _scheduler: Scheduler
+    _processor: OutputProcessor
+    _auditor: Auditor
+    _sink_context: SinkContext
+    _event_log: EventLog
+    _metrics: Metrics
+    _listeners: Sequence[EngineListener]
+    _imported: deque[list[TransferBlock]] = field(default_factory=deque, init=False)
+    """For each step in flight: transfer pool blocks that can be freed after the step."""
+    _exported: list[tuple[Request, Transfer, float]] = field(default_factory=list, init=False)
+    """Requests that left the scheduler: (request, its exported blocks, time on the engine's clock)."""
+    accepted: dict[Request, float] = field(default_factory=dict, init=False)
+    """Migrated requests without a submitted step on this engine, and the times of their exports."""
 
     def accept(self, migrating: MigratingRequest) -> None:
         request = migrating.request
@@ -318,21 +309,18 @@ class _CpuTime(threading.local):
     seconds = 0.0
 
 
+@dataclass(eq=False, slots=True)
 class TransferThrottle:
     """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight."""
 
-    def __init__(
-        self,
-        has_steps: Callable[[], bool],
-        clock: Clock = monotonic,
-        cpu_time: Clock = time.thread_time,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._has_steps, self._clock, self._cpu_time, self._sleep = has_steps, clock, cpu_time, sleep
-        self._lock = threading.Lock()
-        self._last = _CpuTime()
-        self._balanced_at = 0.0
-        """Time until which transfer threads sleep, so that their CPU time is `CPU_SHARE` of the elapsed time."""
+    _has_steps: Callable[[], bool]
+    _clock: Clock = monotonic
+    _cpu_time: Clock = time.thread_time
+    _sleep: Callable[[float], object] = time.sleep
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _last: _CpuTime = field(default_factory=_CpuTime, init=False)
+    _balanced_at: float = field(default=0.0, init=False)
+    """Time until which transfer threads sleep, so that their CPU time is `CPU_SHARE` of the elapsed time."""
 
     def wait(self) -> None:
         """Sleep until the transfer threads have used at most `CPU_SHARE` of a core. Call this after each piece."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
@@ -41,23 +42,19 @@ class Candidate(NamedTuple):
         return (self.num_prompt_tokens - self.num_cached_tokens) * self.token_s
 
 
+@dataclass(eq=False, slots=True)
 class Candidates:
-    """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it. `by_load`:
-    (number of unfinished requests, replica), ascending. `cached`: replica -> cached tokens of the prompt. `latest`: the
-    replica of the latest request, or -1.
-    """
+    """Replicas to choose from, at least one. A replica's load is computed only when a policy reads it."""
 
-    def __init__(
-        self,
-        replicas: Sequence[int],
-        by_load: Sequence[tuple[int, int]],
-        cached: Mapping[int, int],
-        candidate_of: Callable[[int], Candidate],
-        is_available: Callable[[int], bool],
-        latest: int,
-    ) -> None:
-        self._replicas, self._by_load, self._cached, self._latest = replicas, by_load, cached, latest
-        self._candidate_of, self._is_available = candidate_of, is_available
+    _replicas: Sequence[int]
+    _by_load: Sequence[tuple[int, int]]
+    """(Number of unfinished requests, replica), ascending."""
+    _cached: Mapping[int, int]
+    """Replica -> cached tokens of the prompt."""
+    _candidate_of: Callable[[int], Candidate]
+    _is_available: Callable[[int], bool]
+    _latest: int
+    """Replica of the latest request, or -1."""
 
     def __iter__(self) -> Iterator[Candidate]:
         return map(self._candidate_of, filter(self._is_available, self._replicas))
