@@ -249,52 +249,43 @@ class Router:
     ) -> Route:
         engines = fleet.engines
         by_load = self._requests.by_load(engines)
-        cached = self._cached_tokens(fleet, by_load, hashes)
+        with_prefix = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
+        found = [
+            (index, self._num_cached(index, engines[index], hashes)) for _, index in by_load if index in with_prefix
+        ]
+        cached = {index: num_tokens for index, num_tokens in found if num_tokens}
         first_available = fleet.first_available
         speed_of_another = cache(self._speed_of_another)
-        candidates = Candidates(
-            fleet.indices,
-            by_load,
-            cached,
-            lambda index: self._candidate(
-                index, engines[index], prompt_lens[0], cached.get(index, 0), speed_of_another
-            ),
+        request_class = class_of(caller.priority, self._config.request_classes)
+
+        def is_available(index: int) -> bool:
             # Any WorkAgent may be lost in the meantime.
-            lambda index: first_available in (None, index) or engines[index].executor.restart_status is None,
-            self.latest,
-        )
+            return first_available in (None, index) or engines[index].executor.restart_status is None
+
+        def candidate_of(index: int) -> Candidate:
+            blocks, predictor = engines[index].scheduler.blocks, engines[index].ttft_predictor
+            speed = predictor.speed or speed_of_another()
+            return Candidate(
+                index,
+                self._requests.num_of(engines[index]),
+                prompt_lens[0],
+                cached.get(index, 0),
+                self._queue.load(index).num_uncached_tokens,
+                blocks.pool.num_used_blocks,
+                blocks.block_size,
+                0.0 if speed is None else speed.token_s,
+            )
+
+        def predict(candidate: Candidate) -> float | None:
+            route = Route(candidate.replica, engines[candidate.replica], candidate.num_cached_tokens)
+            load = self.load_of(route, speed_of_another)
+            return self._admission.predict_s(prompt_lens, request_class, caller.tenant, load)
+
+        candidates = Candidates(fleet.indices, by_load, cached, candidate_of, is_available, self.latest)
         chosen, *others = islice(candidates.by_load(), 2)
         if others:
-            request_class = class_of(caller.priority, self._config.request_classes)
-
-            def predict(candidate: Candidate) -> float | None:
-                route = Route(candidate.replica, engines[candidate.replica], candidate.num_cached_tokens)
-                load = self.load_of(route, speed_of_another)
-                return self._admission.predict_s(prompt_lens, request_class, caller.tenant, load)
-
             chosen = self.policy(candidates, predict)
         return Route(chosen.replica, engines[chosen.replica], chosen.num_cached_tokens)
-
-    def _candidate(
-        self,
-        index: int,
-        engine: Engine,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        speed_of_another: Callable[[], ReplicaSpeed | None],
-    ) -> Candidate:
-        blocks = engine.scheduler.blocks
-        speed = engine.ttft_predictor.speed or speed_of_another()
-        return Candidate(
-            index,
-            self._requests.num_of(engine),
-            num_prompt_tokens,
-            num_cached_tokens,
-            self._queue.load(index).num_uncached_tokens,
-            blocks.pool.num_used_blocks,
-            blocks.block_size,
-            0.0 if speed is None else speed.token_s,
-        )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
         """Return the measured speed of the first replica that has one, or None. `num_slots` is replaced by
@@ -308,14 +299,3 @@ class Router:
     def _num_cached(self, index: int, engine: Engine, hashes: Sequence[bytes]) -> int:
         blocks = engine.scheduler.blocks
         return self.prompts.num_found(index, hashes, blocks.pool) * blocks.block_size
-
-    def _cached_tokens(
-        self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
-    ) -> dict[int, int]:
-        found = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
-        if not found:
-            return {}
-        cached = {
-            index: self._num_cached(index, fleet.engines[index], hashes) for _, index in by_load if index in found
-        }
-        return {index: num_tokens for index, num_tokens in cached.items() if num_tokens}
