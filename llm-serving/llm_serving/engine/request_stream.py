@@ -108,38 +108,29 @@ class _Reader:
             self.timer.cancel()
 
 
+@dataclass(eq=False)
 class CoalescedResponse:
     """The outputs of one answer so far, which current and later clients with identical requests read.
 
     Each reader's stream ends at that reader's deadline. The computation ends at the latest of these deadlines, which
-    `extend_deadline` sets in the engine. `abort` ends it earlier. `grew` gets the size of each new output in bytes.
+    `_extend_deadline` sets in the engine. `_abort` ends it earlier.
     """
 
-    def __init__(
-        self,
-        sharing: Sharing,
-        request_id: str,
-        abort: Callable[[str], None],
-        extend_deadline: ExtendDeadline,
-        grew: Callable[[CoalescedResponse, int], None],
-        clock: Clock,
-    ) -> None:
-        self.key = sharing.key
-        self.keeps = sharing.keeps
-        self.request_id = request_id
-        self.num_bytes = 0
-        self.last: RequestOutput | None = None
-        self.ended_time = 0.0
-        self._abort = abort
-        self._extend_deadline = extend_deadline
-        self._deadline: float | None = None
-        self._grew = grew
-        self._clock = clock
-        self._grace_s = sharing.grace_s
-        self._pieces: list[RequestOutput] | None = []
-        self._readers: dict[int, _Reader] = {}
-        self._num_read = 0
-        self._grace: asyncio.TimerHandle | None = None
+    sharing: Sharing
+    request_id: str
+    _abort: Callable[[str], None]
+    _extend_deadline: ExtendDeadline
+    _grew: Callable[[CoalescedResponse, int], None]
+    """Gets the size of each new output in bytes."""
+    _clock: Clock
+    num_bytes: int = field(default=0, init=False)
+    last: RequestOutput | None = field(default=None, init=False)
+    ended_time: float = field(default=0.0, init=False)
+    _deadline: float | None = field(default=None, init=False)
+    _pieces: list[RequestOutput] | None = field(default_factory=list, init=False)
+    _readers: dict[int, _Reader] = field(default_factory=dict, init=False)
+    _num_read: int = field(default=0, init=False)
+    _grace: asyncio.TimerHandle | None = field(default=None, init=False)
 
     @property
     def finished(self) -> bool:
@@ -252,27 +243,17 @@ class CoalescedResponse:
         reader.cancel_timer()
         if self._readers or self.finished:
             return
-        if self._grace_s > 0.0 and self._pieces is not None:
-            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._abort, self.request_id)
+        if self.sharing.grace_s > 0.0 and self._pieces is not None:
+            self._grace = asyncio.get_running_loop().call_later(self.sharing.grace_s, self._abort, self.request_id)
         else:
             self._abort(self.request_id)
 
     def _end_stream(self, reader: _Reader, reason: FinishReason, error: str | None = None) -> None:
-        last = self.last
         reader.cancel_timer()
-        reader.stream.put(
-            RequestOutput(
-                request_id=self.request_id,
-                text="",
-                token_ids=(),
-                logprobs=(),
-                num_prompt_tokens=0 if last is None else last.num_prompt_tokens,
-                num_cached_tokens=0 if last is None else last.num_cached_tokens,
-                num_output_tokens=0 if last is None else last.num_output_tokens,
-                finish_reason=reason,
-                error=error,
-            )
-        )
+        counts = 0, 0, 0
+        if (last := self.last) is not None:
+            counts = last.num_prompt_tokens, last.num_cached_tokens, last.num_output_tokens
+        reader.stream.put(RequestOutput(self.request_id, "", (), (), *counts, reason, error=error))
 
 
 class CoalescedResponses:
@@ -324,8 +305,8 @@ class CoalescedResponses:
 
     def forget(self, answer: CoalescedResponse) -> None:
         for table in (self._in_flight, self._kept):
-            if table.get(answer.key) is answer:
-                del table[answer.key]
+            if table.get(answer.sharing.key) is answer:
+                del table[answer.sharing.key]
                 self.num_bytes -= answer.num_bytes
         answer.drop()
 
@@ -336,9 +317,9 @@ class CoalescedResponses:
     def _grew(self, answer: CoalescedResponse, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         if answer.finished:
-            if answer.keeps and answer.is_answer:
-                del self._in_flight[answer.key]
-                self._kept[answer.key] = answer
+            if answer.sharing.keeps and answer.is_answer:
+                del self._in_flight[answer.sharing.key]
+                self._kept[answer.sharing.key] = answer
             else:
                 self.forget(answer)
         while self.num_bytes > self._max_bytes:

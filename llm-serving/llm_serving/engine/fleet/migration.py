@@ -74,17 +74,8 @@ class MigratingRequest(NamedTuple):
 def failure_output(request: Request, reason: FinishReason, error: str) -> RequestOutput:
     if request.http_timings is not None:
         request.http_timings.unfinished_request_ids.discard(request.request_id)
-    return RequestOutput(
-        request_id=request.request_id,
-        text="",
-        token_ids=(),
-        logprobs=(),
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_output_tokens=len(request.output_token_ids),
-        finish_reason=reason,
-        error=error,
-    )
+    counts = request.num_prompt_tokens, request.num_cached_tokens, len(request.output_token_ids)
+    return RequestOutput(request.request_id, "", (), (), *counts, reason, error=error)
 
 
 def continuation_of(request: Request, transfer: Transfer) -> Request:
