@@ -159,11 +159,21 @@ class WeightedFairSharing:
         `backlogged`: classes with a waiting request or a prompt to compute. `unserved`: classes with a prompt for which
         the step had too few tokens.
         """
+        # Each class's fractions of slots, token budget and blocks in this step, in units of 1 / `FULL_STEP`.
+        services = {}
+        for name in self._names if self.is_shared else self.contenders:
+            services[name] = (
+                FULL_STEP * held[name] // self._num_slots,
+                FULL_STEP * num_tokens.get(name, 0) // self._budget,
+                FULL_STEP * blocks[name] // self._num_blocks,
+            )
         if self.is_shared:
-            self._record_service(held, num_tokens, blocks, backlogged)
+            for name, service in services.items():
+                self._service[name] += max(service) * (SCALE // self._weights[name])
+            self._with_demand = {name for name in self.contenders if name in backlogged}
         usage = {}
         for name in self.contenders:
-            usage[name] = self._usage_after(name, held, num_tokens, blocks)
+            usage[name] = self._usage_after(name, *services[name])
         if len(usage) == 1 and name not in unserved:  # most steps: the general case below reduces to this
             slots, tokens, stored = usage[name]
             most = max(slots, tokens, stored)
@@ -200,19 +210,6 @@ class WeightedFairSharing:
             self._service[name] = 0
         return usage
 
-    def _record_service(
-        self,
-        held: Mapping[str, int],
-        num_tokens: Mapping[str, int],
-        blocks: Mapping[str, int],
-        backlogged: Collection[str],
-    ) -> None:
-        for name in self._names:
-            if held[name] or name in num_tokens:  # otherwise the class gets no service in this step
-                served = max(self._service_of_step(name, held, num_tokens, blocks))
-                self._service[name] += served * (SCALE // self._weights[name])
-        self._with_demand = {name for name in self.contenders if name in backlogged}
-
     def _effective_weight(self, name: str) -> int:
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
@@ -220,23 +217,10 @@ class WeightedFairSharing:
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 
-    def _service_of_step(
-        self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
-    ) -> tuple[int, int, int]:
-        """Return a class's fractions of slots, token budget and blocks in a step, in units of 1 / `FULL_STEP`."""
-        return (
-            FULL_STEP * held[name] // self._num_slots,
-            FULL_STEP * num_tokens.get(name, 0) // self._budget,
-            FULL_STEP * blocks[name] // self._num_blocks,
-        )
-
-    def _usage_after(
-        self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
-    ) -> tuple[int, int, int]:
+    def _usage_after(self, name: str, slots: int, tokens: int, stored: int) -> tuple[int, int, int]:
         scale = self._scale(name)
-        slots, tokens, stored = self._usage[name]
-        held_part, computed_part, stored_part = self._service_of_step(name, held, num_tokens, blocks)
-        slots, tokens, stored = slots + held_part * scale, tokens + computed_part * scale, stored + stored_part * scale
+        before = self._usage[name]
+        slots, tokens, stored = before[0] + slots * scale, before[1] + tokens * scale, before[2] + stored * scale
         # A resource that the class did not use earns at most a quantum of credit.
         least = max(slots, tokens, stored) - self._quantum_steps * FULL_STEP * scale
         return max(slots, least), max(tokens, least), max(stored, least)
