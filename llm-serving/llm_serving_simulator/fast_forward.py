@@ -18,7 +18,6 @@ from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.sinks import SequenceSink, SinkContext
 from llm_serving.scheduler.fair_sharing import OUTPUT_TOKEN_WEIGHT
-from llm_serving.scheduler.policies import PolicyInput
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -169,7 +168,7 @@ class FastForwardScheduler:
         growing = self._growing.get(self.num_scheduled % blocks.block_size, ())
         if self.num_scheduled >= self._num_steps or len(growing) > blocks.pool.num_free_blocks:
             return False
-        scheduler.policy.prefer(PolicyInput(len(self.rows), False))
+        scheduler.policy.prefer(len(self.rows), prompts_wait=False)
         if not self.num_scheduled:
             scheduler.waiting.update_contenders((), scheduler.slots_by_class)
         for request in growing:

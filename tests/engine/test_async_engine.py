@@ -155,7 +155,7 @@ def test_open_requests_do_not_keep_an_ended_engine() -> None:
                 while engine.replicas.engines[0] is ended or engine.health().detail != "ready":
                     await asyncio.sleep(0)
             assert await token_ids(engine.generate([9], GREEDY, request_id="after")) == expected_output([9], 4)
-            assert ended not in engine._requests._num_of
+            assert ended not in engine._requests.num_of
 
     asyncio.run(run())
 

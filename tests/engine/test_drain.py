@@ -254,7 +254,7 @@ def test_drain_loses_no_request_that_migrates_between_machines(
             async with asyncio.timeout(60):
                 await asyncio.gather(*map(talk, range(8)))
             assert engine.num_running == engine.num_waiting == len(engine._requests) == 0
-            assert not engine._requests._num_migrating_to
+            assert not engine._requests.num_migrating_to
             assert not engine.replicas.accounting.tenant_slots.migrating
 
     asyncio.run(run())

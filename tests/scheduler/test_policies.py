@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llm_serving.core.enums import OrderName, PolicyName
 from llm_serving.scheduler import Schedule
-from llm_serving.scheduler.policies import ORDERS, POLICIES, PolicyInput, Preference, Throughput
+from llm_serving.scheduler.policies import ORDERS, POLICIES, Preference, Throughput
 from support.factories import create_config, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 
@@ -71,15 +71,15 @@ def test_every_policy_prefills_at_once_if_no_request_decodes(policy: str, separa
 def test_throughput_policy_prefills_when_empty_slots_have_cost_as_much() -> None:
     config = create_config(max_num_seqs=8, prefill_time_ms_per_req=100, decode_time_ms_per_req=10)
     policy = Throughput(config)
-    load = PolicyInput(num_decoding=4, prompts_wait=True)  # a prefill costs 400 ms, a step wastes 40 ms
-    preferences = [policy.prefer(load) for _ in range(20)]
+    # A prefill delays 4 decoding requests, which costs 400 ms. A step wastes 40 ms.
+    preferences = [policy.prefer(4, prompts_wait=True) for _ in range(20)]
     assert [index for index, each in enumerate(preferences) if each is Preference.PREFILL_FIRST] == [9, 19]
     assert preferences.count(Preference.DECODE_ONLY) == 18
 
 
 def test_throughput_policy_prefills_at_once_if_no_request_decodes() -> None:
     policy = Throughput(create_config())
-    assert policy.prefer(PolicyInput(num_decoding=0, prompts_wait=True)) is Preference.PREFILL_FIRST
+    assert policy.prefer(0, prompts_wait=True) is Preference.PREFILL_FIRST
 
 
 def test_static_batching_decodes_until_the_batch_has_ended() -> None:

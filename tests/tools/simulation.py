@@ -340,7 +340,7 @@ class Simulation:
         master = self._master
         assert master.num_waiting == master.num_running == 0, "the master still counts requests"
         requests = master._requests
-        assert not len(requests) and not requests._num_of and not requests._num_migrating_to
+        assert not len(requests) and not requests.num_of and not requests.num_migrating_to
         assert not master.replicas.accounting.tenant_slots.migrating, "a slot of a tenant is still reserved"
         if not any(replica.stopped for replica in self.replicas):
             for index in range(len(self.replicas)):

@@ -74,13 +74,6 @@ class Auditor:
     def start(self, request: Request) -> None:
         self.watched[request.request_id] = Answer(request)
 
-    def watches(self, request_id: str) -> bool:
-        return request_id in self.watched
-
-    def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a migrating request. Return its outputs for the next engine's audit, None if not audited."""
-        return self.watched.pop(request_id, None)
-
     def resume(self, request: Request, answer: Answer | None) -> None:
         if answer is not None:
             answer.request = request

@@ -247,7 +247,7 @@ class Control:
             ReplicaView(
                 index,
                 self._replicas.state(index),
-                self._requests.num_of(engines[index]) if index in engines else 0,
+                self._requests.num_of[engines[index]] if index in engines else 0,
                 engines[index].executor.machine if index in engines else "",
             )
             for index in range(len(self._replicas))

@@ -288,7 +288,7 @@ class EngineRequests:
             self._deadlines.add(request)
 
     def audits(self, request: Request) -> bool:
-        return self._auditor.watches(request.request_id)
+        return request.request_id in self._auditor.watched
 
     def reload(self, rules: SchedulingRules, number: int) -> None:
         """Apply new scheduling rules from now on. `number` counts the server's reloads of its configuration, from 1."""

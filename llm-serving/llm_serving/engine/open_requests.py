@@ -39,11 +39,11 @@ class OpenRequest:
 class OpenRequests:
     def __init__(self) -> None:
         self.by_id: dict[str, OpenRequest] = {}
-        """Engine id -> request. Other classes only read it."""
-        self._num_of: Counter[Engine] = Counter()
+        """Engine id -> request. Other classes only read it and the counters."""
+        self.num_of: Counter[Engine] = Counter()
         self._ranked: Mapping[int, Engine] = {}
         self._by_load: list[tuple[int, int]] = []
-        self._num_migrating_to: Counter[Engine] = Counter()
+        self.num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
         self._num_coalesced = 0
 
@@ -67,7 +67,7 @@ class OpenRequests:
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
-            self._num_migrating_to[engine] += 1
+            self.num_migrating_to[engine] += 1
 
     def finish_migration(self, request_id: str, request: Request, engine: Engine) -> None:
         if (opened := self.pop(request_id)) is not None:
@@ -77,18 +77,12 @@ class OpenRequests:
     def of_engine(self, engine: Engine) -> list[OpenRequest]:
         return [each for each in self.by_id.values() if each.engine is engine and not each.is_in_transfer]
 
-    def num_of(self, engine: Engine) -> int:
-        return self._num_of[engine]
-
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
         """Return (number of open requests, index) of each engine, ascending. Later changes update the returned list."""
         if engines is not self._ranked:
             self._ranked = engines
-            self._by_load = sorted((self._num_of[engine], index) for index, engine in engines.items())
+            self._by_load = sorted((self.num_of[engine], index) for index, engine in engines.items())
         return self._by_load
-
-    def num_migrating_to(self, engine: Engine) -> int:
-        return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
@@ -113,11 +107,11 @@ class OpenRequests:
         return [engine_id for each in client_ids(client_id) for engine_id in self._coalesced.get(each, ())]
 
     def _count(self, engine: Engine, change: int) -> None:
-        before = self._num_of[engine]
+        before = self.num_of[engine]
         if before + change:
-            self._num_of[engine] = before + change
+            self.num_of[engine] = before + change
         else:
-            del self._num_of[engine]  # so that an engine that has ended can be freed
+            del self.num_of[engine]  # so that an engine that has ended can be freed
         if self._ranked.get(engine.index) is engine:
             del self._by_load[bisect_left(self._by_load, (before, engine.index))]
             insort(self._by_load, (before + change, engine.index))
@@ -125,6 +119,6 @@ class OpenRequests:
     def _end_transfer(self, opened: OpenRequest) -> None:
         if (engine := opened.next_engine) is not None:
             opened.next_engine = None
-            self._num_migrating_to[engine] -= 1
-            if not self._num_migrating_to[engine]:
-                del self._num_migrating_to[engine]
+            self.num_migrating_to[engine] -= 1
+            if not self.num_migrating_to[engine]:
+                del self.num_migrating_to[engine]

@@ -86,8 +86,7 @@ class OutputProcessor:
         """
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
-        if self._metrics is not None:
-            self._record_token_time(state, self._metrics)
+        self._record_token_time(state)
         text, detokenizer = "", state.detokenizer
         # A stop token is not part of the text.
         if not (token_id in request.stop_token_ids and request.status is FINISHED):
@@ -150,10 +149,11 @@ class OutputProcessor:
         )
 
     def record_token_time(self, request: Request) -> None:
-        if self._metrics is not None:
-            self._record_token_time(self._states[request.request_id], self._metrics)
+        self._record_token_time(self._states[request.request_id])
 
-    def _record_token_time(self, state: ProducedOutput, metrics: Metrics) -> None:
+    def _record_token_time(self, state: ProducedOutput) -> None:
+        if self._metrics is None:
+            return
         now = self._now
         if now is None:
             now = self._now = self._clock()
@@ -167,7 +167,7 @@ class OutputProcessor:
         if http_timings is not None and http_timings.first_token_time is None:
             http_timings.first_token_time = now
         self._event_log.first_token(request, now)
-        metrics.record_first_token(now - request.arrival_time, request.priority)
+        self._metrics.record_first_token(now - request.arrival_time, request.priority)
 
     def flush_token_gaps(self) -> None:
         """Add the collected times between tokens to the metrics. Called once a step, because each call takes a lock."""

@@ -104,7 +104,7 @@ def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
         max_head_start_steps=scheduler.max_head_start_steps,
         quantum_steps=scheduler.quantum_steps,
-        max_steps_in_flight=_max_steps_in_flight(config),
+        max_steps_in_flight=2 if scheduler.async_scheduling else 1,
         max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
         whole_prompts=whole_prompts,
         separate=not scheduler.enable_mixed_chunk,
@@ -122,10 +122,6 @@ def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts
     if not policy.honours_classes:
         order = OrderName.ARRIVAL
     return SchedulingRules(limits, policy, classes, ORDERS[order](), caches)
-
-
-def _max_steps_in_flight(config: ServingConfig) -> int:
-    return 2 if config.scheduler.async_scheduling else 1
 
 
 def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
@@ -206,7 +202,7 @@ def build_engine(
         metrics,
         publish,
         index=index,
-        max_steps_in_flight=_max_steps_in_flight(config),
+        max_steps_in_flight=scheduler.limits.max_steps_in_flight,
         audit_every=config.serving.audit_every,
         event_log=event_log,
         restart_wait_s=config.serving.restart_wait_s,

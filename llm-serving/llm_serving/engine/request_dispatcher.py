@@ -126,7 +126,7 @@ class RequestDispatcher:
             self._end(opened.request, FinishReason.ERROR, f"the engine of the request has ended: {engine.dead}")
 
     def leave_if_idle(self, engine: Engine) -> None:
-        if not self.requests.num_of(engine) and (replica := self.replicas.index_of(engine)) is not None:
+        if not self.requests.num_of[engine] and (replica := self.replicas.index_of(engine)) is not None:
             self.replicas.leave(replica)
 
     def migrate(self, requests: list[MigratingRequest]) -> None:

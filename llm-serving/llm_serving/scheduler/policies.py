@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import OrderName, PolicyName
@@ -28,11 +28,6 @@ class Preference(enum.Enum):
     """The step computes prompts only if no request can decode."""
 
 
-class PolicyInput(NamedTuple):
-    num_decoding: int
-    prompts_wait: bool
-
-
 class Policy:
     """Base class of the policies. Unless a policy overrides `prefer`, all its steps prefer the same stage."""
 
@@ -49,8 +44,8 @@ class Policy:
     def __init__(self, config: ServingConfig) -> None:
         del config
 
-    def prefer(self, load: PolicyInput) -> Preference:
-        del load
+    def prefer(self, num_decoding: int, *, prompts_wait: bool) -> Preference:
+        del num_decoding, prompts_wait
         return self.preference
 
 
@@ -97,11 +92,11 @@ class Throughput(Policy):
         self._num_slots = config.model.decode_batch_size
         self._waste = 0.0
 
-    def prefer(self, load: PolicyInput) -> Preference:
-        if not load.prompts_wait:
+    def prefer(self, num_decoding: int, *, prompts_wait: bool) -> Preference:
+        if not prompts_wait:
             return Preference.DECODE_FIRST
-        cost = self._prefill_ms * load.num_decoding
-        self._waste += self._decode_ms * (self._num_slots - load.num_decoding)
+        cost = self._prefill_ms * num_decoding
+        self._waste += self._decode_ms * (self._num_slots - num_decoding)
         if cost > self._waste:
             return Preference.DECODE_ONLY
         self._waste = 0.0

@@ -10,7 +10,7 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import ClassBounds
 from llm_serving.scheduler.fair_sharing import WeightedFairSharing
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policies import Policy, PolicyInput, Preference
+from llm_serving.scheduler.policies import Policy, Preference
 from llm_serving.scheduler.preemption import Preemptor
 from llm_serving.scheduler.running import RunningSlots, RunningSnapshot
 from llm_serving.scheduler.schedule import NO_ROOM, Blocked, StepPlan, WaitReason
@@ -51,7 +51,7 @@ class DecodeStage:
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
         """Return the stage that the step begins with: the policy's choice, unless a bound on gaps forbids it."""
-        preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
+        preference = self._policy.prefer(running.num_decoding, prompts_wait=has_prompts)
         last = running.least_scheduled_step
         gap = 0 if last is None else step - 1 - last
         if gap >= self._policy.max_decode_gap or (gap > 0 and self._exceeds_class_gap(running.decoding, step - 1)):

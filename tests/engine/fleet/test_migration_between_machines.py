@@ -239,7 +239,7 @@ def test_simultaneous_migrations_are_distributed_over_replicas() -> None:
             came, go_on = held(setup, 0, "read")
             asked = [asyncio.create_task(ask(engine, prompt)) for prompt in prompts]
             await asyncio.to_thread(came.wait)
-            coming = engine._requests._num_migrating_to
+            coming = engine._requests.num_migrating_to
             while coming.total() < len(prompts):
                 await asyncio.sleep(0)
             numbers = [coming[engine.replicas.engines[index]] for index in range(3)]

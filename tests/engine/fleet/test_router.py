@@ -39,7 +39,7 @@ def measure(engine: AsyncEngine, *step_s: float) -> None:
 
 def num_unfinished(engine: AsyncEngine) -> Counter[int]:
     """Return the number of unfinished requests of each replica."""
-    return Counter({index: engine._requests.num_of(each) for index, each in engine.replicas.engines.items()})
+    return Counter({index: engine._requests.num_of[each] for index, each in engine.replicas.engines.items()})
 
 
 def hold(setup: Setup) -> None:

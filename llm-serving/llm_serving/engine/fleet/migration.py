@@ -161,7 +161,7 @@ class RequestMigration(StepObserver):
             if not self._processor.knows(request):  # it has ended since
                 self._scheduler.reclaim_exported_blocks(transfer.blocks)
                 continue
-            produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
+            produced, audited = self._processor.leave(request), self._auditor.watched.pop(request.request_id, None)
             request.sink = None
             self._event_log.departed(request, exported_at)
             migrating.append(MigratingRequest(continuation_of(request, transfer), produced, audited, exported_at))

@@ -202,7 +202,7 @@ class Router:
                 each[0] in self.prefill_replicas,
                 each[1].executor.restart_status is not None,
                 each[0] != preferred,
-                self._requests.num_of(each[1]) + self._requests.num_migrating_to(each[1]),
+                self._requests.num_of[each[1]] + self._requests.num_migrating_to[each[1]],
                 each[0],
             ),
         )
@@ -267,7 +267,7 @@ class Router:
             speed = predictor.speed or speed_of_another()
             return Candidate(
                 index,
-                self._requests.num_of(engines[index]),
+                self._requests.num_of[engines[index]],
                 prompt_lens[0],
                 cached.get(index, 0),
                 self._queue.load(index).num_uncached_tokens,
