@@ -196,7 +196,9 @@ class BeamSearchSink:
     def _advance(self) -> None:
         beams, candidates = self._beams, self._candidates
         self._beams, self._candidates = [], {}
-        self._copy_start(beams[0])
+        if self.request.first_scheduled_time is None:
+            self.request.first_scheduled_time = beams[0].first_scheduled_time
+            self.request.num_cached_tokens = beams[0].num_cached_tokens
         origins = self._search.advance([candidates[beam.request_id] for beam in beams])
         scheduler = self._context.scheduler
         continued: set[int] = set()
@@ -238,11 +240,6 @@ class BeamSearchSink:
         self._num_forks += 1
         self._beams.append(beam)
         return beam
-
-    def _copy_start(self, beam: Request) -> None:
-        if self.request.first_scheduled_time is None:
-            self.request.first_scheduled_time = beam.first_scheduled_time
-            self.request.num_cached_tokens = beam.num_cached_tokens
 
     def _final_output(self) -> RequestOutput:
         best = self._search.best()

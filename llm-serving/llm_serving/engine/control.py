@@ -159,7 +159,7 @@ class Control:
 
     def drop_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> int:
         """Unload a removed adapter once its last request has ended. Return the number of its unfinished requests."""
-        unfinished = self._num_of_adapter(adapter.number)
+        unfinished = sum(each.request.adapter == adapter.number for each in self._requests.by_id.values())
         if registry.is_offered(adapter.number):  # the same adapter is offered under another name
             registry.forget(adapter)
         elif unfinished:
@@ -181,9 +181,6 @@ class Control:
         task = asyncio.get_running_loop().create_task(check())
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
-
-    def _num_of_adapter(self, number: int) -> int:
-        return sum(each.request.adapter == number for each in self._requests.by_id.values())
 
     def _tell(self, number: int, folder: str) -> None:
         for engine in list(self._replicas.engines.values()):

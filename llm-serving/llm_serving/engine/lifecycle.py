@@ -135,7 +135,7 @@ class Lifecycle:
                 await self._suspend()
             elif not self._is_suspended:
                 await self._freeze(True)
-                await self._until_true(Engine.drop_cache)
+                await self._call(Engine.drop_cache)
             self.level = level
 
     async def wake_up(self) -> None:
@@ -276,17 +276,21 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
 
     async def _freeze(self, is_frozen: bool) -> None:
+        def set_frozen(engine: Engine) -> None:
+            engine.is_frozen = is_frozen
+
         self._is_frozen = True  # until all engines have resumed
-        await self._until_true(partial(_freeze, is_frozen=is_frozen))
+        await self._call(set_frozen)
         self._is_frozen = is_frozen
 
     async def _note(self, text: str) -> None:
-        await self._until_true(partial(_note, text=text))
+        await self._call(lambda engine: engine.scheduler.note(text))
 
-    async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
+    async def _call(self, function: Callable[[Engine], object]) -> None:
+        """Call a function in the thread of each engine, and call it again while it returns False."""
         for engine in self._replicas.living().values():
             with contextlib.suppress(WorkerDiedError):  # the engine has ended; the next one starts without state
-                while not await asyncio.wrap_future(engine.ask(partial(ask, engine))):
+                while await asyncio.wrap_future(engine.ask(partial(function, engine))) is False:
                     await asyncio.sleep(POLL_S)
 
     async def _suspend(self) -> None:
@@ -304,16 +308,6 @@ class Lifecycle:
                 raise UnavailableError(f"the weights were not loaded: {'; '.join(failures)}")
             await asyncio.sleep(POLL_S)
         self._is_suspended = False
-
-
-def _freeze(engine: Engine, *, is_frozen: bool) -> bool:
-    engine.is_frozen = is_frozen
-    return True
-
-
-def _note(engine: Engine, *, text: str) -> bool:
-    engine.scheduler.note(text)
-    return True
 
 
 @dataclass(frozen=True, slots=True)

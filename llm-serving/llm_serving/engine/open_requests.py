@@ -74,9 +74,6 @@ class OpenRequests:
             opened.request, opened.engine, opened.priority = request, engine, None
             self.add(opened)
 
-    def of_engine(self, engine: Engine) -> list[OpenRequest]:
-        return [each for each in self.by_id.values() if each.engine is engine and not each.is_in_transfer]
-
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
         """Return (number of open requests, index) of each engine, ascending. Later changes update the returned list."""
         if engines is not self._ranked:

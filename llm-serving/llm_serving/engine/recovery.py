@@ -64,10 +64,12 @@ class Recovery:
         logger.error("WorkAgent %d lost the results of the submitted steps: %s", self._index, error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         steps = in_flight[:1] if failed else in_flight
-        lost = _requests_of(steps)
+        rows = [row for schedule in steps for row in schedule.rows]
+        requests = {id(row.request): row.request for row in rows}
+        lost = [request for request in requests.values() if not request.is_finished]
         for request in lost:
             request.num_lost_steps += 1
-        for row in [row for schedule in steps for row in schedule.rows]:
+        for row in rows:
             # The next attempt may compute another part of a prompt first, so a request has passed the lost step only
             # when it has computed all tokens up to the end of that step.
             reached = row.end - row.num_drafts - 1
@@ -153,11 +155,6 @@ class Recovery:
             self._restart(str(error))
             return False
         return True
-
-
-def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
-    requests = {id(row.request): row.request for schedule in schedules for row in schedule.rows}
-    return [request for request in requests.values() if not request.is_finished]
 
 
 def _trial_limits(limits: SchedulerLimits) -> SchedulerLimits:

@@ -122,8 +122,9 @@ class RequestDispatcher:
 
     def end_requests_of(self, engine: Engine) -> None:
         """End the open requests of an engine that has ended. An exception in the engine may have left some open."""
-        for opened in self.requests.of_engine(engine):
-            self._end(opened.request, FinishReason.ERROR, f"the engine of the request has ended: {engine.dead}")
+        for opened in list(self.requests.by_id.values()):
+            if opened.engine is engine and not opened.is_in_transfer:
+                self._end(opened.request, FinishReason.ERROR, f"the engine of the request has ended: {engine.dead}")
 
     def leave_if_idle(self, engine: Engine) -> None:
         if not self.requests.num_of[engine] and (replica := self.replicas.index_of(engine)) is not None:

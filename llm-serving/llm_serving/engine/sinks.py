@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -76,11 +77,7 @@ class SequenceSink:
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
 
-class _CreateSink(Protocol):
-    def __call__(self, request: Request, context: SinkContext) -> OutputSink: ...
-
-
-OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
+OUTPUT_SINKS: Final[dict[type, Callable[[Request, SinkContext], OutputSink]]] = {
     type(None): SequenceSink,
     BeamSearchParams: BeamSearchSink,
 }

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler.fair_sharing import WeightedFairSharing
 from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
 from llm_serving.scheduler.running import RunningSlots, preemption_order
 from llm_serving.scheduler.schedule import Preemption, StepPlan
@@ -54,7 +53,8 @@ class Preemptor:
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
         while not self._slots.grow(request):
-            victim = next(other for other in preemption_order(self._slots.running) if not self._keeps_slot(other))
+            candidates = preemption_order(self._slots.running)
+            victim = next(other for other in candidates if other.paused or not self._slots.is_protected(other))
             self.preempt(victim, plan, request)
             if victim is request:
                 return False
@@ -95,7 +95,7 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        slots, sharing = self._slots, self._sharing
+        slots, sharing = self._slots, self._waiting_requests.queue.sharing
         entitled: set[Request] = set()
         for each in self._classes:
             if each.rank <= by.rank or not slots.slots_by_class[each.name]:
@@ -105,13 +105,6 @@ class Preemptor:
             num_blocks = [self._blocks.num_blocks_held(request.request_id) for request in members]
             entitled.update(members[: sharing.num_entitled(each.name, by.name, num_blocks)])
         return entitled
-
-    @property
-    def _sharing(self) -> WeightedFairSharing:
-        return self._waiting_requests.queue.sharing
-
-    def _keeps_slot(self, request: Request) -> bool:
-        return self._slots.is_protected(request) and not request.paused
 
     def _prefers_swap(self, request: Request) -> bool:
         if self._limits.preemption_mode is not PreemptionMode.AUTO:

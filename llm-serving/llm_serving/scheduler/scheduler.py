@@ -101,7 +101,7 @@ class Scheduler:
             return
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
-            self.waiting_requests.add_fork(request, parent)
+            self.waiting_requests.forks.setdefault(parent.request_id, []).append(request)
         else:
             self.waiting_requests.enqueue(request)
 

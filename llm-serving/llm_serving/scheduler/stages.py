@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
@@ -79,12 +79,10 @@ class DecodeStage:
                 last = request.last_scheduled_step
         num_violations = int(plan.number - last > self._policy.max_decode_gap)
         for request in running.prefilling:
-            num_violations += request.status is RUNNING and self._breaks_prompt_gap(request, plan.number)
+            gap = plan.number - max(request.last_scheduled_step, request.class_change_step)
+            is_too_late = gap == self._max_prompt_gaps[request.request_class.name] + 1
+            num_violations += request.status is RUNNING and is_too_late
         return num_violations
-
-    def _breaks_prompt_gap(self, prompt: Request, step: int) -> bool:
-        since = max(prompt.last_scheduled_step, prompt.class_change_step)
-        return step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
 
 class PrefillStage:
@@ -178,15 +176,18 @@ class PrefillStage:
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
         queue, closed = self._waiting_requests.queue, plan.closed_classes
-        names = set()
+        names, aged = set(), set()
         for request in prompts:
-            names.add(request.request_class.name)
+            request_class = request.request_class
+            names.add(request_class.name)
+            if plan.number - request.running_since[0] >= request_class.ageing_steps:
+                aged.add(request_class.name)
         for name, each in queue.queues.items():
             if len(each) and name not in closed:
                 names.add(name)
         if len(names) < 2:
             return None
-        queue.update_contenders(closed, self._slots.slots_by_class, _aged_classes(prompts, plan.number))
+        queue.update_contenders(closed, self._slots.slots_by_class, aged)
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
@@ -265,9 +266,3 @@ class PrefillStage:
             return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens
         return min(request.num_uncomputed_tokens, room)
-
-
-def _aged_classes(prompts: Collection[Request], step: int) -> set[str]:
-    return {
-        each.request_class.name for each in prompts if step - each.running_since[0] >= each.request_class.ageing_steps
-    }

@@ -31,9 +31,6 @@ class WaitingRequests:
     def __iter__(self) -> Iterator[Request]:
         return chain(self.queue, *self.forks.values(), self.tenant_limiter.held_requests(), self.paused)
 
-    def add_fork(self, request: Request, parent: Request) -> None:
-        self.forks.setdefault(parent.request_id, []).append(request)
-
     def release_forks(self, parent: Request) -> None:
         for fork in self.forks.pop(parent.request_id, []):
             self.enqueue(fork)
