@@ -106,7 +106,9 @@ class ClassLeadMonitor:
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
-        self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
+        self._lowest: defaultdict[str, MinimumSince] = defaultdict(MinimumSince)
+        self._highest: defaultdict[str, MinimumSince] = defaultdict(MinimumSince)
+        """The same of the negative leads."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
 
@@ -120,10 +122,11 @@ class ClassLeadMonitor:
         _add_service(self._leads, service, usage, demand)
         self._num_records = now = self._num_records + 1
         for name in usage:
-            self._history[name].add(now, self._leads[name])
+            self._lowest[name].add(now, self._leads[name])
+            self._highest[name].add(now, -self._leads[name])
         since, names = self._last_records.get(replica, (now, ()))
         self._last_records[replica] = now, tuple(usage)
-        return {name: ClassLead(*self._history[name].since(since)) for name in names}
+        return {name: ClassLead(self._lowest[name].since(since), -self._highest[name].since(since)) for name in names}
 
 
 def _add_service(
@@ -136,32 +139,21 @@ def _add_service(
         leads[name] = 0 if least is None else min(max(0, leads[name] - least), MAX_LEAD_QUANTA * each.quantum)
 
 
-class ExtremesSince:
-    """Minimum and maximum of a series since a given index. It stores only values below or above all later values."""
+class MinimumSince:
+    """Minimum of a series since a given index. It stores only values below all later values."""
 
     def __init__(self) -> None:
-        self._min_indices: list[int] = []
-        self._minima: list[int] = []
-        self._max_indices: list[int] = []
-        self._maxima: list[int] = []
+        self._indices: list[int] = []
+        self._values: list[int] = []
 
     def add(self, index: int, value: int) -> None:
-        minima, maxima = self._minima, self._maxima
-        if minima and minima[-1] == value:  # the newest value is the last of both lists
-            self._min_indices[-1] = self._max_indices[-1] = index
-            return
-        while minima and minima[-1] >= value:
-            del self._min_indices[-1], minima[-1]
-        while maxima and maxima[-1] <= value:
-            del self._max_indices[-1], maxima[-1]
-        self._min_indices.append(index)
-        self._max_indices.append(index)
-        minima.append(value)
-        maxima.append(value)
+        while self._values and self._values[-1] >= value:
+            del self._indices[-1], self._values[-1]
+        self._indices.append(index)
+        self._values.append(value)
 
-    def since(self, index: int) -> tuple[int, int]:
-        least = self._minima[bisect_left(self._min_indices, index)]
-        return least, self._maxima[bisect_left(self._max_indices, index)]
+    def since(self, index: int) -> int:
+        return self._values[bisect_left(self._indices, index)]
 
 
 class _Tenant:
