@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import OrderName, PolicyName
@@ -112,41 +112,34 @@ POLICIES: dict[str, Callable[[ServingConfig], Policy]] = {
 }
 
 
-class Order(Protocol):
+class Order:
     """Order of a class's waiting requests. One of every `max_overtakes` + 1 admissions takes the oldest instead."""
 
-    shares_fairly: bool
+    shares_fairly = False
     """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
+    record_finished: Callable[[Request], None] | None = None
+    """Callback that learns the output length of each finished request. It is None if the order ignores lengths."""
 
     def sort_key(self, request: Request) -> float:
         """Return the sort key; smaller keys go first. Equal keys go in order of arrival, shifted by priorities."""
-
-    @property
-    def record_finished(self) -> Callable[[Request], None] | None:
-        """Callback that learns the output length of each finished request. It is None if the order ignores lengths."""
-
-
-class ArrivalOrder:
-    shares_fairly = False
-    record_finished = None
-
-    def sort_key(self, request: Request) -> float:
         del request
         return 0.0
 
 
-class FairOrder:
+class ArrivalOrder(Order):
+    """Order of arrival."""
+
+
+class FairOrder(Order):
+    """Fair sharing among tenants."""
+
     shares_fairly = True
-    record_finished = None
-    sort_key = ArrivalOrder.sort_key
 
 
-class ShortestOrder:
+class ShortestOrder(Order):
     """Shortest job first. The expected output length is the mean length of the tenant's finished requests in the class,
     at most `max_tokens`. `PROMPT_TOKENS_A_STEP` prompt tokens count as much as one output token.
     """
-
-    shares_fairly = False
 
     def __init__(self) -> None:
         self._mean_lengths: dict[tuple[str, str], float] = {}
@@ -167,11 +160,8 @@ class ShortestOrder:
             del self._mean_lengths[next(iter(self._mean_lengths))]
 
 
-class DeadlineOrder:
+class DeadlineOrder(Order):
     """Earliest deadline first (Liu and Layland 1973). The default deadline is arrival plus the class's TTFT SLO."""
-
-    shares_fairly = False
-    record_finished = None
 
     def sort_key(self, request: Request) -> float:
         if request.deadline is not None:
