@@ -20,8 +20,8 @@ from llm_serving.core.step import Int32Array, StepInput, StepOutput, no_top_toke
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
-from llm_serving.scheduler.policies import POLICIES
+from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits, SchedulingRules
+from llm_serving.scheduler.policies import POLICIES, ArrivalOrder
 
 BLOCK_SIZE = 4
 """Tokens of a KV cache block."""
@@ -76,8 +76,9 @@ def create_scheduler() -> Scheduler:
         max_prefill_seqs=2,
         max_model_len=40,
     )
-    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, prefix_caching=True)
-    return Scheduler(limits, POLICIES["mixed"](config), blocks, DEFAULT_CLASSES)
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    rules = SchedulingRules(limits, POLICIES["mixed"](config), DEFAULT_CLASSES, ArrivalOrder(), prefix_caching=True)
+    return Scheduler(rules, blocks)
 
 
 def create_requests(max_tokens: int) -> list[Request]:

@@ -18,7 +18,7 @@ from support.recordings import replay, seal
 def create_recorded(files: RecordFiles, max_file_bytes: int = 2**24) -> tuple[RecordedScheduler, Recorder]:
     plain = create_scheduler(max_num_seqs=2)
     recorder = Recorder(files, "replica-0", max_file_bytes)
-    return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, plain.order, recorder), recorder
+    return RecordedScheduler(plain._components.rules, plain.blocks, recorder), recorder
 
 
 def run_load(scheduler: RecordedScheduler) -> None:

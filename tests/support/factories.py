@@ -16,7 +16,7 @@ from llm_serving.core.window import CacheGroups, LayerWindow
 from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
-from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
+from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits, SchedulingRules
 from llm_serving.scheduler.policies import ORDERS, POLICIES
 
 _names = (f"request-{count}" for count in itertools.count())
@@ -101,7 +101,7 @@ def create_scheduler(
     has_states = num_spare_states is not None
     states = StateSlots(max_num_seqs + num_spare_states, max_num_seqs, block_size) if has_states else None
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
-    return Scheduler(
+    rules = SchedulingRules(
         SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -111,19 +111,20 @@ def create_scheduler(
             **limits,
         ),
         POLICIES[policy](config),
-        BlockManager(
-            num_blocks,
-            block_size,
-            num_swap_blocks=num_swap_blocks,
-            prefix_caching=prefix_caching,
-            groups=CacheGroups.of(windows or (LayerWindow(window or 0),), max_num_batched_tokens, max_model_len),
-            exports=exports,
-            adapters=adapters,
-            states=states,
-        ),
         create_classes() if classes is None else classes,
         ORDERS[order](),
+        prefix_caching,
     )
+    blocks = BlockManager(
+        num_blocks,
+        block_size,
+        num_swap_blocks=num_swap_blocks,
+        groups=CacheGroups.of(windows or (LayerWindow(window or 0),), max_num_batched_tokens, max_model_len),
+        exports=exports,
+        adapters=adapters,
+        states=states,
+    )
+    return Scheduler(rules, blocks)
 
 
 def rows(schedule: Schedule | None) -> list[tuple[str, int, int, bool]]:

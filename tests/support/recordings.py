@@ -36,7 +36,7 @@ def create_recorded(
 ) -> RecordedScheduler:
     plain = create_scheduler(**options)
     recorder = Recorder(files, "scheduler", max_file_bytes, clock)
-    return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, plain.order, recorder)
+    return RecordedScheduler(plain._components.rules, plain.blocks, recorder)
 
 
 def record_steps(num_tokens: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import PoolingMode
@@ -18,8 +18,8 @@ from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.log import get_logger
 from llm_serving.observability.metrics import Metrics
-from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
-from llm_serving.scheduler.policies import Mixed
+from llm_serving.scheduler import Schedule, Scheduler, SchedulingRules
+from llm_serving.scheduler.policies import ArrivalOrder, Mixed
 
 T = TypeVar("T")
 
@@ -127,12 +127,18 @@ class Recovery:
             states = StateSlots(states.pool.num_blocks, states.max_running, size)
         groups, slots = scheduler.blocks.groups, scheduler.blocks.adapters
         adapters = None if slots is None else AdapterSlots(slots.num_slots)
-        blocks = BlockManager(
-            pool.num_blocks, size, prefix_caching=False, groups=groups, states=states, adapters=adapters
+        blocks = BlockManager(pool.num_blocks, size, groups=groups, states=states, adapters=adapters)
+        limits = replace(
+            scheduler.limits,
+            max_overtakes=0,
+            static_batching=False,
+            batch_waiting_time=0.0,
+            max_running_per_tenant=None,
+            max_running_of_tenant={},
         )
-        trial = Scheduler(
-            _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
-        )
+        classes = (RequestClass(name="trial", rank=0),)
+        rules = SchedulingRules(limits, Mixed(ServingConfig()), classes, ArrivalOrder(), prefix_caching=False)
+        trial = Scheduler(rules, blocks)
         builder = StepBuilder(blocks, self._pooling)
         for request in group:
             trial.add(_copy(request))
@@ -155,11 +161,6 @@ class Recovery:
             self._restart(str(error))
             return False
         return True
-
-
-def _trial_limits(limits: SchedulerLimits) -> SchedulerLimits:
-    unlimited: dict[str, Any] = {"max_running_per_tenant": None, "max_running_of_tenant": {}}
-    return replace(limits, max_overtakes=0, static_batching=False, batch_waiting_time=0.0, **unlimited)
 
 
 def _copy(request: Request) -> Request:

@@ -63,7 +63,6 @@ def build_scheduler(
         num_blocks,
         config.pa.block_size,
         num_swap_blocks=num_swap_blocks,
-        prefix_caching=scheduler.prefix_caching and not whole_prompts,
         groups=CacheGroups.of(windows, scheduler.max_prefill_tokens, config.model.max_generate_length),
         exports=create_transfer_pool(num_transfer, index * num_transfer),
         states=states,
@@ -73,14 +72,14 @@ def build_scheduler(
         blocks.disk = DiskPrefixes(config.pa.block_size, create_transfer_pool(num_disk, 2 * index * num_disk))
     if whole_prompts:
         blocks.max_request_tokens = min(blocks.max_request_tokens, scheduler.max_prefill_tokens)
-    limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
+    rules = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
     if scheduler.record_path is None:
-        return Scheduler(limits, policy, blocks, classes, order)
+        return Scheduler(rules, blocks)
     name = f"replica-{index}"
     recorder = Recorder(
         RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes, clock
     )
-    recorded = RecordedScheduler(limits, policy, blocks, classes, order, recorder)
+    recorded = RecordedScheduler(rules, blocks, recorder)
     weakref.finalize(recorded, recorder.close)
     return recorded
 

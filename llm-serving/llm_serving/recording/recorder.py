@@ -7,7 +7,6 @@ from typing import Any, Final, Protocol
 
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason, Request, Transfer
-from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_table import Tables
@@ -42,8 +41,6 @@ from llm_serving.recording.records import (
 )
 from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler.components import SchedulingRules
-from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policies import Order, Policy
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -177,16 +174,8 @@ class Recorder:
 class RecordedScheduler(Scheduler):
     """A scheduler that records each call before its execution, and each decision after it was made."""
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        policy: Policy,
-        blocks: BlockManager,
-        classes: Sequence[RequestClass],
-        order: Order,
-        recorder: Recorder,
-    ) -> None:
-        super().__init__(limits, policy, blocks, classes, order)
+    def __init__(self, rules: SchedulingRules, blocks: BlockManager, recorder: Recorder) -> None:
+        super().__init__(rules, blocks)
         self._recorder: Recorder | None = recorder
 
     def add(self, request: Request) -> None:

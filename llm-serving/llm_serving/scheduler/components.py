@@ -21,12 +21,14 @@ from llm_serving.scheduler.waiting import PriorityChanger, WaitingRequests
 
 
 class SchedulingRules(NamedTuple):
-    """The settings that an operator can change in a running scheduler."""
+    """The settings of a scheduler, which an operator can change while it runs."""
 
     limits: SchedulerLimits
     policy: Policy
     classes: Sequence[RequestClass]
+    """By ascending rank."""
     order: Order
+    """Order of the requests of a class."""
     prefix_caching: bool
 
 

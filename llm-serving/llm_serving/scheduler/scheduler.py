@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus, Transfer
-from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.core.request_class import class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.scheduler.components import SchedulerComponents, SchedulingRules
 from llm_serving.scheduler.fair_sharing import OUTPUT_TOKEN_WEIGHT, ClassUsage
-from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policies import ArrivalOrder, Order, Policy, Preference
+from llm_serving.scheduler.policies import Preference
 from llm_serving.scheduler.running import RunningSnapshot
 from llm_serving.scheduler.schedule import (
     Blocked,
@@ -40,18 +39,10 @@ class Scheduler:
     a WorkAgent runs steps in order: every earlier step has read the block before a later step writes it.
     """
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        policy: Policy,
-        blocks: BlockManager,
-        classes: Sequence[RequestClass],
-        order: Order | None = None,
-    ) -> None:
-        """Start without requests. `classes`: by ascending rank. `order`: within a class, None for order of arrival."""
+    def __init__(self, rules: SchedulingRules, blocks: BlockManager) -> None:
+        """Start without requests."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
-        rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
         self._use_components(SchedulerComponents(rules, blocks, self._requests))
         self._num_beams = self._num_with_drafts = self._num_with_prompt_results = self._num_migrating = 0
         self._step = self._usage_step = 0
