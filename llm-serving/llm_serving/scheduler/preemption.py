@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
@@ -13,23 +14,16 @@ from llm_serving.scheduler.schedule import Preemption, StepPlan
 from llm_serving.scheduler.waiting import WaitingRequests
 
 
+@dataclass(eq=False)
 class Preemptor:
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        classes: Sequence[RequestClass],
-        blocks: BlockManager,
-        slots: RunningSlots,
-        waiting_requests: WaitingRequests,
-    ) -> None:
-        self._limits = limits
-        self._classes = tuple(classes)
-        self._blocks = blocks
-        self._slots = slots
-        self._waiting_requests = waiting_requests
-        self.preempted: list[Request] = []
-        """Requests preempted since the last `pop_preempted`. A request preempted twice is listed twice."""
-        self._preemptions: list[Preemption] = []
+    _limits: SchedulerLimits
+    _classes: Sequence[RequestClass]
+    _blocks: BlockManager
+    _slots: RunningSlots
+    _waiting_requests: WaitingRequests
+    preempted: list[Request] = field(default_factory=list, init=False)
+    """Requests preempted since the last `pop_preempted`. A request preempted twice is listed twice."""
+    _preemptions: list[Preemption] = field(default_factory=list, init=False)
 
     def pop_preempted(self) -> tuple[list[Request], list[Preemption]]:
         popped = self.preempted, self._preemptions

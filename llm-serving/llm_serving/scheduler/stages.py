@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
@@ -85,24 +86,16 @@ class DecodeStage:
         return num_violations
 
 
+@dataclass(eq=False)
 class PrefillStage:
     """Computes incomplete prompts and admits waiting requests, by the rank of their class or by fair sharing."""
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        blocks: BlockManager,
-        slots: RunningSlots,
-        waiting_requests: WaitingRequests,
-        preemptor: Preemptor,
-        requests: Mapping[str, Request],
-    ) -> None:
-        self._limits = limits
-        self._blocks = blocks
-        self._slots = slots
-        self._waiting_requests = waiting_requests
-        self._preemptor = preemptor
-        self._requests = requests
+    _limits: SchedulerLimits
+    _blocks: BlockManager
+    _slots: RunningSlots
+    _waiting_requests: WaitingRequests
+    _preemptor: Preemptor
+    _requests: Mapping[str, Request]
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
         """Fill the step with prompts. `running`: the snapshot before this stage."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from llm_serving.core.request import RUNNING, Request, RequestStatus
@@ -13,20 +14,18 @@ from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
+@dataclass(eq=False)
 class WaitingRequests:
     """All requests without a slot: queued, held by a tenant limit, paused, and forks that wait for their parent."""
 
-    def __init__(
-        self, queue: WaitingQueue, tenant_limiter: TenantLimiter, monitor: WaitMonitor, slots: RunningSlots
-    ) -> None:
-        self.queue = queue
-        self.tenant_limiter = tenant_limiter
-        self.monitor = monitor
-        self.forks: dict[str, list[Request]] = {}
-        self.paused: list[Request] = []
-        self.num_arrivals = 0
-        self.num_admitted = 0
-        self._slots = slots
+    queue: WaitingQueue
+    tenant_limiter: TenantLimiter
+    monitor: WaitMonitor
+    _slots: RunningSlots
+    forks: dict[str, list[Request]] = field(default_factory=dict, init=False)
+    paused: list[Request] = field(default_factory=list, init=False)
+    num_arrivals: int = field(default=0, init=False)
+    num_admitted: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Request]:
         return chain(self.queue, *self.forks.values(), self.tenant_limiter.held_requests(), self.paused)
@@ -132,20 +131,14 @@ class WaitingRequests:
         assert not any(request.has_run for request in self.tenant_limiter.held_requests())
 
 
+@dataclass(eq=False)
 class PriorityChanger:
     """Changes the priority of waiting and running requests. The wait bounds of all other requests still hold."""
 
-    def __init__(
-        self,
-        classes: Sequence[RequestClass],
-        keys: QueueKeys,
-        slots: RunningSlots,
-        waiting_requests: WaitingRequests,
-    ) -> None:
-        self._classes = tuple(classes)
-        self._keys = keys
-        self._slots = slots
-        self._waiting_requests = waiting_requests
+    _classes: Sequence[RequestClass]
+    _keys: QueueKeys
+    _slots: RunningSlots
+    _waiting_requests: WaitingRequests
 
     def set_priority(self, request: Request, priority: int, step: int) -> bool:
         new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
