@@ -7,6 +7,7 @@ requests enter the scheduler without blocks from disk. Recordings contain the bl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -88,29 +89,24 @@ class DiskPrefixSink(SequenceSink):
         self._disk_cache.cancel(self.request)
 
 
+@dataclass(eq=False)
 class DiskCache(StepObserver):
     """Reads and stores blocks through the WorkAgent, the only process that opens the files. Only the engine's thread
     may call it. If the WorkAgent restarts, waiting requests get no blocks from disk.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        reads: TransferPool,
-        metrics: DiskMetrics,
-        post: Callable[[Callable[[], None]], None],
-        on_added: Callable[[Request], None],
-    ) -> None:
-        """`reads`: blocks that receive data from disk. `post` makes the engine's thread call a function."""
-        assert scheduler.blocks.disk is not None
-        self._scheduler = scheduler
-        self._blocks, self._disk = scheduler.blocks, scheduler.blocks.disk
-        self._executor = executor
-        self._reads = reads
-        self._metrics = metrics
-        self._post = post
-        self.on_added = on_added
+    _scheduler: Scheduler
+    _executor: Executor
+    _reads: TransferPool
+    """Blocks that receive data from disk."""
+    _metrics: DiskMetrics
+    _post: Callable[[Callable[[], None]], None]
+    """Makes the engine's thread call a function."""
+    on_added: Callable[[Request], None]
+
+    def __post_init__(self) -> None:
+        assert self._scheduler.blocks.disk is not None
+        self._blocks, self._disk = self._scheduler.blocks, self._scheduler.blocks.disk
         self._lookups: dict[str, _Lookup] = {}
         self._reading: dict[bytes, _Lookup] = {}
         self._storing: set[bytes] = set()
@@ -119,8 +115,7 @@ class DiskCache(StepObserver):
         self._is_late = False
         self._numbers = itertools.count()
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
-        self._thread = threading.Thread(target=self._run, name="disk-cache", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="disk-cache", daemon=True).start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
         """Give a request its output sink. The request enters the scheduler after `find` has read its blocks from disk.
@@ -256,10 +251,8 @@ class DiskCache(StepObserver):
         return None
 
     def _reply(self, message: Callable[[], None]) -> None:
-        try:
+        with contextlib.suppress(WorkerDiedError):  # the engine has ended
             self._post(message)
-        except WorkerDiedError:  # the engine has ended
-            return
 
     # --- in the engine's thread -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import islice
 from typing import Final, NamedTuple
@@ -116,32 +116,27 @@ class Route(NamedTuple):
     num_cached_tokens: int
 
 
+@dataclass(eq=False)
 class Router:
     """Chooses a running replica for each request, by the configured policy. A replica whose WorkAgent restarts gets
     requests only if no other replica accepts any. A drained replica gets none.
     """
 
-    def __init__(
-        self,
-        config: ServingConfig,
-        replicas: Replicas,
-        requests: OpenRequests,
-        queue: AdmissionQueue,
-        admission: AdmissionControl,
-        clock: Clock,
-    ) -> None:
+    _config: ServingConfig
+    _replicas: Replicas
+    _requests: OpenRequests
+    _queue: AdmissionQueue
+    _admission: AdmissionControl
+    _clock: Clock
+
+    def __post_init__(self) -> None:
+        config = self._config
         self.policy = ROUTING_POLICIES[config.serving.routing]
         self.latest = -1
         """Replica of the latest request that was submitted."""
         self.prefill_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.PREFILL}
         self._decode_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.DECODE}
         self.has_several = config.num_replicas > 1
-        self._config = config
-        self._replicas = replicas
-        self._requests = requests
-        self._queue = queue
-        self._admission = admission
-        self._clock = clock
         self.prompts = PromptBlocks()
         self._open = self._prefilling = OpenReplicas({})
         """`_open`: replicas that accept requests. `_prefilling`: the subset that computes prompts."""
