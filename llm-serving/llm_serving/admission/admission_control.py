@@ -204,25 +204,12 @@ class AdmissionControl:
             self._num_refused -= len(self._refused.popleft().prompt_lens)
 
     def _capacity_error(
-        self,
-        message: str,
-        limits: Sequence[QueueLimit],
-        caller: Caller,
-        predicted_s: float | None,
-        min_delay_s: float = 0.0,
+        self, message: str, limits: Sequence[QueueLimit], caller: Caller, predicted_s: float | None, min_s: float = 0.0
     ) -> CapacityError:
-        now = self._clock()
-        delay_s = max(
-            self._retries.delay_s(
-                each.key,
-                caller.source,
-                each.amount,
-                each.freed_per_second(now) or max(1.0, each.limit / 2),
-                min_delay_s,
-                now,
-            )
-            for each in [each for each in limits if each.is_exceeded] or limits
-        )
+        now, delay_s = self._clock(), 0.0
+        for each in [each for each in limits if each.is_exceeded] or limits:
+            rate = each.freed_per_second(now) or max(1.0, each.limit / 2)
+            delay_s = max(delay_s, self._retries.delay_s(each.key, caller.source, each.amount, rate, min_s, now))
         if predicted_s is None:
             return CapacityError(message, delay_s)
         return CapacityError(message, delay_s, 1000 * predicted_s, delay_s + predicted_s)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.window import ONE_GROUP, CacheGroups
+from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.fair_sharing import max_decode_gap
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
@@ -62,13 +62,7 @@ def longest_waits(bounds: Sequence[ClassBounds]) -> str:
 
 
 def class_bounds(
-    limits: SchedulerLimits,
-    classes: Sequence[RequestClass],
-    num_blocks: int,
-    block_size: int,
-    policy: Policy,
-    groups: CacheGroups = ONE_GROUP,
-    num_running: int = 0,
+    limits: SchedulerLimits, classes: Sequence[RequestClass], policy: Policy, blocks: BlockManager, num_running: int
 ) -> list[ClassBounds]:
     """Return for each class how many steps a request waits at most: for its admission, and between two tokens."""
     # The bounds follow from these arguments:
@@ -95,6 +89,7 @@ def class_bounds(
     #   compute at least `max_num_batched_tokens`, or all waiting prompts.
     # Sliding windows: in a group of layers with a window, a request holds blocks for at most its window and one step,
     #   so more of the longest requests run in parallel.
+    num_blocks, block_size, groups = blocks.pool.num_blocks, blocks.block_size, blocks.groups
     longest = min(limits.max_model_len, groups.max_request_tokens(block_size, num_blocks))
     longest_blocks = groups.max_blocks_of(longest, block_size, num_blocks)
     # One block of each group is kept free for each running request when another is admitted.

@@ -48,9 +48,7 @@ class SchedulerComponents:
         # the running requests have ended, and at least N waiting requests are then admitted.
         adapters, most = blocks.adapters, limits.max_num_seqs
         bounded = limits if adapters is None else replace(limits, max_num_seqs=min(most, adapters.num_slots))
-        self.bounds = class_bounds(
-            bounded, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.groups, num_running
-        )
+        self.bounds = class_bounds(bounded, classes, policy, blocks, num_running)
         limiter = TenantLimiter(limits, classes, self.waiting.clocks)
         self.waiting_requests = WaitingRequests(self.waiting, limiter, WaitMonitor(self.bounds), self.slots)
         self.keys = QueueKeys(policy, order, limits)
