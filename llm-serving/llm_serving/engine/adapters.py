@@ -45,7 +45,6 @@ class AdapterRegistry:
         """Read the adapters that the YAML names. Raise ModelError if an adapter cannot be served."""
         self.config = config.lora
         self.by_name: Mapping[str, Adapter] = {}
-        self.folders: Mapping[int, str] = {}
         self._removed: Mapping[int, Adapter] = {}
         """Adapter number -> adapter that new requests may not name. Unfinished requests may still use it."""
         self._files: dict[int, str] = {}
@@ -53,6 +52,11 @@ class AdapterRegistry:
         self._spec = spec
         for name, folder in (config.lora.lora_modules or {}).items():
             self.add(self.read(name, folder))
+
+    @property
+    def folders(self) -> dict[int, str]:
+        """Adapter number -> folder from which a new WorkAgent loads the adapter."""
+        return {each.number: str(each.folder) for each in (*self._removed.values(), *self.by_name.values())}
 
     def is_offered(self, number: int) -> bool:
         return any(each.number == number for each in self.by_name.values())
@@ -80,7 +84,7 @@ class AdapterRegistry:
             fault = "which belongs to an adapter with other files that was loaded before"
             advice = "The number is computed from the files. To change it, save the adapter with different metadata"
             raise ModelError(f"the adapter {adapter.name} has the number {adapter.number}, {fault}. {advice}")
-        self._offer({**self.by_name, adapter.name: adapter})
+        self.by_name = {**self.by_name, adapter.name: adapter}
         logger.info(
             "offering adapter %s: folder=%s fingerprint=%s", adapter.name, adapter.folder, adapter.fingerprint[:12]
         )
@@ -93,14 +97,9 @@ class AdapterRegistry:
         adapter = self.by_name.get(name)
         if adapter is not None:
             self._removed = {**self._removed, adapter.number: adapter}
-        self._offer({each: kept for each, kept in self.by_name.items() if each != name})
+        self.by_name = {each: kept for each, kept in self.by_name.items() if each != name}
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
         """Stop loading a removed adapter. Call this when it has no requests, or an offered one has the same files."""
         self._removed = {number: each for number, each in self._removed.items() if number != adapter.number}
-        self._offer(self.by_name)
-
-    def _offer(self, adapters: Mapping[str, Adapter]) -> None:
-        self.by_name = adapters
-        self.folders = {each.number: str(each.folder) for each in (*self._removed.values(), *adapters.values())}

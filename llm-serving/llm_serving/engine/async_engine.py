@@ -19,6 +19,7 @@ from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams, g
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.control import Control, RequestLookup
+from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.router import Route
 from llm_serving.engine.lifecycle import ConfigReloader, Lifecycle
 from llm_serving.engine.open_requests import OpenRequest
@@ -220,7 +221,7 @@ class AsyncEngine:
         request.wants_migration = (
             route.replica in self._router.prefill_replicas and is_alone and not request.has_prompt_results
         )
-        stream = self._open(request, request_id, route, caller, admission, sharing)
+        stream = self._open(request, request_id, route.engine, admission.predicted_s, sharing)
         if hashes:
             self._router.prompts.add(request.request_id, route.replica, hashes)
         self._router.latest = route.replica
@@ -241,41 +242,28 @@ class AsyncEngine:
         return stream
 
     def _check_request(self, prompt_token_ids: list[int], sampling: SamplingParams, caller: Caller) -> None:
+        blocks, num_ids, priority = self._router.smallest_cache(), self._num_input_ids, caller.priority
         try:
-            check_request(
-                prompt_token_ids,
-                sampling,
-                caller.priority,
-                self._num_input_ids,
-                self.config.model,
-                self._router.smallest_cache(),
-                self.end_token_ids,
-            )
+            check_request(prompt_token_ids, sampling, priority, num_ids, self.config.model, blocks, self.end_token_ids)
         except ContextLengthError:
             self.metrics.classes.refused(class_of(caller.priority, self.config.request_classes), "never_fits")
             raise
 
     def _open(
-        self,
-        request: Request,
-        client_id: str,
-        route: Route,
-        caller: Caller,
-        admission: Admission,
-        sharing: Sharing | None,
+        self, request: Request, client_id: str, engine: Engine, predicted_s: float | None, sharing: Sharing | None
     ) -> RequestStream:
-        if (http_timings := caller.http_timings) is not None:
-            http_timings.predicted_ttft_s = admission.predicted_s
+        if (http_timings := request.http_timings) is not None:
+            http_timings.predicted_ttft_s = predicted_s
             if http_timings.arrival_time is None:
                 http_timings.arrival_time = request.arrival_time
         dispatcher = self._dispatcher
+        source: RequestStream | CoalescedResponse
         if sharing is None:
-            stream = RequestStream(request.request_id, dispatcher.abort, admission.predicted_s)
-            self._requests.add(OpenRequest(request, stream, route.engine, request.deadline))
-            return stream
-        shared = self.coalesced.open(sharing, request.request_id, dispatcher.abort, dispatcher.extend_deadline)
-        stream = shared.read(client_id, http_timings, admission.predicted_s, caller.deadline)
-        self._requests.add(OpenRequest(request, shared, route.engine, request.deadline))
+            source = stream = RequestStream(request.request_id, dispatcher.abort, predicted_s)
+        else:
+            source = self.coalesced.open(sharing, request.request_id, dispatcher.abort, dispatcher.extend_deadline)
+            stream = source.read(client_id, http_timings, predicted_s, request.deadline)
+        self._requests.add(OpenRequest(request, source, engine, request.deadline))
         return stream
 
     def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
