@@ -123,7 +123,8 @@ def upgrade_scheduler(version: int, attributes: dict[str, Any]) -> dict[str, Any
     blocks = attributes["blocks"]
     _upgrade_blocks(vars(blocks))
     blocks.max_request_tokens = blocks.groups.max_request_tokens(blocks.block_size, blocks.pool.num_blocks)
-    decode = DecodeStage(limits, policy, blocks, components.waiting.sharing, components.preemptor, components.bounds)
+    gaps, sharing = {each.name: each.max_prompt_gap for each in components.bounds}, components.waiting.sharing
+    decode = DecodeStage(limits.max_prefill_gap, policy, blocks, sharing, components.preemptor, gaps)
     decode.num_steps_without_prefill = attributes.pop("_prefill_gap")
     components.decode = decode
     components.waiting.service = attributes.pop("_service")

@@ -55,7 +55,8 @@ class SchedulerComponents:
         self.priority_changer = PriorityChanger(classes, self.keys, self.slots, self.waiting_requests)
         self.preemptor = Preemptor(limits, classes, blocks, self.slots, self.waiting_requests)
         self.prefill = PrefillStage(limits, blocks, self.slots, self.waiting_requests, self.preemptor, requests)
-        self.decode = DecodeStage(limits, policy, blocks, self.waiting.sharing, self.preemptor, self.bounds)
+        gaps, sharing = {each.name: each.max_prompt_gap for each in self.bounds}, self.waiting.sharing
+        self.decode = DecodeStage(limits.max_prefill_gap, policy, blocks, sharing, self.preemptor, gaps)
         self._blocks = blocks
         self._requests = requests
 

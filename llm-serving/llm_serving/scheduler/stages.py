@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler.bounds import ClassBounds
 from llm_serving.scheduler.fair_sharing import WeightedFairSharing
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy, Preference
@@ -18,26 +17,19 @@ from llm_serving.scheduler.schedule import NO_ROOM, Blocked, StepPlan, WaitReaso
 from llm_serving.scheduler.waiting import WaitingRequests
 
 
+@dataclass(eq=False)
 class DecodeStage:
     """Gives running requests their next token, and decides whether a step begins with decoding or prefill."""
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        policy: Policy,
-        blocks: BlockManager,
-        sharing: WeightedFairSharing,
-        preemptor: Preemptor,
-        bounds: Sequence[ClassBounds],
-    ) -> None:
-        self.num_steps_without_prefill = 0
-        """Number of consecutive steps that computed no prompt although one waited."""
-        self._max_prefill_gap = limits.max_prefill_gap
-        self._policy = policy
-        self._blocks = blocks
-        self._sharing = sharing
-        self._preemptor = preemptor
-        self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in bounds}
+    _max_prefill_gap: int
+    _policy: Policy
+    _blocks: BlockManager
+    _sharing: WeightedFairSharing
+    _preemptor: Preemptor
+    _max_prompt_gaps: Mapping[str, int]
+    """`ClassBounds.max_prompt_gap` of each class."""
+    num_steps_without_prefill: int = field(default=0, init=False)
+    """Number of consecutive steps that computed no prompt although one waited."""
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
         block_size = self._blocks.block_size
