@@ -8,7 +8,7 @@ tools' arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -19,6 +19,8 @@ MAX_CALL_CHARS: Final = 2**18
 """Maximum characters of a call. A longer text after an opening delimiter is not a call."""
 MAX_FALSE_OPENINGS: Final = 64
 """Number of opening delimiters without a call after which the rest of an answer is text."""
+
+_SPACES: Final = re.compile(r"\s*")
 
 COMMON: Final = r"""
 WS: /[ \n]{1,2}/
@@ -46,32 +48,81 @@ class NotACallError(Exception):
     """The text after an opening delimiter is not a call, so it stays text."""
 
 
-class Read(NamedTuple):
-    """The calls after an opening delimiter. `end`: index of the text after them."""
+class CallSource:
+    """The text after an opening delimiter, and the reader that takes calls from it.
 
-    calls: list[Call]
-    end: int
-    may_continue: bool = False
-    """Whether more calls, or more arguments of the last call, may follow. Returned calls do not change."""
+    A reader is a generator. It yields each call, or further arguments of the last call, as soon as a longer text cannot
+    change them, and None if it needs more text. It returns when no more calls follow, and raises NotACallError if the
+    text is no call. Readers begin at the index `at` of `body`, and move it behind the text of a call before they yield
+    the call. `end`: index after the text of all yielded calls. `ended`: no more text follows `body`.
+    """
 
+    def __init__(self, reader: Reader) -> None:
+        self.body = ""
+        self.ended = False
+        self.at = self.end = 0
+        self._calls = reader(self)
 
-def before_closing(calls: list[Call], body: str, end: int, closing: str, *, ended: bool) -> Read:
-    """Return `calls`, read from `body` up to index `end`, as a Read that ends there or after a following `closing`."""
-    behind = body[end:].lstrip()
-    if closing.startswith(behind) and len(behind) < len(closing) and not ended:
-        return Read(calls, end, may_continue=True)
-    left = behind.removeprefix(closing)
-    return Read(calls, end if left == behind else len(body) - len(left))
-
-
-class CallReader(Protocol):
-    def read(self, body: str, *, ended: bool) -> Read | None:
-        """Return the calls in `body`, or None if more text is needed. Raise NotACallError if no call follows.
-
-        `body`: all text after the opening delimiter so far. `ended`: no more text follows. A longer `body` does not
-        change returned calls. It only adds calls, or arguments of the last call. The result does not depend on how
-        often `read` is called.
+    def read(self, text: str, parts: list[Part], *, ended: bool) -> int | None:
+        """Add the calls in `text` to `parts`. Return the index after all calls, or None if more text is needed. Raise
+        NotACallError if there is no call. `text` must extend the text of the previous call of this method.
         """
+        is_whole = len(text) <= MAX_CALL_CHARS
+        self.body, self.ended = text[: MAX_CALL_CHARS + 1], ended and is_whole
+        try:
+            for call in self._calls:
+                if call is not None:
+                    parts.append(call)
+                    self.end = self.at
+                elif ended or not is_whole:
+                    raise NotACallError
+                else:
+                    return None
+        except NotACallError:
+            if not self.end:
+                raise
+            return self.end
+        return self.at
+
+    def expect(self, *delimiters: str) -> Generator[None, None, str]:
+        """Move past white space, and return the one of `delimiters` that follows. Raise NotACallError if none does."""
+        longest = max(map(len, delimiters))
+        while True:
+            self.at = _end_of_spaces(self.body, self.at)
+            rest = self.body[self.at : self.at + longest]
+            for delimiter in delimiters:
+                if rest.startswith(delimiter):
+                    return delimiter
+            if not any(delimiter.startswith(rest) for delimiter in delimiters):
+                raise NotACallError
+            yield None
+
+    def take(self, *delimiters: str) -> Generator[None, None, str]:
+        """Move past white space and one of `delimiters`, and return it. Raise NotACallError if another text follows."""
+        delimiter = yield from self.expect(*delimiters)
+        self.at += len(delimiter)
+        return delimiter
+
+    def skip(self, delimiter: str) -> Generator[None, None, None]:
+        """Move past white space and `delimiter` if they follow. Some models omit closing delimiters."""
+        while True:
+            start = _end_of_spaces(self.body, self.at)
+            rest = self.body[start : start + len(delimiter)]
+            if self.ended or rest == delimiter or not delimiter.startswith(rest):
+                break
+            yield None
+        if rest == delimiter:
+            self.at = start + len(delimiter)
+
+
+Reading = Generator[Call | None]
+Reader = Callable[[CallSource], Reading]
+
+
+def _end_of_spaces(text: str, start: int) -> int:
+    found = _SPACES.match(text, start)
+    assert found is not None
+    return found.end()
 
 
 class ToolParser(Protocol):
@@ -85,19 +136,17 @@ class ToolParser(Protocol):
 
 class DelimitedCalls:
     """Parser of calls that follow an opening delimiter. If no call follows, the text is returned unchanged. `readers`:
-    opening delimiter -> function that creates a reader of the text after it. `begins_open`: an answer may start with a
+    opening delimiter -> reader of the text after it. `begins_open`: an answer may start with a
     call that has no opening.
     """
 
-    def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
+    def __init__(self, readers: Mapping[str, Reader], *, begins_open: bool = False) -> None:
         self._readers = readers
         self._openings = re.compile("|".join(map(re.escape, readers)))
-        self._reader = next(iter(readers.values()))() if begins_open else None
+        self._source = CallSource(next(iter(readers.values()))) if begins_open else None
         self._opened_by = ""
-        """Opening before `_text` while a reader is active, or "" if the answer began without one."""
+        """Opening before `_text` while calls are read, or "" if the answer began without one."""
         self._text = ""
-        self._num_calls = self._num_chars = 0
-        """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
         """White space after the returned text. It is dropped if a call follows."""
@@ -120,12 +169,12 @@ class DelimitedCalls:
         return joined(parts)
 
     def _step(self, parts: list[Part], ended: bool) -> bool:
-        if self._reader is not None:
-            return self._read(self._reader, parts, ended)
+        if self._source is not None:
+            return self._read(self._source, parts, ended)
         found = self._openings.search(self._text) if self._num_false < MAX_FALSE_OPENINGS else None
         if found is not None:
             self._add_text(self._text[: found.start()], parts)
-            self._reader, self._opened_by = self._readers[found[0]](), found[0]
+            self._source, self._opened_by = CallSource(self._readers[found[0]]), found[0]
             self._text = self._text[found.end() :]
             return True
         waits = not ended and self._num_false < MAX_FALSE_OPENINGS
@@ -135,38 +184,20 @@ class DelimitedCalls:
         self._text = self._text[split:]
         return False
 
-    def _read(self, reader: CallReader, parts: list[Part], ended: bool) -> bool:
+    def _read(self, source: CallSource, parts: list[Part], ended: bool) -> bool:
         try:
-            body = self._text[: MAX_CALL_CHARS + 1]
-            is_whole = len(body) == len(self._text)
-            found = reader.read(body, ended=ended and is_whole)
-            if found is None and (ended or len(body) > MAX_CALL_CHARS):
-                raise NotACallError
+            end = source.read(self._text, parts, ended=ended)
         except NotACallError:
             self._num_false += 1
             self._add_text(self._opened_by, parts)
-            self._reader = None
+            self._source = None
             return True
-        if found is None:
+        if source.end:
+            self._has_called, self._spaces = True, []
+        if end is None:
             return False
-        self._add_calls(found.calls, parts)
-        if found.may_continue and is_whole:
-            return False
-        self._reader, self._text = None, self._text[found.end :]
-        self._num_calls = self._num_chars = 0
+        self._source, self._text = None, self._text[end:]
         return True
-
-    def _add_calls(self, calls: list[Call], parts: list[Part]) -> None:
-        for index in range(max(self._num_calls - 1, 0), len(calls)):
-            call = calls[index]
-            if index >= self._num_calls:
-                parts.append(call)
-                self._num_calls = index + 1
-            elif len(call.arguments) > self._num_chars:
-                parts.append(Call("", call.arguments[self._num_chars :]))
-            self._num_chars = len(call.arguments)
-        self._has_called = True
-        self._spaces = []
 
     def _add_text(self, text: str, parts: list[Part]) -> None:
         stripped = text.rstrip()

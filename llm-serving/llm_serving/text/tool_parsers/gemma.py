@@ -10,7 +10,7 @@ from typing import Any, Final
 from llm_serving.text.structured_output.grammars import definitions_of
 from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
-from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicReader, PythonicSource, call_rules, calls_in
+from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicSource, call_rules, calls_in, read_calls
 from llm_serving.text.tool_parsers.xml_values import value_term
 
 OPENING: Final = "<|tool_call>"
@@ -56,7 +56,7 @@ class _Source(PythonicSource):
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     del schemas
-    return base.DelimitedCalls({OPENING: partial(PythonicReader, CLOSING, partial(calls_in, source=_Source))})
+    return base.DelimitedCalls({OPENING: partial(read_calls, CLOSING, partial(calls_in, source=_Source))})
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

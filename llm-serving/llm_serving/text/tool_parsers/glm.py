@@ -19,24 +19,20 @@ _VALUE_END: Final = "</arg_value>"
 _ARGUMENT: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-class _Reader:
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self._schemas = schemas
-        self._at = 0
-
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        del ended
-        while True:
-            value, closing = body.find(_VALUE, self._at), body.find(CLOSING, self._at)
-            if closing >= 0 and (value < 0 or closing < value):
-                return base.Read([_call(body[:closing], self._schemas)], closing + len(CLOSING))
-            if value < 0:
-                self._at = max(self._at, len(body) - len(CLOSING))
-                return None
-            end = body.find(_VALUE_END, value)  # a value may contain anything except its closing
-            if end < 0:
-                return None
-            self._at = end
+def _read(schemas: Mapping[str, Mapping[str, Any]], source: base.CallSource) -> base.Reading:
+    while True:
+        value, closing = source.body.find(_VALUE, source.at), source.body.find(CLOSING, source.at)
+        if closing >= 0 and (value < 0 or closing < value):
+            source.at = closing + len(CLOSING)
+            yield _call(source.body[:closing], schemas)
+            return
+        if value < 0:
+            source.at = max(source.at, len(source.body) - len(CLOSING))
+            yield None
+        elif (end := source.body.find(_VALUE_END, value)) >= 0:  # a value may contain anything except its closing
+            source.at = end
+        else:
+            yield None
 
 
 def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> base.Call:
@@ -56,7 +52,7 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> base.Call:
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_Reader, schemas)})
+    return base.DelimitedCalls({OPENING: partial(_read, schemas)})
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

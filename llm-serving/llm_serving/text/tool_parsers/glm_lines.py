@@ -8,41 +8,31 @@ from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import base
-from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, parsed
+from llm_serving.text.tool_parsers.json_text import streamed_call
 
 OPENING: Final = "<|assistant|>"
 """Opening delimiter of the second and later calls. The first call has none."""
 
 
-class _Reader:
-    """Reads one call. Only a tool name at the start distinguishes a call from text."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._end = JsonEnd()
-        self._written: StreamedCall | None = None
-
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        line, found, _ = body.lstrip().partition("\n")
+def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
+    """Read one call. Only a tool name at the start distinguishes a call from text."""
+    while True:
+        line, found, _ = source.body.lstrip().partition("\n")
         name = line.strip()
-        if not found:
-            if not any(each.startswith(name) for each in self._names):
-                raise base.NotACallError
-            return None
-        if name not in self._names:
+        if found:
+            break
+        if not any(each.startswith(name) for each in names):
             raise base.NotACallError
-        start = body.index("\n", body.index(name)) + 1
-        begin = start + len(body[start:]) - len(body[start:].lstrip())
-        if body[begin : begin + 1] == "{":
-            self._written = self._written or StreamedCall(name, begin)
-            call = self._written.read(body, ended=ended)
-            return base.Read([call], self._written.end, may_continue=not (ended or self._written.is_whole))
-        end = self._end.find(body, start)
-        return None if end is None else base.Read([base.Call(name, arguments_of(parsed(body[start:end])))], end)
+        yield None
+    if name not in names:
+        raise base.NotACallError
+    source.at = source.body.index("\n", source.body.index(name)) + 1
+    yield from source.expect("{")
+    yield from streamed_call(source, name)
 
 
 def create(names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
+    return base.DelimitedCalls({OPENING: partial(_read, frozenset(names))}, begins_open=True)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import base
-from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, is_name, parsed
+from llm_serving.text.tool_parsers.json_text import headed_call, is_name
 
 NEXT: Final = "<|end|><|start|>assistant"
 _MESSAGE: Final = "<|message|>"
@@ -49,10 +50,7 @@ class HarmonyParser:
         self._begun: set[type] = set()
         self._is_new = False
         self._drops_spaces = False
-        self._name = ""
-        self._written: StreamedCall | None = None
-        self._num_chars = 0
-        self._json = JsonEnd()
+        self._source: base.CallSource | None = None
 
     def add(self, text: str) -> list[base.Part]:
         self._text += text
@@ -91,8 +89,7 @@ class HarmonyParser:
         to = "" if recipient is None else recipient[1]
         name = to if self._names is not None and to in self._names else to.removeprefix(_FUNCTIONS)
         if self._names is not None and is_name(name) and (name in self._names or name != to):
-            self._name, self._written, self._num_chars, self._json = name, None, 0, JsonEnd()
-            self._step = self._call
+            self._source, self._step = base.CallSource(partial(_read, name, self._names)), self._call
 
     def _body(self, parts: list[base.Part], ended: bool) -> bool:
         found = _END.search(self._text)
@@ -109,40 +106,15 @@ class HarmonyParser:
 
     def _call(self, parts: list[base.Part], ended: bool) -> bool:
         """Read a call's arguments; if they are no JSON object, they become text. Return False if text is missing."""
-        start = len(self._text) - len(self._text.lstrip())
-        if start == len(self._text) and not ended and start <= _MAX_HEADER_CHARS:
-            return False
-        if self._name in (self._names or ()) and self._text.startswith("{", start):
-            return self._stream(start, parts, ended)
+        assert self._source is not None
         try:
-            self._step = self._body
-            if not self._text.startswith("{", start):
-                raise base.NotACallError
-            end = self._json.find(self._text[: base.MAX_CALL_CHARS + 1], start)
-            if end is None and not ended and len(self._text) <= base.MAX_CALL_CHARS:
-                self._step = self._call
-                return False
-            if end is None:
-                raise base.NotACallError
-            parts.append(base.Call(self._name, arguments_of(parsed(self._text[start:end]))))
+            end = self._source.read(self._text, parts, ended=ended)
         except base.NotACallError:
+            self._step = self._body
             return True
-        self._close(end)
-        return True
-
-    def _stream(self, start: int, parts: list[base.Part], ended: bool) -> bool:
-        self._written = self._written or StreamedCall(self._name, start)
-        body = self._text[: base.MAX_CALL_CHARS + 1]
-        is_whole = len(body) == len(self._text)
-        call = self._written.read(body, ended=ended and is_whole)
-        if not self._num_chars:
-            parts.append(call)
-        elif len(call.arguments) > self._num_chars:
-            parts.append(base.Call("", call.arguments[self._num_chars :]))
-        self._num_chars = len(call.arguments)
-        if is_whole and not ended and not self._written.is_whole:
+        if end is None:
             return False
-        self._close(self._written.end)
+        self._close(end)
         return True
 
     def _close(self, end: int) -> None:
@@ -159,6 +131,11 @@ class HarmonyParser:
         self._is_new = self._drops_spaces = False
         self._begun.add(self._kind)
         parts.append(self._kind(text))
+
+
+def _read(name: str, names: Collection[str], source: base.CallSource) -> base.Reading:
+    yield from source.expect("{")
+    yield from headed_call(source, name, names)
 
 
 def _may_be_header(text: str) -> bool:

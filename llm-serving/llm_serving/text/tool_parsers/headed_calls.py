@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from llm_serving.text.tool_parsers import base
-from llm_serving.text.tool_parsers.json_text import MAX_HEAD_CHARS, JsonEnd, StreamedCall, arguments_of, is_name, parsed
+from llm_serving.text.tool_parsers.json_text import MAX_HEAD_CHARS, headed_call, is_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,90 +28,27 @@ class HeadedLayout:
     end: str
 
 
-@dataclass(slots=True)
-class HeadedReader:
-    """Reads tool calls that begin with a header, such as the tool's name, before the JSON arguments. Calls of tools in
-    `names` are returned while they are generated, others when they are complete.
-    """
-
-    layout: HeadedLayout
-    names: Collection[str]
-    _calls: list[base.Call] = field(default_factory=list)
-    _at: int = 0
-    _head: re.Match[str] | None = None
-    _written: StreamedCall | None = None
-    _json: JsonEnd = field(default_factory=JsonEnd)
-    _is_closed: bool = False
-
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        try:
-            while self._step(body, ended):
-                pass
-        except base.NotACallError:
-            if not self._calls:
-                raise
-            self._is_closed = True
-        if self._is_closed:
-            return base.Read(self._calls, self._at)
-        begun = [] if self._written is None else [self._written.read(body, ended=ended)]
-        calls = self._calls + begun
-        end = self._at if self._written is None else self._written.end
-        return base.Read(calls, end, may_continue=not ended) if calls else None
-
-    def _step(self, body: str, ended: bool) -> bool:
-        return self._read_head(body) if self._head is None else self._read_call(body, ended)
-
-    def _read_head(self, body: str) -> bool:
-        rest = body[self._at :].lstrip()
-        if not rest.startswith(self.layout.opening):
-            if self._calls and rest.startswith(self.layout.end):
-                self._at = len(body) - len(rest) + len(self.layout.end)
-                self._is_closed = True
-            elif not any(delimiter.startswith(rest) for delimiter in (self.layout.opening, self.layout.end)):
+def _read(layout: HeadedLayout, names: Collection[str], source: base.CallSource) -> base.Reading:
+    while (yield from source.take(layout.opening, layout.end)) == layout.opening:
+        start = source.at
+        while (head := layout.head.match(source.body, start, start + MAX_HEAD_CHARS)) is None:
+            text = source.body[start : start + MAX_HEAD_CHARS + 1]
+            if "{" in text or len(text) > MAX_HEAD_CHARS:
                 raise base.NotACallError
-            return False
-        start = len(body) - len(rest) + len(self.layout.opening)
-        text = body[start : start + MAX_HEAD_CHARS + 1]
-        self._head = self.layout.head.match(body, start, start + MAX_HEAD_CHARS)
-        if self._head is None and ("{" in text or len(text) > MAX_HEAD_CHARS):
+            yield None
+        if not is_name(head["name"]):
             raise base.NotACallError
-        if self._head is None:
-            return False
-        name = self._head["name"]
-        if not is_name(name):
-            raise base.NotACallError
-        if name in self.names:
-            self._written = StreamedCall(name, self._head.end(), self._head.groupdict().get("id") or "")
-        return True
-
-    def _read_call(self, body: str, ended: bool) -> bool:
-        assert self._head is not None
-        start = self._head.end()
-        if self._written is not None:
-            call = self._written.read(body, ended=ended)
-            end = self._written.end if self._written.is_whole else None
-        elif (end := self._json.find(body, start)) is not None:
-            call_id = self._head.groupdict().get("id") or ""
-            call = base.Call(self._head["name"], arguments_of(parsed(body[start:end])), call_id)
-        behind = None if end is None else self._behind_tail(body, end, ended)
-        if behind is None:
-            return False
-        self._calls.append(call)
-        self._at, self._head, self._written, self._json = behind, None, None, JsonEnd()
-        return True
-
-    def _behind_tail(self, body: str, at: int, ended: bool) -> int | None:
-        for delimiter in self.layout.tail:
-            rest = body[at:].lstrip()
-            if rest.startswith(delimiter):
-                at = len(body) - len(rest) + len(delimiter)
-            elif delimiter.startswith(rest) and not ended:
-                return None
-        return at
+        source.at = head.end()
+        yield from headed_call(source, head["name"], names, head.groupdict().get("id") or "")
+        for delimiter in layout.tail:
+            yield from source.skip(delimiter)
+        source.end = source.at
+    if not source.end:
+        raise base.NotACallError
 
 
 def create(layout: HeadedLayout, names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({layout.section: partial(HeadedReader, layout, frozenset(names))})
+    return base.DelimitedCalls({layout.section: partial(_read, layout, frozenset(names))})
 
 
 def rules(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.tool_parsers import base
-from llm_serving.text.tool_parsers.json_text import JsonEnd, call_of, parsed
+from llm_serving.text.tool_parsers.json_text import call_of, json_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +40,20 @@ COHERE: Final = JsonListLayout(
 )
 
 
-class _Reader:
-    def __init__(self, layout: JsonListLayout) -> None:
-        self._layout = layout
-        self._json = JsonEnd()
-        self._end: int | None = None
-        self._calls: list[base.Call] = []
+def _read(layout: JsonListLayout, source: base.CallSource) -> base.Reading:
+    value = yield from json_value(source)
+    calls = [_call(layout, each) for each in (value if isinstance(value, list) else [value])]
+    if not calls:
+        raise base.NotACallError
+    yield from calls
+    if layout.closing:
+        yield from source.skip(layout.closing)
 
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        if self._end is None:
-            self._end = self._json.find(body)
-            if self._end is None:
-                return None
-            value = parsed(body[: self._end])
-            self._calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
-            if not self._calls:
-                raise base.NotACallError
-        return base.before_closing(self._calls, body, self._end, self._layout.closing, ended=ended)
 
-    def _call(self, value: Any) -> base.Call:
-        if not isinstance(value, dict):
-            raise base.NotACallError
-        return call_of(value | {"name": value.get(self._layout.name)})
+def _call(layout: JsonListLayout, value: Any) -> base.Call:
+    if not isinstance(value, dict):
+        raise base.NotACallError
+    return call_of(value | {"name": value.get(layout.name)})
 
 
 def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -71,7 +63,7 @@ def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]])
 
 def create(layout: JsonListLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     del schemas
-    return base.DelimitedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
+    return base.DelimitedCalls(dict.fromkeys(layout.openings, partial(_read, layout)))
 
 
 def rules(layout: JsonListLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

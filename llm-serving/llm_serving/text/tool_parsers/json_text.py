@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from typing import Any, Final, TypeGuard
 
 from llm_serving.core.files import is_unicode
-from llm_serving.text.tool_parsers.base import Call, NotACallError
+from llm_serving.text.tool_parsers.base import Call, CallSource, NotACallError, Reading
 
 MAX_NAME_CHARS: Final = 256
 _MARKS: Final = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
@@ -17,41 +17,37 @@ MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 _IN_STRING: Final = re.compile(r'["\\]')
 
 
-class JsonEnd:
-    """Finds the end of an object or array. It does not validate the content."""
+class JsonScanner:
+    """Finds the end of the object or array at the index `start`. It does not validate the content."""
 
-    def __init__(self) -> None:
-        self._at = 0
+    def __init__(self, start: int) -> None:
+        self.at = start
+        """Index after the examined text. It is never within an escape sequence."""
         self._closing: list[str] = []
         self._in_string = False
 
-    def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the object or array at `start`, or None if it is incomplete. Skip leading white space.
-        `text` must extend the text of the previous call. Raise NotACallError if it cannot become an object or array.
+    def advance(self, text: str) -> bool:
+        """Examine `text`, which must extend the text of the previous call. Return whether the object or array ends at
+        the index `at`. Skip leading white space. Raise NotACallError if the text cannot become an object or array.
         """
         if not self._closing:
-            self._at = start + len(text[start:]) - len(text[start:].lstrip())
-            if self._at < len(text) and text[self._at] not in "{[":
+            self.at += len(text[self.at :]) - len(text[self.at :].lstrip())
+            if self.at < len(text) and text[self.at] not in "{[":
                 raise NotACallError
-        while self._at < len(text):
-            found = (_IN_STRING if self._in_string else _MARKS).search(text, self._at)
+        while self.at < len(text):
+            found = (_IN_STRING if self._in_string else _MARKS).search(text, self.at)
             if found is None:
-                self._at = len(text)
+                self.at = len(text)
             elif self._in_string and found[0] == "\\":
                 if found.end() == len(text):
-                    self._at = found.start()
-                    return None
-                self._at = found.end() + 1
+                    self.at = found.start()
+                    return False
+                self.at = found.end() + 1
             else:
-                self._at = found.end()
+                self.at = found.end()
                 if self._is_end(found[0]):
-                    return self._at
-        return None
-
-    @property
-    def at(self) -> int:
-        """Index after the examined text. It is never within an escape sequence."""
-        return self._at
+                    return True
+        return False
 
     def _is_end(self, char: str) -> bool:
         if char == '"':
@@ -63,35 +59,67 @@ class JsonEnd:
         return not self._closing
 
 
-class StreamedCall:
-    """A call that is returned while the model writes its arguments, which begin at `start` and may be invalid JSON."""
-
-    def __init__(self, name: str, start: int, call_id: str = "") -> None:
-        self._name = name
-        self._id = call_id
-        self._start = self.end = start
-        self._json = JsonEnd()
-        self.is_whole = False
-        """Whether `end` is final: after the closing brace, or before the first invalid bracket."""
-
-    def read(self, body: str, *, ended: bool) -> Call:
-        """Return the call generated so far. `body` must extend the text of the previous call of this method."""
-        if not self.is_whole:
-            try:
-                end = self._json.find(body, self._start)
-                self.is_whole = end is not None
-                self.end = self._json.at if end is None else end
-            except NotACallError:
-                self.is_whole, self.end = True, self._json.at - 1
-            if ended and not self.is_whole:
-                self.end = len(body)
-        return Call(self._name, body[self._start : self.end], self._id)
+def json_value(source: CallSource) -> Generator[None, None, Any]:
+    """Move past a JSON object or array, and return it."""
+    start, scanner = source.at, JsonScanner(source.at)
+    while not scanner.advance(source.body):
+        yield None
+    source.at = scanner.at
+    return parsed(source.body[start : source.at])
 
 
-def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return the call at `start` if its JSON begins with a name in `names`, then the arguments; otherwise None."""
-    head = _HEAD.match(body[start : start + MAX_HEAD_CHARS])
-    return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
+def streamed_call(source: CallSource, name: str, call_id: str = "") -> Reading:
+    """Read a call while the model writes its arguments, which may be invalid JSON. They end after the closing brace, or
+    before the first invalid bracket.
+    """
+    call, scanner, is_whole = Call(name, "", call_id), JsonScanner(source.at), False
+    while True:
+        start = source.at
+        try:
+            is_whole = scanner.advance(source.body)
+            source.at = scanner.at
+        except NotACallError:
+            is_whole, source.at = True, scanner.at - 1
+        if source.ended and not is_whole:
+            source.at = len(source.body)
+        if source.at > start:
+            yield call._replace(arguments=source.body[start : source.at])
+            call = Call("", "")
+        if is_whole:
+            return
+        yield None
+
+
+def headed_call(source: CallSource, name: str, names: Collection[str], call_id: str = "") -> Reading:
+    """Read the arguments of a call whose name precedes them. Only calls of the tools in `names` are streamed."""
+    if name in names:
+        yield from streamed_call(source, name, call_id)
+    else:
+        yield Call(name, arguments_of((yield from json_value(source))), call_id)
+
+
+def object_call(source: CallSource, names: Collection[str], *, only_names: bool = False) -> Reading:
+    """Read a call in a JSON object. It is streamed if the object begins with a name in `names` and the arguments.
+    `only_names`: raise NotACallError for other names.
+    """
+    start, scanner = source.at, JsonScanner(source.at)
+    while True:
+        head = _HEAD.match(source.body, start, start + MAX_HEAD_CHARS)
+        if head is not None and head[1] in names:
+            source.at = head.end()
+            yield from streamed_call(source, head[1])
+            while not scanner.advance(source.body):
+                yield None
+            source.at = scanner.at
+            return
+        if scanner.advance(source.body):
+            break
+        yield None
+    call = call_of(parsed(source.body[start : scanner.at]))
+    if only_names and call.name not in names:
+        raise NotACallError
+    source.at = scanner.at
+    yield call
 
 
 def parsed(text: str) -> Any:

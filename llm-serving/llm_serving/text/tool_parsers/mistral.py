@@ -9,51 +9,28 @@ from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import base
-from llm_serving.text.tool_parsers.json_text import (
-    MAX_HEAD_CHARS,
-    JsonEnd,
-    StreamedCall,
-    arguments_of,
-    call_of,
-    is_name,
-    parsed,
-)
+from llm_serving.text.tool_parsers.json_text import MAX_HEAD_CHARS, call_of, headed_call, is_name, json_value
 
 OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-class _Reader:
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._written: StreamedCall | None = None
-        self._end = JsonEnd()
-        self._head: tuple[str | None, int] | None = None
-        """(name before the arguments or None, index of the JSON). None until it is read."""
-
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        if self._head is None:
-            self._head = _head(body)
-        if self._head is None:
-            return None
-        name, start = self._head
-        if name is not None and name in self._names:
-            self._written = self._written or StreamedCall(name, start)
-            call = self._written.read(body, ended=ended)
-            return base.Read([call], self._written.end, may_continue=not (ended or self._written.is_whole))
-        end = self._end.find(body, start)
-        if end is None:
-            return None
-        value = parsed(body[start:end])
-        if name is not None:
-            return base.Read([base.Call(name, arguments_of(value))], end)
-        if not isinstance(value, list) or not value:
-            raise base.NotACallError
-        return base.Read([call_of(each) for each in value], end)
+def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
+    while (head := _head(source.body)) is None:
+        yield None
+    name, source.at = head
+    if name is not None:
+        yield from headed_call(source, name, names)
+        return
+    value = yield from json_value(source)
+    if not isinstance(value, list) or not value:
+        raise base.NotACallError
+    yield from [call_of(each) for each in value]
 
 
 def _head(body: str) -> tuple[str | None, int] | None:
+    """Return the name before the arguments, or None before a list, and the index of the JSON. None: text is missing."""
     stripped = body.lstrip()
     start = len(body) - len(stripped)
     if not stripped:
@@ -70,7 +47,7 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 
 def create(names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
+    return base.DelimitedCalls({OPENING: partial(_read, frozenset(names))})
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

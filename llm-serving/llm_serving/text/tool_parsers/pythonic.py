@@ -53,25 +53,27 @@ MINICPM: Final = PythonicLayout(
 OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_list=False)
 
 
-class PythonicReader:
-    """Reads calls before `closing`. `calls(text)` parses them. It raises IncompleteError if a call is cut off."""
-
-    def __init__(self, closing: str, calls: Callable[[str], list[base.Call]]) -> None:
-        self._closing, self._calls = closing, calls
-        self._searched = self._num_ends = 0
-
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        closing = self._closing
-        while (end := body.find(closing, self._searched)) >= 0:
-            self._searched = end + 1
-            self._num_ends += 1
-            try:
-                return base.Read(self._calls(body[:end]), end + len(closing))
-            except IncompleteError:  # the closing text may be part of a string
-                if self._num_ends == _MAX_ENDS:
-                    raise
-        self._searched = max(self._searched, len(body) - len(closing) + 1)
-        return base.Read(self._calls(body), len(body)) if ended else None
+def read_calls(closing: str, calls_of: Callable[[str], list[base.Call]], source: base.CallSource) -> base.Reading:
+    """Read calls before `closing`. `calls_of(text)` parses them. It raises IncompleteError if a call is cut off."""
+    num_ends = start = 0
+    while (end := source.body.find(closing, start)) >= 0 or not source.ended:
+        if end < 0:
+            start = max(start, len(source.body) - len(closing) + 1)
+            yield None
+            continue
+        start = end + 1
+        num_ends += 1
+        try:
+            calls = calls_of(source.body[:end])
+        except IncompleteError:  # the closing text may be part of a string
+            if num_ends == _MAX_ENDS:
+                raise
+        else:
+            source.at = end + len(closing)
+            yield from calls
+            return
+    source.at = len(source.body)
+    yield from calls_of(source.body)
 
 
 class IncompleteError(base.NotACallError):
@@ -222,7 +224,7 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
 def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     del schemas
     calls = partial(unfenced_calls, layout.fence)
-    return base.DelimitedCalls({layout.opening: partial(PythonicReader, layout.closing, calls)})
+    return base.DelimitedCalls({layout.opening: partial(read_calls, layout.closing, calls)})
 
 
 def rules(layout: PythonicLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

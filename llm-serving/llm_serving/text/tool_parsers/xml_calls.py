@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -57,143 +56,78 @@ DSML: Final = XmlLayout(
     string_end='" string="true">',
 )
 
-_SPACES: Final = re.compile(r"\s*")
+
+def _read(
+    layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], source: base.CallSource, *, in_call: bool
+) -> base.Reading:
+    """Read the calls after an opening delimiter, which opens a section of calls or, if `in_call`, one call."""
+    argument, call_end = layout.argument[0], layout.call[2]
+    while in_call or (yield from source.take(layout.call[0], layout.closing)) == layout.call[0]:
+        in_call = False
+        tool, _ = yield from _text_before(source, layout.call[1])
+        arguments: dict[str, Any] = {}
+        while (yield from source.take(argument, call_end)) == argument:
+            key, name_end = yield from _text_before(source, *layout.name_ends)
+            text = yield from _value(layout, source)
+            arguments[key] = _typed(layout, text, name_end, schema_of(schemas, tool, key))
+        yield base.Call(tool, arguments_of(arguments))
+    if not source.end:
+        raise base.NotACallError
 
 
-class _Reader:
-    """Reads the calls after one opening delimiter, which opens a section of calls or, if `in_call`, one call."""
-
-    def __init__(self, layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
-        self._layout = layout
-        self._schemas = schemas
-        self._step = self._name if in_call else self._between
-        self._at = self._search = 0
-        """`_at`: index after the text that was read. `_search`: index from which to search for the end of a value."""
-        self._calls: list[base.Call] = []
-        self._calls_end = 0
-        self._tool = self._key = self._name_end = ""
-        self._arguments: dict[str, Any] = {}
-        self._is_closed = False
-
-    def read(self, body: str, *, ended: bool) -> base.Read | None:
-        try:
-            while not self._is_closed and self._step(body):
-                pass
-        except base.NotACallError:
-            if not self._calls:
-                raise
-            self._is_closed = True
-        if not self._calls:
-            return None
-        return base.Read(self._calls, self._calls_end, may_continue=not self._is_closed and not ended)
-
-    def _between(self, body: str) -> bool:
-        found = self._next(body, self._layout.call[0], self._layout.closing)
-        if found == self._layout.closing:
-            if not self._calls:
-                raise base.NotACallError
-            self._calls_end, self._is_closed = self._at, True
-        elif found:
-            self._step = self._name
-        return bool(found)
-
-    def _name(self, body: str) -> bool:
-        found = self._text_before(body, self._layout.call[1])
-        if found is None:
-            return False
-        self._tool, self._arguments, self._step = found[0], {}, self._inside
-        return True
-
-    def _inside(self, body: str) -> bool:
-        found = self._next(body, self._layout.argument[0], self._layout.call[2])
-        if found == self._layout.call[2]:
-            self._calls.append(base.Call(self._tool, arguments_of(self._arguments)))
-            self._calls_end, self._step = self._at, self._between
-        elif found:
-            self._step = self._argument
-        return bool(found)
-
-    def _argument(self, body: str) -> bool:
-        found = self._text_before(body, *self._layout.name_ends)
-        if found is None:
-            return False
-        self._key, self._name_end = found
-        self._search, self._step = self._at, self._value
-        return True
-
-    def _value(self, body: str) -> bool:
-        """Read a value up to its closing tag, after which another argument begins or the call ends. Closing tags
-        elsewhere belong to the value. Return False if more text is needed.
-        """
-        closing = self._layout.argument[2]
-        start = self._at
-        while (end := body.find(closing, self._search)) >= 0:
-            try:
-                self._at = end + len(closing)
-                if not self._next(body, self._layout.argument[0], self._layout.call[2], skip=False):
-                    self._at, self._search = start, end
-                    return False
-            except base.NotACallError:
-                self._search = end + 1
-                continue
-            margin = self._layout.margin
-            text = body[start:end].removeprefix(margin).removesuffix(margin)
-            self._arguments[self._key] = self._typed(text)
-            self._step = self._inside
-            return True
-        self._at, self._search = start, max(start, len(body) - len(closing) + 1)
-        return False
-
-    def _typed(self, text: str) -> Any:
-        """Return the value of an argument. If the model does not state the type of the value, the schema decides."""
-        if self._name_end == self._layout.string_end:
-            return text
-        if self._layout.string_end:
-            try:
-                return parsed(text)
-            except base.NotACallError:
-                pass
-        return typed_value(text, schema_of(self._schemas, self._tool, self._key))
-
-    def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
-        """Return the next delimiter, or "" if incomplete; move past it if `skip`. Raise NotACallError without one."""
-        at = _end_of_spaces(body, self._at)
-        if skip:
-            self._at = at
-        for delimiter in delimiters:
-            if body.startswith(delimiter, at):
-                self._at += len(delimiter) if skip else 0
-                return delimiter
-        if at - self._at > MAX_NAME_CHARS or not any(delimiter.startswith(body[at:]) for delimiter in delimiters):
-            raise base.NotACallError
-        return ""
-
-    def _text_before(self, body: str, *delimiters: str) -> tuple[str, str] | None:
-        """Return a name and the delimiter after it, or None if incomplete. Raise NotACallError for an invalid name."""
-        longest = MAX_NAME_CHARS + max(map(len, delimiters))
-        text = body[self._at : self._at + longest]
+def _text_before(source: base.CallSource, *delimiters: str) -> Generator[None, None, tuple[str, str]]:
+    """Return a name and the delimiter after it. Raise NotACallError for an invalid name."""
+    longest = MAX_NAME_CHARS + max(map(len, delimiters))
+    while True:
+        text = source.body[source.at : source.at + longest]
         start, delimiter = min(
             ((start, each) for each in delimiters if (start := text.find(each)) >= 0), default=(len(text), "")
         )
         name = text[:start]
         if "<" in name or (start == longest if not delimiter else not is_name(name)):
             raise base.NotACallError
-        if not delimiter:
-            return None
-        self._at += start + len(delimiter)
-        return name, delimiter
+        if delimiter:
+            source.at += start + len(delimiter)
+            return name, delimiter
+        yield None
 
 
-def _end_of_spaces(text: str, start: int) -> int:
-    found = _SPACES.match(text, start)
-    assert found is not None
-    return found.end()
+def _value(layout: XmlLayout, source: base.CallSource) -> Generator[None, None, str]:
+    """Return a value up to its closing tag, after which another argument begins or the call ends. Closing tags
+    elsewhere belong to the value.
+    """
+    closing = layout.argument[2]
+    start = search = source.at
+    while True:
+        while (end := source.body.find(closing, search)) < 0:
+            search = max(start, len(source.body) - len(closing) + 1)
+            yield None
+        source.at = behind = end + len(closing)
+        try:
+            yield from source.expect(layout.argument[0], layout.call[2])
+        except base.NotACallError:
+            search = end + 1
+            continue
+        source.at = behind
+        return source.body[start:end].removeprefix(layout.margin).removesuffix(layout.margin)
+
+
+def _typed(layout: XmlLayout, text: str, name_end: str, schema: Any) -> Any:
+    """Return the value of an argument. If the model does not state the type of the value, the schema decides."""
+    if name_end == layout.string_end:
+        return text
+    if layout.string_end:
+        try:
+            return parsed(text)
+        except base.NotACallError:
+            pass
+    return typed_value(text, schema)
 
 
 def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
     readers = {
-        layout.opening: partial(_Reader, layout, schemas, in_call=False),
-        layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening of the section
+        layout.opening: partial(_read, layout, schemas, in_call=False),
+        layout.call[0]: partial(_read, layout, schemas, in_call=True),  # some models omit the opening of the section
     }
     return base.DelimitedCalls(readers)
 
