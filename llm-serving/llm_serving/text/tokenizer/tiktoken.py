@@ -7,7 +7,7 @@ import binascii
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,11 +28,11 @@ MAX_SPECIAL_TOKENS: Final = 2**16
 
 @dataclass(frozen=True)
 class TiktokenFamily:
-    """Properties of a model family's tokenizer that its tiktoken file lacks.
+    """Properties of a tokenizer that a tiktoken file lacks, the same for all models of a family.
 
     `pattern`: regular expression that splits a text into words; merges never cross a word boundary. `special`: special
-    tokens, if the config lists none; their ids follow those of the file. `prefix`: special tokens before every text.
-    `composes`: texts are first normalized to NFC.
+    tokens, whose ids follow those of the file. `names`: name in the config, such as `bos_token` -> special token.
+    `prefix`: special tokens before every text. `composes`: texts are first normalized to NFC.
     """
 
     pattern: str
@@ -70,55 +70,47 @@ QWEN: Final = TiktokenFamily(
 )
 
 
-@dataclass(frozen=True)
-class RankedPairs:
-    """The vocabulary in a file of ranked byte pairs. `TiktokenFamily` describes `pattern`, `prefix` and `composes`.
-    `ranks`: bytes of every text token -> rank; the pair with the lowest rank is merged first. `first_id`: id of rank 0.
-    `special`: tokens of the file that are recognised in a text, by id.
-    """
-
-    path: Path
-    ranks: Mapping[bytes, int]
-    pattern: str
-    first_id: int
-    special: Mapping[int, AddedToken]
-    names: Mapping[str, str] = field(default_factory=dict)
-    prefix: tuple[str, ...] = ()
-    composes: bool = False
-
-
 class TiktokenVocabulary:
-    """A vocabulary with the ids of the tiktoken library. Raise ModelError if the ranks or the pattern are invalid."""
+    """A vocabulary with the ids of the tiktoken library. Raise ModelError if the ranks or the pattern are invalid.
+
+    `ranks`: bytes of every text token -> rank; the pair with the lowest rank is merged first. `first_id`: id of rank 0.
+    `tokens`: tokens that are recognised in a text, by id.
+    """
 
     strips_leading_space = False
 
-    def __init__(self, pairs: RankedPairs, added_tokens: Mapping[int, AddedToken]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        ranks: Mapping[bytes, int],
+        family: TiktokenFamily,
+        tokens: Mapping[int, AddedToken],
+        first_id: int = 0,
+    ) -> None:
         import tiktoken  # imported here because few models need it
 
-        path, ranks, first_id = pairs.path, pairs.ranks, pairs.first_id
         if sorted(ranks.values()) != list(range(len(ranks))):
             raise ModelError(f"{path}: must have every rank from 0 to {len(ranks) - 1} exactly once")
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
             raise ModelError(f"{path}: must have a token for every byte. Missing: {shorten(missing)}")
         try:
             self._encoding = tiktoken.Encoding(
-                path.name, pat_str=pairs.pattern, mergeable_ranks=dict(ranks), special_tokens={}
+                path.name, pat_str=family.pattern, mergeable_ranks=dict(ranks), special_tokens={}
             )
         except Exception as error:  # noqa: BLE001  of a library in another language
             raise ModelError(f"{path}: cannot be read: {str(error)[:200]}") from None
-        tokens = dict(pairs.special) | dict(added_tokens)
         self.token_bytes = [b""] * (max((first_id + len(ranks) - 1, *tokens)) + 1)
         for data, rank in ranks.items():
             self.token_bytes[first_id + rank] = data
         for token_id, token in tokens.items():
             self.token_bytes[token_id] = token.text.encode()
         self.special_ids = frozenset(token_id for token_id, token in tokens.items() if token.special)
-        self.usual_names: Mapping[str, str] = pairs.names
+        self.usual_names: Mapping[str, str] = family.names
         self._ids = {token.text: token_id for token_id, token in tokens.items()}
-        self._ranks, self._first_id, self._composes = ranks, first_id, pairs.composes
+        self._ranks, self._first_id, self._composes = ranks, first_id, family.composes
         self._splitter = TokenSplitter({token.text: token for token in tokens.values()})
-        self._prefix = [self._ids[text] for text in pairs.prefix if text in self._ids]
-        self.adds_special_tokens = bool(pairs.prefix)
+        self._prefix = [self._ids[text] for text in family.prefix if text in self._ids]
+        self.adds_special_tokens = bool(family.prefix)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = list(self._prefix) if add_special_tokens else []
@@ -158,7 +150,7 @@ def is_tiktoken_file(data: bytes) -> bool:
     return _LINE.match(data) is not None
 
 
-def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
+def read_tiktoken(path: Path, family: TiktokenFamily, added: Mapping[int, AddedToken]) -> TiktokenVocabulary:
     """Read a tiktoken file: lines of a base64 token and its rank. Raise ModelError if the file is invalid."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_limited(path).splitlines(), 1):
@@ -171,7 +163,7 @@ def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
             rule = f"line {number} must be a token in base64, a space and its rank"
             raise ModelError(f"{path}: {rule}. Given: {shorten(line)}") from None
     special = {len(ranks) + i: AddedToken(text, special=True) for i, text in enumerate(family.special)}
-    return RankedPairs(path, ranks, family.pattern, 0, special, family.names, family.prefix, family.composes)
+    return TiktokenVocabulary(path, ranks, family, {**special, **added})
 
 
 _TEKKEN_SPECIAL: Final = (
@@ -181,7 +173,7 @@ _TEKKEN_SPECIAL: Final = (
 )
 
 
-def read_tekken(path: Path) -> RankedPairs:
+def read_tekken(path: Path, added: Mapping[int, AddedToken]) -> TiktokenVocabulary:
     """Read a `tekken.json`, in which special tokens have the first ids. Raise ModelError if the file is invalid."""
     try:
         content: Any = parse_json(read_limited(path))
@@ -202,8 +194,8 @@ def read_tekken(path: Path) -> RankedPairs:
         pattern = str(config["pattern"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: is not a tekken.json: {type(error).__name__}: {str(error)[:200]}") from None
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return RankedPairs(path, ranks, pattern, num_special, special, names)
+    family = TiktokenFamily(pattern, (), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    return TiktokenVocabulary(path, ranks, family, {**special, **added}, first_id=num_special)
 
 
 def _count(value: Any, most: int) -> int:

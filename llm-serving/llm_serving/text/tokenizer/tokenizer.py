@@ -61,7 +61,7 @@ def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     added, names = read_added_tokens(config), special_texts(config)
     special = [*names.values(), *more_special_texts(config)]
     if path.name == TEKKEN_FILE:
-        return tiktoken.TiktokenVocabulary(tiktoken.read_tekken(path), added)
+        return tiktoken.read_tekken(path, added)
     if path.name == VOCAB_FILE:
         return read_byte_pairs(path, config, added, special)
     if path.name == PIECES_FILE:
@@ -69,7 +69,7 @@ def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     if path.suffix == ".json":
         return TokenizersVocabulary(path, added, special)
     if path.suffix == ".tiktoken" or tiktoken.is_tiktoken_file(read_limited(path)[:256]):
-        return tiktoken.TiktokenVocabulary(tiktoken.read_tiktoken(path, _family(path, config)), added)
+        return tiktoken.read_tiktoken(path, _family(path, config), added)
     return SentencePieceVocabulary(
         path,
         added,
