@@ -23,9 +23,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llm_serving.core.files import escape_surrogates, is_unicode, parse_json, read_json, read_regular
-from llm_serving.errors import ChannelClosedError, ModelError, RequestError, TransportError, shorten
-from llm_serving.text.sandbox import ConfinedPool, ConfinedProcess, confined_channel, within
-from llm_serving.transport.channel import Channel
+from llm_serving.errors import ModelError, RequestError, TransportError, shorten
+from llm_serving.text.sandbox import ConfinedPool, ConfinedProcess, serve
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
 """Maximum length of a rendered text. Its UTF-8 fits into one message to the master."""
@@ -82,28 +81,21 @@ def sandbox() -> ImmutableSandboxedEnvironment:
 # --- in the confined process ------------------------------------------------------------------------------------------
 
 
+class _Renderer:
+    """Answers the questions of the master: the first one has the template, the others have conversations."""
+
+    _template: jinja2.Template | None = None
+
+    def answer(self, question: Question) -> Answer:
+        if isinstance(question, Compile):
+            self._template, answer = _compile(question.source)
+            return answer
+        assert self._template is not None
+        return _render(self._template, question)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    channel, cpu_seconds = confined_channel(MODULE, Question, argv, MAX_MEMORY_BYTES)
-    try:
-        serve(channel, cpu_seconds)
-    except ChannelClosedError:
-        return 0
-    except (TransportError, MemoryError):
-        return 1
-    return 0
-
-
-def serve(channel: Channel[Question], cpu_seconds: float) -> None:
-    template: jinja2.Template | None = None
-    while True:
-        question = channel.receive()
-        with within(cpu_seconds):
-            if isinstance(question, Compile):
-                template, answer = _compile(question.source)
-            else:
-                assert template is not None
-                answer = _render(template, question)
-        channel.send(answer)
+    return serve(MODULE, Question, _Renderer().answer, argv, MAX_MEMORY_BYTES)
 
 
 def _compile(source: str) -> tuple[jinja2.Template | None, Answer]:

@@ -21,7 +21,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from llm_serving.core.process import command_of
-from llm_serving.errors import TransportError
+from llm_serving.errors import ChannelClosedError, TransportError
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 
@@ -101,19 +101,35 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 # --- in the confined process ------------------------------------------------------------------------------------------
 
 
-def confined_channel(
-    module: str, questions: Any, argv: Sequence[str] | None, max_memory_bytes: int
-) -> tuple[Any, float]:
-    """Confine this process. Return its channel for messages of type `questions`, and the CPU seconds for each one."""
+def serve(
+    module: str,
+    questions: Any,
+    answer_to: Callable[[Any], msgspec.Struct],
+    argv: Sequence[str] | None,
+    max_memory_bytes: int,
+) -> int:
+    """Confine this process, and answer messages of the type `questions` until the master closes the socket. Return the
+    exit code of the process.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
     parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one question")
     arguments = parser.parse_args(argv)
-    confine(max_memory_bytes)
-    return Channel(socket.socket(fileno=arguments.socket_fd), questions), arguments.cpu_seconds
+    _confine(max_memory_bytes)
+    channel: Channel[Any] = Channel(socket.socket(fileno=arguments.socket_fd), questions)
+    try:
+        while True:
+            question = channel.receive()
+            with _within(arguments.cpu_seconds):
+                answer = answer_to(question)
+            channel.send(answer)
+    except ChannelClosedError:
+        return 0
+    except (TransportError, MemoryError):
+        return 1
 
 
-def confine(max_memory_bytes: int) -> None:
+def _confine(max_memory_bytes: int) -> None:
     """Limit this process to `max_memory_bytes` of further address space, and prevent it from writing files."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     for limit, most in (
@@ -125,7 +141,7 @@ def confine(max_memory_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def within(cpu_seconds: float) -> Iterator[None]:
+def _within(cpu_seconds: float) -> Iterator[None]:
     """Return a context that terminates this process if it uses more than `cpu_seconds`, even inside a C call."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of its signal ends the process
     try:

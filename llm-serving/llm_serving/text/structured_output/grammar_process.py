@@ -13,17 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from llm_serving.errors import ChannelClosedError, TransportError
-from llm_serving.text.sandbox import confined_channel, within
+from llm_serving.text.sandbox import serve
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError, fault_in, json_grammar
 from llm_serving.text.structured_output.matcher import matcher_of
-from llm_serving.transport.channel import Channel
 
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 MAX_MEMORY_BYTES: Final = 2**30
@@ -46,29 +45,12 @@ class Tried(msgspec.Struct):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    channel, cpu_seconds = confined_channel(MODULE, Try, argv, MAX_MEMORY_BYTES)
     codes: list[int] = []
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: codes.append(serve(channel, cpu_seconds)))
+    thread = threading.Thread(target=lambda: codes.append(serve(MODULE, Try, _answer, argv, MAX_MEMORY_BYTES)))
     thread.start()
     thread.join()
     return codes[0]
-
-
-def serve(channel: Channel[Try], cpu_seconds: float) -> int:
-    tokens: LLTokenizer | None = None
-    try:
-        while True:
-            question = channel.receive()
-            with within(cpu_seconds):
-                if tokens is None or tokens.vocab_size != max(question.num_tokens, _Bytes.num_tokens):
-                    tokens = _tokens(question.num_tokens)
-                answer = _tried(Grammar(question.grammar), tokens, question.max_states)
-            channel.send(answer)
-    except ChannelClosedError:
-        return 0
-    except (TransportError, MemoryError):
-        return 1
 
 
 class _Bytes:
@@ -82,15 +64,18 @@ class _Bytes:
         return list(text)
 
 
+@lru_cache(maxsize=1)
 def _tokens(count: int) -> LLTokenizer:
     tokens = TokenizerWrapper(_Bytes())
     tokens.tokens = [*_Bytes.tokens, *[b""] * (count - _Bytes.num_tokens)]
     return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=[_Bytes.eos_token_id])
 
 
-def _tried(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> Tried:
+def _answer(question: Try) -> Tried:
+    grammar, tokens = Grammar(question.grammar), _tokens(question.num_tokens)
+
     def error_of(each: Grammar) -> str:
-        matcher = matcher_of(each, tokens, max_states)
+        matcher = matcher_of(each, tokens, question.max_states)
         if not matcher.is_error():
             _walk(matcher, tokens.vocab_size)
         return " ".join(matcher.get_error().partition("<non-verbose")[0].split())
