@@ -23,15 +23,15 @@ from llm_serving.text.tool_parsers import (
     pythonic,
     xml_calls,
 )
-from llm_serving.text.tool_parsers.base import Call, Callee, Delimiters, Part, Thought, ToolParser
+from llm_serving.text.tool_parsers.base import Call, Callee, Delimiters, Part, Schemas, Thought, ToolParser
 
 __all__ = ["TOOL_FORMATS", "Call", "Callee", "Delimiters", "Part", "Thought", "ToolFormat", "ToolParser", "format_in"]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
-    """Creates a parser of one answer. Argument: tool name -> JSON schema of its arguments."""
+    create: Callable[[Schemas], ToolParser]
+    """Creates a parser of one answer."""
     rules: Callable[[Sequence[Callee], int | None, Delimiters], str]
     """Returns the grammar rules of calls. Arguments: tools, maximum number of calls or None, delimiter terms."""
     template_pattern: str
@@ -47,23 +47,22 @@ class ToolFormat:
 
 
 def _xml(layout: xml_calls.XmlLayout, template_pattern: str) -> ToolFormat:
-    create, rules = partial(xml_calls.create, layout), partial(xml_calls.rules, layout)
-    return ToolFormat(create, rules, template_pattern, special_tokens=layout is not xml_calls.QWEN)
+    rules = partial(xml_calls.rules, layout)
+    return ToolFormat(xml_calls.create(layout), rules, template_pattern, special_tokens=layout is not xml_calls.QWEN)
 
 
 def _json(layout: json_lists.JsonListLayout, template_pattern: str, *, special_tokens: bool = False) -> ToolFormat:
-    create, rules = partial(json_lists.create, layout), partial(json_lists.rules, layout)
-    return ToolFormat(create, rules, template_pattern, special_tokens, written=partial(json_lists.written, layout))
+    rules, written = partial(json_lists.rules, layout), partial(json_lists.written, layout)
+    return ToolFormat(json_lists.create(layout), rules, template_pattern, special_tokens, written=written)
 
 
 def _python(layout: pythonic.PythonicLayout, template_pattern: str) -> ToolFormat:
-    create, rules = partial(pythonic.create, layout), partial(pythonic.rules, layout)
-    written = partial(pythonic.written, layout)
-    return ToolFormat(create, rules, template_pattern, special_tokens=layout is pythonic.LFM2, written=written)
+    rules, written = partial(pythonic.rules, layout), partial(pythonic.written, layout)
+    return ToolFormat(pythonic.create(layout), rules, template_pattern, layout is pythonic.LFM2, written=written)
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
-    ToolFormatName.HARMONY: ToolFormat(harmony.create, harmony.rules, r"<\|channel\|>", special_tokens=True),
+    ToolFormatName.HARMONY: ToolFormat(harmony.HarmonyParser, harmony.rules, r"<\|channel\|>", special_tokens=True),
     ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
     ToolFormatName.DEEPSEEK_FENCED: ToolFormat(
         deepseek.create,

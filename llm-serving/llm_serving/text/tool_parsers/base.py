@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from llm_serving.core.enums import JsonWhitespaceName
@@ -54,10 +55,12 @@ class CallSource:
     A reader is a generator. It yields each call, or further arguments of the last call, as soon as a longer text cannot
     change them, and None if it needs more text. It returns when no more calls follow, and raises NotACallError if the
     text is no call. Readers begin at the index `at` of `body`, and move it behind the text of a call before they yield
-    the call. `end`: index after the text of all yielded calls. `ended`: no more text follows `body`.
+    the call. `end`: index after the text of all yielded calls. `ended`: no more text follows `body`. `opening`: the
+    delimiter, or "" if an answer begins without one.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, opening: str = "") -> None:
+        self.opening = opening
         self.body = ""
         self.ended = False
         self.at = self.end = 0
@@ -117,6 +120,8 @@ class CallSource:
 
 Reading = Generator[Call | None]
 Reader = Callable[[CallSource], Reading]
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Tool name -> JSON schema of its arguments."""
 
 
 def _end_of_spaces(text: str, start: int) -> int:
@@ -135,17 +140,15 @@ class ToolParser(Protocol):
 
 
 class DelimitedCalls:
-    """Parser of calls that follow an opening delimiter. If no call follows, the text is returned unchanged. `readers`:
-    opening delimiter -> reader of the text after it. `begins_open`: an answer may start with a
-    call that has no opening.
+    """Parser of calls that follow one of `openings`, which are delimiters. If no call follows, the text is returned
+    unchanged. `begins_open`: an answer may start with a call that has no opening.
     """
 
-    def __init__(self, readers: Mapping[str, Reader], *, begins_open: bool = False) -> None:
-        self._readers = readers
-        self._openings = re.compile("|".join(map(re.escape, readers)))
-        self._source = CallSource(next(iter(readers.values()))) if begins_open else None
-        self._opened_by = ""
-        """Opening before `_text` while calls are read, or "" if the answer began without one."""
+    def __init__(self, openings: Sequence[str], reader: Reader, *, begins_open: bool) -> None:
+        self._openings = openings
+        self._pattern = re.compile("|".join(map(re.escape, openings)))
+        self._reader = reader
+        self._source = CallSource(reader) if begins_open else None
         self._text = ""
         self._num_false = 0
         self._spaces: list[str] = []
@@ -171,14 +174,14 @@ class DelimitedCalls:
     def _step(self, parts: list[Part], ended: bool) -> bool:
         if self._source is not None:
             return self._read(self._source, parts, ended)
-        found = self._openings.search(self._text) if self._num_false < MAX_FALSE_OPENINGS else None
+        found = self._pattern.search(self._text) if self._num_false < MAX_FALSE_OPENINGS else None
         if found is not None:
             self._add_text(self._text[: found.start()], parts)
-            self._source, self._opened_by = CallSource(self._readers[found[0]]), found[0]
+            self._source = CallSource(self._reader, found[0])
             self._text = self._text[found.end() :]
             return True
         waits = not ended and self._num_false < MAX_FALSE_OPENINGS
-        kept = max(overlap(self._text, each) for each in self._readers) if waits else 0
+        kept = max(overlap(self._text, each) for each in self._openings) if waits else 0
         split = len(self._text) - kept
         self._add_text(self._text[:split], parts)
         self._text = self._text[split:]
@@ -189,7 +192,7 @@ class DelimitedCalls:
             end = source.read(self._text, parts, ended=ended)
         except NotACallError:
             self._num_false += 1
-            self._add_text(self._opened_by, parts)
+            self._add_text(source.opening, parts)
             self._source = None
             return True
         if source.end:
@@ -206,6 +209,13 @@ class DelimitedCalls:
             self._spaces = []
         if len(stripped) < len(text):
             self._spaces.append(text[len(stripped) :])
+
+
+def delimited(
+    openings: Sequence[str], read: Callable[[Schemas, CallSource], Reading], *, begins_open: bool = False
+) -> Callable[[Schemas], DelimitedCalls]:
+    """Return a function that creates a parser of one answer for tools with the given schemas."""
+    return lambda schemas: DelimitedCalls(openings, partial(read, schemas), begins_open=begins_open)
 
 
 def overlap(text: str, opening: str) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import headed_calls
-from llm_serving.text.tool_parsers.base import Callee, Delimiters, ToolParser
+from llm_serving.text.tool_parsers.base import Callee, Delimiters
 from llm_serving.text.tool_parsers.headed_calls import HeadedLayout
 
 OPENING: Final = "<｜tool▁calls▁begin｜>"
@@ -30,10 +30,7 @@ _LAYOUT: Final = HeadedLayout(
     ("```", _CALL_END),
     CLOSING,
 )
-
-
-def create(names: Collection[str]) -> ToolParser:
-    return headed_calls.create(_LAYOUT, names)
+create: Final = headed_calls.create(_LAYOUT)
 
 
 def describe(tools: Sequence[Mapping[str, Any]]) -> str:

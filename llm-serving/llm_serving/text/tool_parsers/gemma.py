@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -54,9 +54,7 @@ class _Source(PythonicSource):
         return self._value() if self._peek() in "<\"'" else self._match(_KEY)[0]
 
 
-def create(schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
-    del schemas
-    return base.DelimitedCalls({OPENING: partial(read_calls, CLOSING, partial(calls_in, source=_Source))})
+create: Final = base.delimited([OPENING], partial(read_calls, CLOSING, partial(calls_in, source=_Source)))
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

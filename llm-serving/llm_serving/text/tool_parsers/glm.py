@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
@@ -19,7 +18,7 @@ _VALUE_END: Final = "</arg_value>"
 _ARGUMENT: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-def _read(schemas: Mapping[str, Mapping[str, Any]], source: base.CallSource) -> base.Reading:
+def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     while True:
         value, closing = source.body.find(_VALUE, source.at), source.body.find(CLOSING, source.at)
         if closing >= 0 and (value < 0 or closing < value):
@@ -35,7 +34,7 @@ def _read(schemas: Mapping[str, Mapping[str, Any]], source: base.CallSource) -> 
             yield None
 
 
-def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> base.Call:
+def _call(body: str, schemas: base.Schemas) -> base.Call:
     name, found, _ = body.partition("<arg_key>")
     if not is_name(name.strip()) or "<" in name:
         raise base.NotACallError
@@ -51,8 +50,7 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> base.Call:
     return base.Call(name.strip(), arguments_of(arguments))
 
 
-def create(schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_read, schemas)})
+create: Final = base.delimited([OPENING], _read)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

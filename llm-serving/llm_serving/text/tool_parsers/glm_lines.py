@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
@@ -14,25 +13,24 @@ OPENING: Final = "<|assistant|>"
 """Opening delimiter of the second and later calls. The first call has none."""
 
 
-def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
+def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     """Read one call. Only a tool name at the start distinguishes a call from text."""
     while True:
         line, found, _ = source.body.lstrip().partition("\n")
         name = line.strip()
         if found:
             break
-        if not any(each.startswith(name) for each in names):
+        if not any(each.startswith(name) for each in schemas):
             raise base.NotACallError
         yield None
-    if name not in names:
+    if name not in schemas:
         raise base.NotACallError
     source.at = source.body.index("\n", source.body.index(name)) + 1
     yield from source.expect("{")
     yield from streamed_call(source, name)
 
 
-def create(names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_read, frozenset(names))}, begins_open=True)
+create: Final = base.delimited([OPENING], _read, begins_open=True)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

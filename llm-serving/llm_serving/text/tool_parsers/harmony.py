@@ -42,7 +42,7 @@ class HarmonyParser:
     """
 
     def __init__(self, names: Collection[str] | None, *, thinks: bool = True, in_thought: bool = False) -> None:
-        self._names = names
+        self._names = None if names is None else frozenset(names)
         self._thinks = thinks
         self._step = self._body if in_thought else self._header
         self._text = ""
@@ -146,10 +146,6 @@ def _may_be_header(text: str) -> bool:
     return _WORDS.fullmatch(words) is not None and (
         not found or any(each.startswith("<" + delimiter) for each in _STARTS)
     )
-
-
-def create(names: Collection[str]) -> HarmonyParser:
-    return HarmonyParser(frozenset(names))
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

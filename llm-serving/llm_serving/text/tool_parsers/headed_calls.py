@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ class HeadedLayout:
     end: str
 
 
-def _read(layout: HeadedLayout, names: Collection[str], source: base.CallSource) -> base.Reading:
+def _read(layout: HeadedLayout, schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     while (yield from source.take(layout.opening, layout.end)) == layout.opening:
         start = source.at
         while (head := layout.head.match(source.body, start, start + MAX_HEAD_CHARS)) is None:
@@ -39,7 +39,7 @@ def _read(layout: HeadedLayout, names: Collection[str], source: base.CallSource)
         if not is_name(head["name"]):
             raise base.NotACallError
         source.at = head.end()
-        yield from headed_call(source, head["name"], names, head.groupdict().get("id") or "")
+        yield from headed_call(source, head["name"], schemas, head.groupdict().get("id") or "")
         for delimiter in layout.tail:
             yield from source.skip(delimiter)
         source.end = source.at
@@ -47,8 +47,8 @@ def _read(layout: HeadedLayout, names: Collection[str], source: base.CallSource)
         raise base.NotACallError
 
 
-def create(layout: HeadedLayout, names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({layout.section: partial(_read, layout, frozenset(names))})
+def create(layout: HeadedLayout) -> Callable[[base.Schemas], base.ToolParser]:
+    return base.delimited([layout.section], partial(_read, layout))
 
 
 def rules(

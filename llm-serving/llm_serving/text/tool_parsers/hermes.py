@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.text.tool_parsers import base
@@ -13,9 +12,9 @@ OPENING: Final = "<tool_call>"
 CLOSING: Final = "</tool_call>"
 
 
-def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
+def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     try:
-        yield from object_call(source, names)
+        yield from object_call(source, schemas)
     except base.NotACallError:
         if not source.end:
             raise
@@ -23,8 +22,7 @@ def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
     yield from source.skip(CLOSING)
 
 
-def create(names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_read, frozenset(names))})
+create: Final = base.delimited([OPENING], _read)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -40,7 +40,7 @@ COHERE: Final = JsonListLayout(
 )
 
 
-def _read(layout: JsonListLayout, source: base.CallSource) -> base.Reading:
+def _read(layout: JsonListLayout, _: base.Schemas, source: base.CallSource) -> base.Reading:
     value = yield from json_value(source)
     calls = [_call(layout, each) for each in (value if isinstance(value, list) else [value])]
     if not calls:
@@ -61,9 +61,8 @@ def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]])
     return layout.openings[0] + json.dumps(values, ensure_ascii=False) + layout.closing
 
 
-def create(layout: JsonListLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
-    del schemas
-    return base.DelimitedCalls(dict.fromkeys(layout.openings, partial(_read, layout)))
+def create(layout: JsonListLayout) -> Callable[[base.Schemas], base.ToolParser]:
+    return base.delimited(layout.openings, partial(_read, layout))
 
 
 def rules(layout: JsonListLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import headed_calls
-from llm_serving.text.tool_parsers.base import Callee, Delimiters, ToolParser
+from llm_serving.text.tool_parsers.base import Callee, Delimiters
 from llm_serving.text.tool_parsers.headed_calls import HeadedLayout
 
 OPENING: Final = "<|tool_calls_section_begin|>"
@@ -25,9 +25,8 @@ _LAYOUT: Final = HeadedLayout(
 )
 
 
-def create(names: Collection[str]) -> ToolParser:
-    """Return a parser that keeps the model's ids of calls, because the chat template writes them into later prompts."""
-    return headed_calls.create(_LAYOUT, names)
+create: Final = headed_calls.create(_LAYOUT)
+"""The parser keeps the model's ids of calls, because the chat template writes them into later prompts."""
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:

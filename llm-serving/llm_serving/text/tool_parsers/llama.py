@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.text.tool_parsers import base
@@ -13,19 +12,17 @@ OPENING: Final = "<|python_tag|>"
 _START, _END = "<|python_start|>", "<|python_end|>"
 
 
-def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
+def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     yield from source.skip(_END)
     while True:
-        yield from object_call(source, names, only_names=True)
+        yield from object_call(source, schemas, only_names=True)
         yield from source.skip(_END)
         source.end = source.at
         yield from source.skip(";")
         yield from source.expect("{")
 
 
-def create(names: Collection[str]) -> base.ToolParser:
-    reader = partial(_read, frozenset(names))
-    return base.DelimitedCalls({OPENING: reader, _START: reader}, begins_open=True)
+create: Final = base.delimited([OPENING, _START], _read, begins_open=True)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
@@ -16,12 +15,12 @@ ARGUMENTS: Final = "[ARGS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def _read(names: Collection[str], source: base.CallSource) -> base.Reading:
+def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     while (head := _head(source.body)) is None:
         yield None
     name, source.at = head
     if name is not None:
-        yield from headed_call(source, name, names)
+        yield from headed_call(source, name, schemas)
         return
     value = yield from json_value(source)
     if not isinstance(value, list) or not value:
@@ -46,8 +45,7 @@ def _head(body: str) -> tuple[str | None, int] | None:
     return None
 
 
-def create(names: Collection[str]) -> base.ToolParser:
-    return base.DelimitedCalls({OPENING: partial(_read, frozenset(names))})
+create: Final = base.delimited([OPENING], _read)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

@@ -53,7 +53,9 @@ MINICPM: Final = PythonicLayout(
 OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_list=False)
 
 
-def read_calls(closing: str, calls_of: Callable[[str], list[base.Call]], source: base.CallSource) -> base.Reading:
+def read_calls(
+    closing: str, calls_of: Callable[[str], list[base.Call]], _: base.Schemas, source: base.CallSource
+) -> base.Reading:
     """Read calls before `closing`. `calls_of(text)` parses them. It raises IncompleteError if a call is cut off."""
     num_ends = start = 0
     while (end := source.body.find(closing, start)) >= 0 or not source.ended:
@@ -221,10 +223,8 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
     return f"{layout.opening}{before}{f'[{inside}]' if layout.is_list else inside}{after}{layout.closing}"
 
 
-def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
-    del schemas
-    calls = partial(unfenced_calls, layout.fence)
-    return base.DelimitedCalls({layout.opening: partial(read_calls, layout.closing, calls)})
+def create(layout: PythonicLayout) -> Callable[[base.Schemas], base.ToolParser]:
+    return base.delimited([layout.opening], partial(read_calls, layout.closing, partial(unfenced_calls, layout.fence)))
 
 
 def rules(layout: PythonicLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

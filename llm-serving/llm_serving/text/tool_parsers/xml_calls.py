@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -57,11 +57,9 @@ DSML: Final = XmlLayout(
 )
 
 
-def _read(
-    layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], source: base.CallSource, *, in_call: bool
-) -> base.Reading:
-    """Read the calls after an opening delimiter, which opens a section of calls or, if `in_call`, one call."""
+def _read(layout: XmlLayout, schemas: base.Schemas, source: base.CallSource) -> base.Reading:
     argument, call_end = layout.argument[0], layout.call[2]
+    in_call = source.opening == layout.call[0]
     while in_call or (yield from source.take(layout.call[0], layout.closing)) == layout.call[0]:
         in_call = False
         tool, _ = yield from _text_before(source, layout.call[1])
@@ -124,12 +122,9 @@ def _typed(layout: XmlLayout, text: str, name_end: str, schema: Any) -> Any:
     return typed_value(text, schema)
 
 
-def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> base.ToolParser:
-    readers = {
-        layout.opening: partial(_read, layout, schemas, in_call=False),
-        layout.call[0]: partial(_read, layout, schemas, in_call=True),  # some models omit the opening of the section
-    }
-    return base.DelimitedCalls(readers)
+def create(layout: XmlLayout) -> Callable[[base.Schemas], base.ToolParser]:
+    # Some models omit the opening of the section.
+    return base.delimited([layout.opening, layout.call[0]], partial(_read, layout))
 
 
 def rules(layout: XmlLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
