@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tokenizers import AddedToken
+
 from llm_serving.errors import ModelError, shorten
 from llm_serving.text.tokenizer.tiktoken import LLAMA3, QWEN
 from llm_serving.text.tokenizer.vocabulary import (
     MAX_TOKEN_ID,
-    AddedToken,
     TokenizersVocabulary,
     flag,
     read_json,

@@ -31,15 +31,12 @@ class StopStringMatcher:
         self._fallbacks = [_fallback_table(text) for text in self._stop]
         self._states = [0] * len(self._stop)
         self._first_chars = "".join({text[0] for text in self._stop})
-        self._held = ""
-
-    @property
-    def held(self) -> str:
-        return self._held
+        self.held = ""
+        """End of the text that may begin a stop string."""
 
     def add(self, text: str) -> Release:
         """Add a piece. Return the text that cannot begin a stop string, and the first stop string if it is complete."""
-        if not self._held and not any(char in text for char in self._first_chars):
+        if not self.held and not any(char in text for char in self._first_chars):
             return Release(text, None)
         states = self._states
         for end, char in enumerate(text, 1):
@@ -49,11 +46,11 @@ class StopStringMatcher:
                     state = self._fallbacks[i][state - 1]
                 states[i] = state = state + (stop[state] == char)
                 if state == len(stop):
-                    seen = self._held + text[:end]
+                    seen = self.held + text[:end]
                     return Release(seen[: len(seen) - len(stop)], stop)
-        seen = self._held + text
+        seen = self.held + text
         split = len(seen) - max(states)
-        self._held = seen[split:]
+        self.held = seen[split:]
         return Release(seen[:split], None)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from tokenizers import AddedToken
 
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf import read_gguf
@@ -18,21 +19,10 @@ from llm_serving.text.tokenizer.tiktoken import LLAMA3
 from llm_serving.text.tokenizer.vocabulary import (
     SPACE_SYMBOL,
     USUAL_NAMES,
-    AddedToken,
     TokenizersVocabulary,
     Vocabulary,
 )
 from llm_serving.text.tokenizer.word_pieces import word_pieces
-
-
-class Pre(NamedTuple):
-    """How to encode texts for one value of `tokenizer.ggml.pre`. `words`: rule that splits a text into words. `begins`:
-    value of `add_bos_token` if the file has none.
-    """
-
-    words: Words
-    begins: bool = False
-
 
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -95,26 +85,27 @@ _DEEPSEEK3: Final = Words(
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 )
-_GPT4: Final = Pre(Words((LLAMA3.pattern,)))
-_LLAMA3: Final = Pre(LLAMA3_WORDS, begins=True)
-_DIGITS: Final = Pre(SMOLLM)
+_GPT4: Final = Words((LLAMA3.pattern,))
 
-PRES: Final[Mapping[str, Pre]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
+PRES: Final[Mapping[str, Words]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), LLAMA3_WORDS),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _GPT4),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Pre(QWEN2)),
-    **dict.fromkeys(("hunyuan", "stablelm2"), Pre(QWEN2._replace(composes=False))),
-    "qwen35": Pre(Words((_QWEN35,), composes=True)),
-    **dict.fromkeys(("gpt-2", "granite-docling", "olmo", "exaone4"), Pre(GPT2)),
-    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), _DIGITS),
-    "tekken": Pre(Words((_TEKKEN,), whole=True), begins=True),
-    **dict.fromkeys(("gpt-4o", "minimax-m2"), Pre(Words((_GPT4O,)))),
-    "kimi-k2": Pre(Words((_KIMI,))),
-    "seed-coder": Pre(Words((_SEED,))),
-    "deepseek-llm": Pre(_DEEPSEEK),
-    "deepseek-coder": Pre(_DEEPSEEK_CODER),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Pre(_DEEPSEEK3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    **dict.fromkeys(("hunyuan", "stablelm2"), QWEN2._replace(composes=False)),
+    "qwen35": Words((_QWEN35,), composes=True),
+    **dict.fromkeys(("gpt-2", "granite-docling", "olmo", "exaone4"), GPT2),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), SMOLLM),
+    "tekken": Words((_TEKKEN,), whole=True),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), Words((_GPT4O,))),
+    "kimi-k2": Words((_KIMI,)),
+    "seed-coder": Words((_SEED,)),
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
 }
+"""Value of `tokenizer.ggml.pre` -> rule that splits a text into words."""
+_BEGINS: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken")
+"""Values of `tokenizer.ggml.pre` with which texts begin with the BOS token, if the file has no `add_bos_token`."""
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -230,8 +221,8 @@ class _Metadata:
 
 def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
     name = metadata.get("pre", "gpt-2")
-    pre = PRES.get(name) if isinstance(name, str) else None
-    if pre is None:
+    words = PRES.get(name) if isinstance(name, str) else None
+    if words is None:
         known = ", ".join(PRES)
         raise metadata.fail("pre", f"must be one of {known}; or set model_config.tokenizer_path to another tokenizer")
     vocab = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != UNUSED}
@@ -247,8 +238,8 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED) and text
     )
-    content = tokenizer_json(vocab, merges, pre.words, added)
-    return TokenizersVocabulary(metadata.path, content=content), metadata.config(tokens, pre.begins)
+    content = tokenizer_json(vocab, merges, words, added)
+    return TokenizersVocabulary(metadata.path, content=content), metadata.config(tokens, name in _BEGINS)
 
 
 def _word_pieces(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken
 
 from llm_serving.errors import ModelError
 from llm_serving.text.tokenizer.vocabulary import (
     BYTE_PIECE,
     SPACE_SYMBOL,
     USUAL_NAMES,
-    AddedToken,
     TokenSplitter,
     read_limited,
 )
@@ -68,8 +68,8 @@ class SentencePieceVocabulary:
             while token_id >= len(self.token_bytes):
                 self.token_bytes.append(b"")
             if token_id >= count:
-                self.token_bytes[token_id] = token.text.encode()
-            self._ids[token.text] = token_id
+                self.token_bytes[token_id] = token.content.encode()
+            self._ids[token.content] = token_id
             if token.special:
                 special.add(token_id)
         self._named = frozenset(special_texts)
@@ -79,7 +79,7 @@ class SentencePieceVocabulary:
                 special.add(named_id)
         self.special_ids = frozenset(special)
         self.strips_leading_space = self._decodes_without_leading_space() and (legacy or add_prefix_space)
-        attributes = {token.text: token for token in added_tokens.values()}
+        attributes = {token.content: token for token in added_tokens.values()}
         self._splitter = TokenSplitter(
             {text: attributes.get(text, AddedToken(text, special=True)) for text in self._ids if text}
         )

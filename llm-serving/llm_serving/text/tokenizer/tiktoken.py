@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tokenizers import AddedToken
+
 from llm_serving.core.files import parse_json
 from llm_serving.errors import ModelError, RequestError, shorten
-from llm_serving.text.tokenizer.vocabulary import AddedToken, TokenSplitter, read_limited
+from llm_serving.text.tokenizer.vocabulary import TokenSplitter, read_limited
 
 _WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -103,12 +105,12 @@ class TiktokenVocabulary:
         for data, rank in ranks.items():
             self.token_bytes[first_id + rank] = data
         for token_id, token in tokens.items():
-            self.token_bytes[token_id] = token.text.encode()
+            self.token_bytes[token_id] = token.content.encode()
         self.special_ids = frozenset(token_id for token_id, token in tokens.items() if token.special)
         self.usual_names: Mapping[str, str] = family.names
-        self._ids = {token.text: token_id for token_id, token in tokens.items()}
+        self._ids = {token.content: token_id for token_id, token in tokens.items()}
         self._ranks, self._first_id, self._composes = ranks, first_id, family.composes
-        self._splitter = TokenSplitter({token.text: token for token in tokens.values()})
+        self._splitter = TokenSplitter({token.content: token for token in tokens.values()})
         self._prefix = [self._ids[text] for text in family.prefix if text in self._ids]
         self.adds_special_tokens = bool(family.prefix)
 
@@ -187,7 +189,7 @@ def read_tekken(path: Path, added: Mapping[int, AddedToken]) -> TiktokenVocabula
         ]
         special = {i: AddedToken(f"<SPECIAL_{i}>", special=True) for i in range(num_special)} | {
             _count(item["rank"], num_special - 1): AddedToken(
-                str(item["token_str"]), bool(item.get("is_control", True))
+                str(item["token_str"]), special=bool(item.get("is_control", True))
             )
             for item in listed
         }

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from tokenizers import AddedToken as LibraryToken
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from llm_serving.core.files import parse_json, read_json_object, read_regular
@@ -27,23 +26,6 @@ ADDED_FILE: Final = "added_tokens.json"
 MORE_SPECIAL: Final = "additional_special_tokens"
 
 
-@dataclass(frozen=True)
-class AddedToken:
-    """One token of `added_tokens_decoder`. Added tokens are searched before a text is split further.
-
-    `special`: whether the token controls the model and is not text. `lstrip`, `rstrip`: whether the token absorbs the
-    white space before or after it. `normalized`: whether the token is searched in the normalized text. Only a
-    `tokenizer.json` uses this. There, None means true unless the token is special.
-    """
-
-    text: str
-    special: bool
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-    normalized: bool | None = None
-
-
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """Return the well-formed tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id."""
     tokens = config.get("added_tokens_decoder")
@@ -53,10 +35,9 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
             continue
         if isinstance(text := token.get("content"), str) and text:
             flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")}
-            normalized = token.get("normalized")
-            added[int(token_id)] = AddedToken(
-                text, **flags, normalized=normalized if isinstance(normalized, bool) else None
-            )
+            if isinstance(normalized := token.get("normalized"), bool):
+                flags["normalized"] = normalized  # without it, only special tokens are searched in the text as given
+            added[int(token_id)] = AddedToken(text, **flags)
     return added
 
 
@@ -160,14 +141,12 @@ class TokenizersVocabulary:
         """
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         named = frozenset(special_texts)
-        tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
-        known.update(token.text for token in tokens)
+        tokens = [token for _, token in sorted(added_tokens.items()) if token.content not in known]
+        known.update(token.content for token in tokens)
         tokens += [AddedToken(text, special=True) for text in sorted(named - known) if self.token_id(text) is not None]
         for token in tokens:
-            flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
-            special = token.special or token.text in named
-            normalized = not token.special if token.normalized is None else token.normalized
-            self._tokenizer.add_tokens([LibraryToken(token.text, special=special, normalized=normalized, **flags)])
+            token.special = token.special or token.content in named
+        self._tokenizer.add_tokens(tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from tokenizers import AddedToken
+
 from llm_serving.errors import ModelError
-from llm_serving.text.tokenizer.vocabulary import AddedToken, TokenizersVocabulary, flag, read_limited, special_texts
+from llm_serving.text.tokenizer.vocabulary import TokenizersVocabulary, flag, read_limited, special_texts
 
 PIECES_FILE: Final = "vocab.txt"
 _NAMES: Final[Mapping[str, str]] = {
