@@ -102,6 +102,6 @@ def test_lexer_limit_used_by_other_outputs_restarts_the_matcher() -> None:
         for end in range(len(output)):
             matcher.allowed_words_after_drafts(output[:end], output[end : end + 2])
         allowed = matcher.allowed_words(output)
-        matchers.append(constraint._matcher)
+        matchers.append(constraint._start)
         np.testing.assert_array_equal(allowed, alone)
     assert len({id(each) for each in matchers}) > 1, "the limit was not met"

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from llm_serving.core.request import ConstraintMatcher
 from llm_serving.errors import TransportError
 from llm_serving.text.sandbox import ConfinedPool, ConfinedProcess
 from llm_serving.text.structured_output.grammar_process import MODULE, Tried, Try
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError
-from llm_serving.text.structured_output.matcher import TokenMatcher, matcher_of
+from llm_serving.text.structured_output.matcher import TokenConstraint, matcher_of
 
 if TYPE_CHECKING:  # not imported in a grammar process, which would take twice as long to start
     from llm_serving.text.tokenizer.tokenizer import Tokenizer
@@ -66,50 +65,6 @@ class GrammarLimits:
 
 class CostlyGrammarError(GrammarError):
     """A grammar exceeded the time or memory limit. A retry may succeed when the machine is less busy."""
-
-
-class TokenConstraint:
-    """A grammar compiled for one tokenizer. `compiled()` compiles it and returns a matcher at the grammar's start."""
-
-    def __init__(
-        self,
-        grammar: Grammar,
-        compiled: Callable[[], LLMatcher],
-        token_bytes: Sequence[bytes],
-        end_ids: frozenset[int],
-    ) -> None:
-        self.grammar = grammar
-        self._compiled = compiled
-        self._matcher = compiled()
-        self._token_bytes = token_bytes
-        self._end_ids = end_ids
-
-    @property
-    def error(self) -> str:
-        """Why the grammar could not be compiled, or "" if it was compiled."""
-        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
-
-    def create_matcher(self) -> ConstraintMatcher:
-        return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
-
-    def _restart(self) -> LLMatcher:
-        """Replace the matcher by one without cached lexer states, because their number has reached `max_states`."""
-        self._matcher = self._compiled()
-        return self._matcher
-
-    @property
-    def ignored(self) -> list[str]:
-        """Descriptions of the constraints that are not enforced, because the schema is lenient (see `json_grammar`)."""
-        return list(self._matcher.get_grammar_warnings())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenConstraint) and self.grammar == other.grammar
-
-    def __hash__(self) -> int:
-        return hash(self.grammar)
-
-    def __repr__(self) -> str:
-        return f"TokenConstraint({self.grammar.text!r})"
 
 
 class ConstraintCompiler:

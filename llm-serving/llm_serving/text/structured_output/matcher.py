@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
 
@@ -36,24 +37,52 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
     return LLMatcher(tokens, grammar.text, log_level=0, limits=limits)
 
 
-class TokenMatcher:
-    """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`. `start`: a matcher at the start
-    of the grammar, which is copied and never advanced. All copies share a limit on their lexer states. If other outputs
-    have used up this limit, `create_start()` makes a new matcher at the start.
+@dataclass(unsafe_hash=True)
+class TokenConstraint:
+    """A grammar compiled for one tokenizer. `compile_grammar()` returns a matcher at the grammar's start. `end_ids`:
+    ids of the tokens that end an output.
     """
 
-    def __init__(
-        self,
-        start: LLMatcher,
-        token_bytes: Sequence[bytes],
-        end_ids: frozenset[int],
-        create_start: Callable[[], LLMatcher],
-    ) -> None:
-        self._start = start
-        self._create_start = create_start
-        self._token_bytes = token_bytes
-        self._end_ids = end_ids
-        self._matcher = start.deep_copy()
+    grammar: Grammar
+    compile_grammar: Callable[[], LLMatcher] = field(compare=False, repr=False)
+    token_bytes: Sequence[bytes] = field(compare=False, repr=False)
+    end_ids: frozenset[int] = field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Replace the matcher by one without cached lexer states, whose number is limited for all its copies."""
+        self._start = self.compile_grammar()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar could not be compiled, or "" if it was compiled."""
+        return str(self._start.get_error()) if self._start.is_error() else ""
+
+    @property
+    def ignored(self) -> list[str]:
+        """Descriptions of the constraints that are not enforced, because the schema is lenient (see `json_grammar`)."""
+        return list(self._start.get_grammar_warnings())
+
+    def copy_of_start(self) -> LLMatcher:
+        return self._start.deep_copy()
+
+    def create_matcher(self) -> TokenMatcher:
+        return TokenMatcher(self)
+
+
+class TokenMatcher:
+    """Matches an output against a grammar. Implements `core.request.ConstraintMatcher`. If the outputs of other
+    requests have used up the limit on lexer states, the grammar is compiled again.
+    """
+
+    def __init__(self, constraint: TokenConstraint) -> None:
+        self._constraint = constraint
+        self._begin()
+
+    def _begin(self) -> None:
+        self._matcher = self._constraint.copy_of_start()
         self._taken: list[int] = []
         self._num_queried = 0
         self._words: Int32Array | None = None
@@ -66,7 +95,8 @@ class TokenMatcher:
     ) -> list[Int32Array]:
         masks = self._masks(output_token_ids, draft_token_ids)
         if self._matcher.is_error():
-            self._restart()
+            self._constraint.restart()
+            self._begin()
             masks = self._masks(output_token_ids, draft_token_ids)
             if self._matcher.is_error():
                 error = self._matcher.get_error()
@@ -83,17 +113,13 @@ class TokenMatcher:
             masks.append(self._mask() if matches else self._no_words())
         return masks
 
-    def _restart(self) -> None:
-        self._start = self._create_start()
-        self._matcher, self._taken, self._num_queried, self._words = self._start.deep_copy(), [], 0, None
-
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         words = self._words_behind(output_token_ids)
         if not words.any():
             return []
         found = list(draft_token_ids[: self._matcher.validate_tokens(list(draft_token_ids))])[:count]
         matches = self._take(found)
-        while matches and len(found) < count and not (found and found[-1] in self._end_ids):
+        while matches and len(found) < count and not (found and found[-1] in self._constraint.end_ids):
             token_id = self._only_one(self._mask() if found else words)
             if token_id is None:
                 break
@@ -114,7 +140,7 @@ class TokenMatcher:
             self._words = None
         num_behind = len(self._taken) - num_same
         if self._matcher.is_error() or (num_behind and not self._matcher.rollback(num_behind)):
-            self._matcher, self._taken, self._words = self._start.deep_copy(), [], None
+            self._matcher, self._taken, self._words = self._constraint.copy_of_start(), [], None
         del self._taken[num_same:]
         self._num_queried = len(output)
         return self._take(list(output[len(self._taken) :]))
@@ -141,7 +167,7 @@ class TokenMatcher:
         return words
 
     def _no_words(self) -> Int32Array:
-        return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
+        return np.zeros(-(-len(self._constraint.token_bytes) // 32), np.int32)
 
     def _only_one(self, words: Int32Array) -> int | None:
         """Return the only allowed token, or the longest if all others are its prefixes. Return None otherwise."""
@@ -150,8 +176,9 @@ class TokenMatcher:
             return None
         bits = np.unpackbits(words[indices].view(np.uint8), bitorder="little").reshape(-1, 32)
         token_ids: list[int] = (32 * indices[np.nonzero(bits)[0]] + np.nonzero(bits)[1]).tolist()
-        if len(token_ids) > MAX_ONLY or (len(token_ids) > 1 and not self._end_ids.isdisjoint(token_ids)):
+        if len(token_ids) > MAX_ONLY or (len(token_ids) > 1 and not self._constraint.end_ids.isdisjoint(token_ids)):
             return None
         # Of equal texts take the last id, because tokens of single bytes come first.
-        text, token_id = max((self._token_bytes[each], each) for each in token_ids)
-        return token_id if all(text.startswith(self._token_bytes[each]) for each in token_ids) else None
+        token_bytes = self._constraint.token_bytes
+        text, token_id = max((token_bytes[each], each) for each in token_ids)
+        return token_id if all(text.startswith(token_bytes[each]) for each in token_ids) else None
