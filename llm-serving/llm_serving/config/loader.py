@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config import legacy
+from llm_serving.config.model_size import check_device_memory
 from llm_serving.config.models import OF_ROWS, ModelRow, combine, read_rows
 from llm_serving.config.models import SECTION as MODELS
 from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
@@ -129,7 +130,10 @@ def _load(
     spec = _resolve_paths(values, reading)
     _check(values, spec, mindformers, reading.tables)
     origin = Origin(path, tuple(overrides), model, None if row is None else row.name)
-    return dataclasses.replace(_build(values, reading.tables), origin=origin)
+    config = dataclasses.replace(_build(values, reading.tables), origin=origin)
+    if spec is not None:
+        check_device_memory(config, spec)
+    return config
 
 
 def _accept_row(reading: _Reading, row: ModelRow, folders: tuple[Path, ...]) -> None:

@@ -12,14 +12,7 @@ from llm_serving.config.rules import BOOLEAN, MEMORY, TEXT, choice, integer, one
 from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
-from llm_serving.models.memory import (
-    MAX_SLOTS,
-    PROCESS_BYTES,
-    num_mask_keys,
-    num_state_slots,
-    weight_bytes,
-    working_bytes,
-)
+from llm_serving.models.memory import MAX_SLOTS
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.quantization import (
     Quantization,
@@ -150,15 +143,12 @@ class QuantConfig:
         """Return the format of weights on a device: `weights` if it is set. Otherwise None, which keeps the format of
         the files, or DEQUANTIZED if the device cannot multiply GGUF blocks.
         """
-        return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
+        keeps_blocks = _runs_programs(device.device_target, device.kernels)
+        return self.weights or (None if keeps_blocks else Quantization(QuantizationName.DEQUANTIZED))
 
 
 def _quantization(name: str | None, group_size: int) -> Quantization | None:
     return None if name is None else Quantization(QuantizationName(name), group_size)
-
-
-def _stored(runs_programs: bool) -> Quantization | None:
-    return None if runs_programs else Quantization(QuantizationName.DEQUANTIZED)
 
 
 def _runs_programs(target: str, kernels: str) -> bool:
@@ -225,7 +215,6 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
         if spec.vocab_size > MAX_VOCAB_SIZE:
             rule = f"must name a model with a vocabulary of at most {MAX_VOCAB_SIZE}"
             raise values.error(MODEL_PATH, rule, spec.vocab_size)
-        _check_memory(values, spec.of_rank(0, values["cluster_config.tensor_parallel"]))
         _check_primitives(values, spec)
     _check_exactness(values)
     _check_quantization(values)
@@ -344,33 +333,6 @@ def _check_states(values: Values, spec: ModelSpec | None) -> None:
 
 def _where(values: Values) -> str:
     return f"with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}"
-
-
-def _check_memory(values: Values, spec: ModelSpec) -> None:
-    """Check that `max_device_memory` leaves room for one KV block if the cache takes all remaining memory."""
-    limit = values["device_config.max_device_memory"]
-    if limit is None or values["pa_config.num_blocks"] is not None:
-        return
-    # The plain backend computes every dtype in float32. Whether `auto` selects it is known only in the WorkAgent.
-    is_plain = values[TARGET] == "CPU" and values[KERNELS] == "plain"
-    dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
-    budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
-    quantization = _quantization(values["quant_config.quantization"], values["quant_config.group_size"])
-    quantization = quantization or _stored(_runs_programs(values[TARGET], values[KERNELS]))
-    weights = weight_bytes(spec, dtype_bytes, quantization)
-    keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
-    working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
-    coded = values["quant_config.kv_cache_dtype"] == KVCacheDtypeName.INT8
-    states = spec.state_bytes * num_state_slots(spec.state_bytes, seqs, values["pa_config.num_state_slots"])
-    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, int8=coded)
-    minimum = PROCESS_BYTES + weights + working + states + block
-    if limit < minimum:
-        rule = (
-            f"must be at least {minimum} bytes: {PROCESS_BYTES} for the process, {weights} for the weights, {working} "
-            f"for the largest step{f', {states} for the states' if states else ''} and {block} for one block of the KV "
-            "cache"
-        )
-        raise values.error("device_config.max_device_memory", rule)
 
 
 _FOR_DISK_CACHE: Final = (
