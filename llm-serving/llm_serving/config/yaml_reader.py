@@ -65,13 +65,11 @@ def plain(located: Located) -> Any:
 
 
 def _parse(content: bytes, name: str, show_lines: bool = True) -> Located:
-    loader = None
     try:
-        loader = _ShallowLoader(content)
+        loader = _Loader(content)
+        loader.file, loader.show_lines = name, show_lines
         node = loader.get_single_node()
-        if node is None:
-            return Located(None, name)
-        return _Builder(loader, name, show_lines).build(node, 0)
+        return Located(None, name) if node is None else loader.build(node, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and show_lines else name
@@ -80,19 +78,21 @@ def _parse(content: bytes, name: str, show_lines: bool = True) -> Located:
         raise ConfigError(f"{where}: is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{name}: is not valid YAML: {shorten(str(error))}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 class _TooDeepError(yaml.MarkedYAMLError):
     pass
 
 
-class _ShallowLoader(yaml.SafeLoader):
-    """Loader that stops at a value that is nested too deep, because reading the rest would take quadratic time."""
+class _Loader(yaml.SafeLoader):
+    """Converts YAML into `Located` values. It stops at a value that is nested too deep, because reading the rest would
+    take quadratic time.
+    """
 
+    file: str
+    show_lines: bool
     depth = 0
+    num_values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
@@ -103,16 +103,8 @@ class _ShallowLoader(yaml.SafeLoader):
         finally:
             self.depth -= 1
 
-
-class _Builder:
-    def __init__(self, loader: yaml.SafeLoader, name: str, show_lines: bool) -> None:
-        self.loader = loader
-        self.name = name
-        self.show_lines = show_lines
-        self.num_values = 0
-
     def where(self, node: yaml.Node) -> str:
-        return f"{self.name}:{node.start_mark.line + 1}" if self.show_lines else self.name
+        return f"{self.file}:{node.start_mark.line + 1}" if self.show_lines else self.file
 
     def build(self, node: yaml.Node, depth: int) -> Located:
         self.num_values += 1
@@ -124,7 +116,7 @@ class _Builder:
             return Located(self.mapping(node, depth), self.where(node))
         if isinstance(node, yaml.SequenceNode):
             return Located([plain(self.build(item, depth + 1)) for item in node.value], self.where(node))
-        return Located(self.loader.construct_object(node), self.where(node))
+        return Located(self.construct_object(node), self.where(node))
 
     def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
         own: dict[str, Located] = {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from llm_serving.core.enums import ReasoningFormatName
@@ -170,53 +171,36 @@ class _FramedAnswer:
     """Removes the delimiters of an answer that starts with `opening`, and the white space next to them."""
 
     def __init__(self, opening: str, closing: str) -> None:
-        self._opening, self._closing = opening, closing
-        self._step = self._begin
-        self._text = ""
+        self._text, self._ended = "", False
+        self._parts = self._read(opening, closing)
 
     def add(self, text: str, *, ended: bool) -> str:
         self._text += text
-        parts: list[str] = []
-        while self._step(parts, ended):
-            pass
-        return "".join(parts)
+        self._ended = ended
+        return "".join(takewhile(bool, self._parts))
 
-    def _begin(self, parts: list[str], ended: bool) -> bool:
-        stripped = self._text.lstrip()
-        if stripped.startswith(self._opening):
-            behind = stripped.removeprefix(self._opening)
-            if not behind and not ended:
-                return False
-            self._text, self._step = behind.removeprefix("\n"), self._inside
-            return True
-        is_short = len(self._text) - len(stripped) <= _MAX_SPACES
-        if is_short and self._opening.startswith(stripped) and not ended:
-            return False
-        self._step = self._rest
-        return True
-
-    def _inside(self, parts: list[str], ended: bool) -> bool:
-        answer, found, rest = self._text.partition(self._closing)
-        if found:
-            parts.append(answer.removesuffix("\n"))
-            self._text, self._step = rest, self._behind
-            return True
-        kept = 0 if ended else max(overlap(answer, each) for each in ("\n" + self._closing, self._closing))
-        split = len(answer) - kept
-        parts.append(answer[:split])
-        self._text = answer[split:]
-        return False
-
-    def _behind(self, parts: list[str], ended: bool) -> bool:
-        self._text = self._text.lstrip()
-        if self._text:
-            self._step = self._rest
-        return bool(self._text)
-
-    def _rest(self, parts: list[str], ended: bool) -> bool:
-        parts.append(self._text)
-        self._text = ""
-        return False
+    def _read(self, opening: str, closing: str) -> Iterator[str]:
+        """Yield the parts of the answer, and an empty text if the next part needs more text."""
+        while opening.startswith(stripped := self._text.lstrip()) and not self._ended:
+            if len(self._text) - len(stripped) > _MAX_SPACES and stripped != opening:
+                break
+            yield ""
+        if stripped.startswith(opening):
+            self._text = stripped.removeprefix(opening).removeprefix("\n")
+            while closing not in self._text:
+                kept = 0 if self._ended else max(overlap(self._text, each) for each in ("\n" + closing, closing))
+                split = len(self._text) - kept
+                part, self._text = self._text[:split], self._text[split:]
+                yield part
+            part, _, self._text = self._text.partition(closing)
+            yield from filter(None, [part.removesuffix("\n")])
+            while not (text := self._text.lstrip()):
+                self._text = ""
+                yield ""
+            self._text = text
+        while True:
+            part, self._text = self._text, ""
+            yield part
 
 
 class AnswerParser:

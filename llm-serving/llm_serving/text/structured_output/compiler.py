@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -144,21 +144,14 @@ class ConstraintCompiler:
 
 
 def _with_a_large_stack(work: Callable[[], T]) -> T:
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  the waiting thread raises it
-            done.set_exception(error)
-
-    with _THREAD_START:
-        before = threading.stack_size(STACK_BYTES)  # Also applies to other threads that start meanwhile, without harm.
-        try:
-            threading.Thread(target=run, name="grammar").start()
-        finally:
-            threading.stack_size(before)
-    return done.result()
+    with ThreadPoolExecutor(1, "grammar") as executor:
+        with _THREAD_START:
+            before = threading.stack_size(STACK_BYTES)  # also of other threads that start meanwhile, without harm
+            try:
+                done = executor.submit(work)  # starts the thread
+            finally:
+                threading.stack_size(before)
+        return done.result()
 
 
 def _shortened(error: str) -> str:
