@@ -18,7 +18,7 @@ from llm_serving.config.rules import nearest
 from llm_serving.config.schema import DEFAULTS, OPTIONS, RULES, SECTIONS, TABLES, Origin, ServingConfig
 from llm_serving.config.sections.cluster import check_cluster
 from llm_serving.config.sections.device import check_device, set_block_size
-from llm_serving.config.sections.lora import FOLDER, MODULES, check_lora
+from llm_serving.config.sections.lora import MODULES, check_lora
 from llm_serving.config.sections.model import (
     MINDIR_INI,
     MINDIR_PATH,
@@ -28,7 +28,7 @@ from llm_serving.config.sections.model import (
     check_model,
 )
 from llm_serving.config.sections.scheduler import check_scheduler, choose_step_budget
-from llm_serving.config.sections.server import CERTFILE, KEYFILE, PASSWORD_FILE, check_server
+from llm_serving.config.sections.server import check_server
 from llm_serving.config.tables import TableReader, check_tables
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
@@ -47,18 +47,6 @@ MODEL_DTYPE: Final = "model_config.model_dtype"
 DEVICE_TARGET: Final = "device_config.device_target"
 AGENT_PORTS: Final = "serving_config.agent_ports"
 TENSOR_PARALLEL: Final = "cluster_config.tensor_parallel"
-RESOLVED_PATHS: Final = (
-    MODEL_CFG_PATH,
-    "model_config.tokenizer_path",
-    CERTFILE,
-    KEYFILE,
-    PASSWORD_FILE,
-    "cluster_config.secret_file",
-    "cluster_config.rank_table_file",
-    "model_config.weights_folder",
-    FOLDER,
-)
-
 ACCEPTED_KEYS: Final = (*RULES, *legacy.ALIASES, *legacy.WITHOUT_EFFECT)
 _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in ACCEPTED_KEYS), *TABLES, MODELS]))
 
@@ -358,35 +346,32 @@ def _use_checkpoint(values: Values, file: legacy.MindFormersFile) -> None:
 
 
 def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
-    graphs = (MINDIR_PATH, MINDIR_INI) if values.is_given(MINDIR_PATH) else ()
-    for name in (*RESOLVED_PATHS, *graphs):
-        if (given := reading.given.get(name)) is not None:
-            values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
-    if (given := reading.given.get(DRAFT_MODEL_PATH)) is not None and (path := values[DRAFT_MODEL_PATH]) is not None:
-        arguments = path, given.folders, DRAFT_MODEL_PATH, given.source
-        draft = resolve_model(*arguments, str(given.value)) or resolve(*arguments)
-        values.set(DRAFT_MODEL_PATH, draft, given.source)
-    if (given := reading.given.get(MODULES)) is not None:
-        modules = {name: resolve(each, given.folders, MODULES, given.source) for name, each in values[MODULES].items()}
-        values.set(MODULES, modules, given.source)
-    for name in RULES:
-        if values.is_given(name) and name != MODEL_PATH and values[name] is not None:
-            if RULES[name].kind in CREATED:
-                values.set(name, _expand_home(name, values[name], values.source(name)), values.source(name))
-            _check_kind(name, values[name], values.source(name))
+    for name, given in reading.given.items():
+        if (kind := RULES[name].kind) is None or name == MODEL_PATH:
+            continue
+        place = values[name], given.folders, name, given.source
+        if kind in CREATED:
+            values.set(name, _expand_home(name, values[name], given.source), given.source)
+        elif name == DRAFT_MODEL_PATH:
+            values.set(name, resolve_model(*place, str(given.value)) or resolve(*place), given.source)
+        elif name not in (MINDIR_PATH, MINDIR_INI) or values.is_given(MINDIR_PATH):
+            values.set(name, resolve(*place), given.source)
+        _check_kind(name, values[name], given.source)
+    if (lora := reading.given.get(MODULES)) is not None:
+        modules = {name: resolve(each, lora.folders, MODULES, lora.source) for name, each in values[MODULES].items()}
+        values.set(MODULES, modules, lora.source)
     path = values[MODEL_PATH]
     if path is None:
         return None
-    source = values.source(MODEL_PATH)
-    given = reading.given.get(MODEL_PATH)
-    found = path if given is None else resolve_model(path, given.folders, MODEL_PATH, source, str(given.value))
+    source, written = values.source(MODEL_PATH), reading.given.get(MODEL_PATH)
+    found = path if written is None else resolve_model(path, written.folders, MODEL_PATH, source, str(written.value))
     folder = found or _find_on_hub(values, str(path), source)
     _check_kind(MODEL_PATH, folder, source)
     values.set(MODEL_PATH, folder, source)
     if not values.is_given(MODEL_NAME):
         own = gguf_name(folder) if is_gguf(folder) else folder.resolve().name
-        written = DEMO_WORD if str(path) == DEMO_WORD else own
-        allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in written)[:128]
+        shown = DEMO_WORD if str(path) == DEMO_WORD else own
+        allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in shown)[:128]
         values.set(MODEL_NAME, allowed or "model", "name of the model's folder")
     return ModelSpec.from_folder(folder)
 

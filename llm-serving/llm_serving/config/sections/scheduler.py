@@ -161,11 +161,11 @@ _FOR_MTP: Final = (
     ("device_config.kernels", PROGRAM_KERNELS),
 )
 _FOR_DRAFT_MODEL: Final = (
-    ("cluster_config.tensor_parallel", 1),
-    ("model_config.mindir_path", None),
-    ("model_config.implementation", ImplementationName.NATIVE),
+    ("cluster_config.tensor_parallel", (1,)),
+    ("model_config.mindir_path", (None,)),
+    ("model_config.implementation", (ImplementationName.NATIVE,)),
 )
-"""(key, required value) with a draft model, which runs inside one WorkAgent on this project's own network."""
+"""(key, allowed values) with a draft model, which runs inside one WorkAgent on this project's own network."""
 
 
 def check_scheduler(values: Values, spec: ModelSpec | None) -> None:
@@ -204,14 +204,8 @@ def _check_draft_model(values: Values, spec: ModelSpec | None) -> None:
             raise values.error(method, f"must not be draft_model without {path}")
         return
     given = f"{method}: mtp" if uses_mtp else path
-    for name, allowed in _FOR_DRAFT_MODEL:
-        if values[name] != allowed:
-            raise values.error(name, f"must be {allowed} with {given}")
-    if not uses_mtp:
-        return
-    for name, choices in _FOR_MTP:
-        if values[name] not in choices:
-            raise values.error(name, f"must be {' or '.join(choices)} with {given}")
-    if spec is not None and spec.mtp() is None:
+    for name, allowed in (*_FOR_DRAFT_MODEL, *(_FOR_MTP if uses_mtp else ())):
+        values.require(name, allowed, f"with {given}")
+    if uses_mtp and spec is not None and spec.mtp() is None:
         rule = "must not be mtp: the server uses no layer for multi-token prediction of this model"
         raise values.error(method, f"{rule}, {spec.architecture}")
