@@ -10,14 +10,13 @@ from typing import Any, Final
 
 from llm_serving.core.enums import ToolFormatName
 from llm_serving.text.tool_parsers import (
-    deepseek,
     gemma,
     glm,
     glm_lines,
     harmony,
+    headed_calls,
     hermes,
     json_lists,
-    kimi,
     llama,
     mistral,
     pythonic,
@@ -51,6 +50,12 @@ def _xml(layout: xml_calls.XmlLayout, template_pattern: str) -> ToolFormat:
     return ToolFormat(xml_calls.create(layout), rules, template_pattern, special_tokens=layout is not xml_calls.QWEN)
 
 
+def _headed(layout: headed_calls.HeadedLayout, template_pattern: str) -> ToolFormat:
+    create, rules = headed_calls.create(layout), partial(headed_calls.rules, layout)
+    describe_tools = partial(headed_calls.describe, layout) if layout.example else None
+    return ToolFormat(create, rules, template_pattern, special_tokens=True, describe_tools=describe_tools)
+
+
 def _json(layout: json_lists.JsonListLayout, template_pattern: str, *, special_tokens: bool = False) -> ToolFormat:
     rules, written = partial(json_lists.rules, layout), partial(json_lists.written, layout)
     return ToolFormat(json_lists.create(layout), rules, template_pattern, special_tokens, written=written)
@@ -63,21 +68,9 @@ def _python(layout: pythonic.PythonicLayout, template_pattern: str) -> ToolForma
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.HARMONY: ToolFormat(harmony.HarmonyParser, harmony.rules, r"<\|channel\|>", special_tokens=True),
-    ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
-    ToolFormatName.DEEPSEEK_FENCED: ToolFormat(
-        deepseek.create,
-        deepseek.fenced_rules,
-        "(?s)<｜tool▁calls▁begin｜>.*```json",
-        special_tokens=True,
-        describe_tools=deepseek.describe_fenced,
-    ),
-    ToolFormatName.DEEPSEEK: ToolFormat(
-        deepseek.create,
-        deepseek.rules,
-        "<｜tool▁calls▁begin｜>",
-        special_tokens=True,
-        describe_tools=deepseek.describe,
-    ),
+    ToolFormatName.KIMI: _headed(headed_calls.KIMI, r"<\|tool_calls_section_begin\|>"),
+    ToolFormatName.DEEPSEEK_FENCED: _headed(headed_calls.DEEPSEEK_FENCED, "(?s)<｜tool▁calls▁begin｜>.*```json"),
+    ToolFormatName.DEEPSEEK: _headed(headed_calls.DEEPSEEK, "<｜tool▁calls▁begin｜>"),
     ToolFormatName.DEEPSEEK_DSML: _xml(xml_calls.DSML, "(?s)｜DSML｜.*function_calls"),
     ToolFormatName.MISTRAL: ToolFormat(
         mistral.create, mistral.rules, r"\[TOOL_CALLS\]", special_tokens=True, id_chars=9, id_prefix=""
