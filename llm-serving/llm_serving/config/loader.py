@@ -184,7 +184,7 @@ def _build(values: Values, tables: dict[str, TableReader]) -> ServingConfig:
 def _sections(root: Located) -> Iterator[tuple[str, Located]]:
     for section, content in root.items():
         if section not in _SECTION_NAMES:
-            raise ConfigError(f"{content.where}: unknown section `{section}`; {_nearest(section, _SECTION_NAMES)}")
+            raise ConfigError(f"{content.where}: unknown section `{section}`; {nearest(section, _SECTION_NAMES)}")
         if section == "model_path" and isinstance(content.value, str):
             raise ConfigError(f"{content.where}: `model_path` must be a section; to name a model, set {MODEL_PATH}")
         yield section, content
@@ -248,23 +248,19 @@ def _use_rank_ports(reading: _Reading) -> None:
         )
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    return f"the nearest known one is `{nearest(name, known)}`"
-
-
 def _nearest_key(name: str) -> str:
     section, _, key = name.partition(".")
     if section not in _SECTION_NAMES:
-        return _nearest(name, ACCEPTED_KEYS)
+        return nearest(name, ACCEPTED_KEYS)
     elsewhere = [known for known in ACCEPTED_KEYS if known.partition(".")[2] == key]
     if elsewhere:
         return f"it is known as `{elsewhere[0]}`"
     own = [known for known in ACCEPTED_KEYS if known.startswith(section + ".") and known not in legacy.RENAMED]
-    return _nearest(name, own)
+    return nearest(name, own)
 
 
 def _parse(name: str, given: _Given) -> Any:
-    return RULES[name].value_of(name, given.value, given.source)
+    return RULES[name].value_of(f"`{name}`", given.value, given.source)
 
 
 def _typed(reading: _Reading) -> Values:

@@ -66,15 +66,12 @@ def read_rows(content: Located) -> list[ModelRow]:
 
 
 def _read_row(name: str, content: Located) -> ModelRow:
-    try:
-        MODEL_NAME.parse(name)
-    except ValueError:
-        raise ConfigError(f"{content.where}: a name in `{SECTION}` {MODEL_NAME.broken_by(name)}") from None
+    MODEL_NAME.value_of(f"a name in `{SECTION}`", name, content.where)
     row = ModelRow(name, content.where)
     for key, item in content.items():
         if key in OWN_KEYS:
             if item.value is not None:
-                setattr(row, key, OWN_KEYS[key].value_of(f"{SECTION}.{name}.{key}", plain(item), item.where))
+                setattr(row, key, OWN_KEYS[key].value_of(f"`{SECTION}.{name}.{key}`", plain(item), item.where))
         elif key in SHORT_KEYS:
             row.keys.append((SHORT_KEYS[key], item))
         elif key in MODEL_SECTIONS:
@@ -83,9 +80,8 @@ def _read_row(name: str, content: Located) -> ModelRow:
                 rule = "must be left out: the row's name is the model's"
                 raise ConfigError(f"{item.where}: `{SECTION}.{row.name}.model_config.model_name` {rule}")
         else:
-            known = [*SHORT_KEYS, *OWN_KEYS, *MODEL_SECTIONS]
-            rule = f"the nearest known one is `{nearest(key, known)}`"
-            raise ConfigError(f"{item.where}: unknown key `{SECTION}.{name}.{key}`; {rule}")
+            known = nearest(key, [*SHORT_KEYS, *OWN_KEYS, *MODEL_SECTIONS])
+            raise ConfigError(f"{item.where}: unknown key `{SECTION}.{name}.{key}`; {known}")
     if "model_config.model_path" not in [key for key, item in row.keys if item.value is not None]:
         raise ConfigError(f"{row.where}: `{SECTION}.{name}.path` must be given: a folder, or a name on a hub")
     return row

@@ -36,16 +36,16 @@ class Rule:
     def broken_by(self, value: Any) -> str:
         return f"{self.text}. Given: {shorten(value)}" if self.shows_value else self.text
 
-    def value_of(self, name: str, value: Any, where: str) -> Any:
-        """Return the typed value of the key `name`. Raise ConfigError, with `where`, if `value` breaks the rule."""
+    def value_of(self, what: str, value: Any, where: str) -> Any:
+        """Return the typed value of a key or a name. Raise ConfigError, with `where`, if `value` breaks the rule."""
         try:
             return self.parse(value)
         except ValueError:
-            raise ConfigError(f"{where}: `{name}` {self.broken_by(value)}") from None
+            raise ConfigError(f"{where}: {what} {self.broken_by(value)}") from None
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return f"the nearest known one is `{difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}`"
 
 
 @dataclass(frozen=True)

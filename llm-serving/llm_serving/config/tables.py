@@ -117,13 +117,13 @@ class TableReader:
         row, rule = self.rows[name], self._table.rules.get(key)
         full = f"{self.section}.{name}.{key}"
         if rule is None:
-            known = f"{self.section}.{name}.{nearest(key, list(self._table.rules))}"
-            raise ConfigError(f"{item.where}: unknown key `{full}`; the nearest known one is `{known}`")
+            known = nearest(full, [f"{self.section}.{name}.{each}" for each in self._table.rules])
+            raise ConfigError(f"{item.where}: unknown key `{full}`; {known}")
         row.values.pop(key, None)
         row.sources[key] = item.where
         if item.value is None:
             return
-        row.values[key] = rule.value_of(full, plain(item), item.where)
+        row.values[key] = rule.value_of(f"`{full}`", plain(item), item.where)
 
     def build(self) -> tuple[Any, ...]:
         return tuple(self._build_row(name, row) for name, row in self.rows.items())
@@ -146,10 +146,7 @@ class TableReader:
                 )
 
     def _add_row(self, name: str, where: str) -> None:
-        try:
-            ROW_NAME.parse(name)
-        except ValueError:
-            raise ConfigError(f"{where}: a name in `{self.section}` {ROW_NAME.broken_by(name)}") from None
+        ROW_NAME.value_of(f"a name in `{self.section}`", name, where)
         self.rows[name] = Row(where)
 
     def _build_row(self, name: str, row: Row) -> Any:
@@ -211,5 +208,5 @@ def _check_anonymous_clients(values: Values, classes: TableReader, has_keys: boo
 
 def _check_class_name(key: str, name: str, source: str, classes: TableReader) -> None:
     if name not in classes.rows:
-        rule = f"must be the name of a class; the nearest known one is `{nearest(name, list(classes.rows))}`"
+        rule = f"must be the name of a class; {nearest(name, list(classes.rows))}"
         raise ConfigError(f"{source}: `{key}` {rule}. Given: {name}")
