@@ -311,16 +311,19 @@ def json_calls(
     callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
     """Return the rules of `call`, a JSON object: the terms `first`, then the keys `name` and `arguments`."""
-    rules = [f"call: {any_of(callees)}\n"]
-    for i, each in enumerate(callees):
-        parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")
+    gap = "GAP? " if delimiters.whitespace else ""
+
+    def call(index: int, callee: Callee) -> str:
+        parts = (literal(name), ":", literal(callee.name), ",", literal(arguments), ":")
         terms = (literal("{"), *first, *map(literal, parts))
-        gap = "GAP? " if delimiters.whitespace else ""
-        rules.append(f"call{i}: {''.join(f'{term} {gap}' for term in terms)}@args{i} {gap}{literal('}')}\n")
-    if delimiters.whitespace:
-        rules.append(f"GAP: /{delimiters.whitespace}/\n")
-    return "".join(rules)
+        return f"call{index}: {''.join(f'{term} {gap}' for term in terms)}@args{index} {gap}{literal('}')}\n"
+
+    return any_call(callees, call) + (f"GAP: /{delimiters.whitespace}/\n" if gap else "")
 
 
-def any_of(callees: Sequence[Callee]) -> str:
-    return " | ".join(f"call{i}" for i in range(len(callees)))
+def any_call(callees: Sequence[Callee], rules_of: Callable[[int, Callee], str]) -> str:
+    """Return the rule `call`, which matches a call of any tool, and the rules of each tool. `rules_of(index, callee)`
+    returns the rule `call{index}`, and perhaps further rules.
+    """
+    names = " | ".join(f"call{i}" for i in range(len(callees)))
+    return f"call: {names}\n" + "".join(rules_of(i, each) for i, each in enumerate(callees))

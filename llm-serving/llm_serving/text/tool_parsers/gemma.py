@@ -59,12 +59,12 @@ create: Final = base.delimited([OPENING], partial(read_calls, CLOSING, partial(c
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     """Return the grammar rules of calls (see `base`). Strings are constrained only by `enum` and `const`."""
-    calls = "".join(_call_rules(f"call{i}", each, delimiters) for i, each in enumerate(callees))
+    calls = base.any_call(callees, partial(_call_rules, delimiters))
     frame = base.each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
-    return f"{frame}{delimiters.up_to('quoted', QUOTE)}call: {base.any_of(callees)}\n{calls}"
+    return f"{frame}{delimiters.up_to('quoted', QUOTE)}{calls}"
 
 
-def _call_rules(rule: str, callee: base.Callee, delimiters: base.Delimiters) -> str:
+def _call_rules(delimiters: base.Delimiters, index: int, callee: base.Callee) -> str:
     definitions = definitions_of(callee.schema)
 
     def value(schema: Any) -> str:
@@ -73,4 +73,4 @@ def _call_rules(rule: str, callee: base.Callee, delimiters: base.Delimiters) -> 
             return f"{delimiters(QUOTE)} quoted"
         return term if term.startswith("%json") else f"{delimiters(QUOTE)} {term} {delimiters(QUOTE)}"
 
-    return call_rules(rule, callee, (f"{HEAD}{callee.name}{{", ":", ",", "}"), value)
+    return call_rules(f"call{index}", callee, (f"{HEAD}{callee.name}{{", ":", ",", "}"), value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
@@ -54,12 +55,12 @@ create: Final = base.delimited([OPENING], _read)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
-    calls = "".join(_call_rule(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
+    calls = base.any_call(callees, partial(_call_rule, delimiters.whitespace))
     frame = base.each_framed(OPENING, f"call {delimiters(CLOSING)}", most, delimiters)
-    return f"{frame}call: {base.any_of(callees)}\n{calls}{unquoted_rule(_VALUE_END)}RAW: /[^<]*/\n"
+    return f"{frame}{calls}{unquoted_rule(_VALUE_END)}RAW: /[^<]*/\n"
 
 
-def _call_rule(rule: str, callee: base.Callee, whitespace: str) -> str:
+def _call_rule(whitespace: str, index: int, callee: base.Callee) -> str:
     def opening(name: str, is_text: bool) -> str:
         del is_text
         return f'{literal(f"<arg_key>{name}</arg_key>")} WS? "{_VALUE}"'
@@ -67,4 +68,4 @@ def _call_rule(rule: str, callee: base.Callee, whitespace: str) -> str:
     arguments = arguments_term(callee, opening, _VALUE_END, whitespace)
     if arguments is None:
         arguments = f'("<arg_key>" RAW "</arg_key>" WS? "{_VALUE}" unquoted WS?)*'
-    return f"{rule}: {literal(callee.name)} WS? {arguments}\n"
+    return f"call{index}: {literal(callee.name)} WS? {arguments}\n"

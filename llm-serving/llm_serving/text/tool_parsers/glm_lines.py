@@ -37,10 +37,5 @@ def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Del
     """Return the grammar rules (see `base`). They allow one call, because these models write one call in an answer."""
     del most, delimiters
     names = "|".join(base.escaped(each.name) for each in callees)
-    calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]
-    return (
-        f"calls: {base.any_of(callees)}\n"
-        "free: calls | OTHER?\n"
-        f"OTHER: TEXT & ~/\\s*({names})\\s*\\n(?s:.*)/\n"
-        f"{''.join(calls)}"
-    )
+    calls = base.any_call(callees, lambda i, each: f"call{i}: {literal(each.name + chr(10))} @args{i}\n")
+    return f"calls: call\nfree: calls | OTHER?\nOTHER: TEXT & ~/\\s*({names})\\s*\\n(?s:.*)/\n{calls}"

@@ -151,16 +151,16 @@ def _may_be_header(text: str) -> bool:
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     """Return the grammar rules (see `base`). They allow one call, because the answer ends at `<|call|>`."""
     del most
-    calls = "".join(
-        f"call{i}: {delimiters('<|channel|>')} {literal(f'commentary to={_FUNCTIONS}{each.name}')} format?"
-        f" {delimiters(_MESSAGE)} @args{i}\n"
-        for i, each in enumerate(callees)
-    )
+
+    def call(index: int, callee: base.Callee) -> str:
+        header = literal(f"commentary to={_FUNCTIONS}{callee.name}")
+        return f"call{index}: {delimiters('<|channel|>')} {header} format? {delimiters(_MESSAGE)} @args{index}\n"
+
     return (
-        f"calls: {base.any_of(callees)}\n"
+        "calls: call\n"
         "free: preamble? calls\n"
         f"preamble: {delimiters('<|channel|>commentary<|message|>')} preface\n"
         f"{delimiters.up_to('preface', NEXT)}"
         f'format: " "? {delimiters("<|constrain|>")} "json" | " json"\n'
-        f"{calls}"
+        f"{base.any_call(callees, call)}"
     )

@@ -94,12 +94,12 @@ def create(layout: HeadedLayout) -> Callable[[base.Schemas], base.ToolParser]:
 
 def rules(layout: HeadedLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
     opening, tail = delimiters(layout.opening), f"{layout.before_tail} {delimiters(layout.tail[-1])}"
-    calls = "".join(
-        f"call{i}: {opening} {layout.head_term(each.name, delimiters)} @args{i} {tail}\n"
-        for i, each in enumerate(callees)
-    )
+
+    def call(index: int, callee: base.Callee) -> str:
+        return f"call{index}: {opening} {layout.head_term(callee.name, delimiters)} @args{index} {tail}\n"
+
     inside = f"{base.repeated('call', 'WS?', most)} {delimiters(layout.end)}"
-    return f"{base.framed([layout.section], inside, delimiters)}call: {base.any_of(callees)}\n{calls}"
+    return base.framed([layout.section], inside, delimiters) + base.any_call(callees, call)
 
 
 def describe(layout: HeadedLayout, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -49,14 +49,13 @@ create: Final = base.delimited([OPENING], _read)
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
-    if delimiters.are_special(ARGUMENTS):
-        calls = [f"call{i}: {literal(each.name)} {delimiters(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
-        behind, call = (
-            base.repeated("call", delimiters(OPENING), most),
-            f"call: {base.any_of(callees)}\n" + "".join(calls),
-        )
-    else:
+    if not delimiters.are_special(ARGUMENTS):
         several = base.repeated("call", 'WS? "," WS?', most)
-        behind = f'WS? "[" WS? {several} WS? "]"'
-        call = base.json_calls(callees, "arguments", delimiters)
-    return f"{base.framed([OPENING], behind, delimiters)}{call}"
+        calls = base.json_calls(callees, "arguments", delimiters)
+        return base.framed([OPENING], f'WS? "[" WS? {several} WS? "]"', delimiters) + calls
+
+    def call(index: int, callee: base.Callee) -> str:
+        return f"call{index}: {literal(callee.name)} {delimiters(ARGUMENTS)} @args{index}\n"
+
+    several = base.repeated("call", delimiters(OPENING), most)
+    return base.framed([OPENING], several, delimiters) + base.any_call(callees, call)

@@ -233,19 +233,19 @@ def rules(layout: PythonicLayout, callees: Sequence[base.Callee], most: int | No
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
     if any(layout.fence):
         inside = f"{literal(layout.fence[0])} {several} {literal(layout.fence[1])}"
-    calls = "".join(_call_rules(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
+    calls = base.any_call(callees, partial(_call_rules, delimiters.whitespace))
     frame = base.framed([layout.opening], f"{inside} {delimiters(layout.closing)}", delimiters)
-    return f"{frame}call: {base.any_of(callees)}\n{calls}"
+    return frame + calls
 
 
-def _call_rules(rule: str, callee: base.Callee, whitespace: str) -> str:
+def _call_rules(whitespace: str, index: int, callee: base.Callee) -> str:
     definitions = definitions_of(callee.schema)
 
     def value(schema: Any) -> str:
         about = schema if isinstance(schema, dict) else {}
         return f"%json {json.dumps({**definitions, **about, **json_options(whitespace)})}"
 
-    return call_rules(rule, callee, (f"{callee.name}(", "=", ", ", ")"), value)
+    return call_rules(f"call{index}", callee, (f"{callee.name}(", "=", ", ", ")"), value)
 
 
 def call_rules(rule: str, callee: base.Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:

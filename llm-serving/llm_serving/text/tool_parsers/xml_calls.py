@@ -132,7 +132,7 @@ def rules(layout: XmlLayout, callees: Sequence[base.Callee], most: int | None, d
     inside = f"WS? {base.repeated('call', 'WS?', most_inside)} WS? {delimiters(layout.closing)}"
     most_outside = 1 if layout.several else most
     times = "*" if most_outside is None else f"{{0,{most_outside}}}"
-    calls = "".join(_call_rules(layout, i, each, delimiters.whitespace) for i, each in enumerate(callees))
+    calls = base.any_call(callees, partial(_call_rules, layout, delimiters.whitespace))
     return (
         f"calls: {base.repeated('whole', 'WS?', most_outside)}\n"
         f"whole: {delimiters(layout.opening)} {inside}\n"
@@ -140,13 +140,13 @@ def rules(layout: XmlLayout, callees: Sequence[base.Callee], most: int | None, d
         f"{delimiters.up_to('opened', layout.opening)}"
         f"{delimiters.up_to('bare', layout.call[0])}"
         f"rest: {' | '.join(f'rest{i}' for i in range(len(callees)))}\n"
-        f"call: {base.any_of(callees)}\n{calls}"
+        f"{calls}"
         f"{unquoted_rule(layout.margin + layout.argument[2])}"
         'NAME: /[^<>"\\n]{1,64}/\n'
     )
 
 
-def _call_rules(layout: XmlLayout, index: int, callee: base.Callee, whitespace: str) -> str:
+def _call_rules(layout: XmlLayout, whitespace: str, index: int, callee: base.Callee) -> str:
     before, after, closing = layout.call
     key, key_end, value_end = layout.argument
     string_end = layout.string_end or key_end
