@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from llm_serving.config.rules import (
     path,
     path_or_first,
 )
-from llm_serving.config.sections.device import groups_layers
+from llm_serving.config.sections.device import ASCEND_DTYPES, KERNELS, groups_layers
 from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName
@@ -139,8 +140,8 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
         config = path if is_gguf(path) else path / "config.json"
         if mindformers is not None and described is not None:
             _check_same_model(values, mindformers, described, spec, str(config))
-        _agree_vocab_size(values, spec, str(config))
-        _agree_end_token(values, spec, str(config))
+        _agree(values, "model_config.vocab_size", [spec.vocab_size], str(config))
+        _agree(values, "model_config.end_token", spec.eos_token_ids, str(config))
         _agree_pad_token(values, spec, str(config))
         longest = context_lengths(spec, values["model_config.model_path"])
         _limit_length(values, longest, MODEL_SOURCE, spec)
@@ -189,22 +190,13 @@ def _describe_scaling(scaling: Scaling | None) -> str:
     return " ".join([scaling.kind, *(f"{item.name} {value}" for item, value in given if value != item.default)])
 
 
-def _agree_vocab_size(values: Values, spec: ModelSpec, config: str) -> None:
-    name, own = "model_config.vocab_size", spec.vocab_size
-    if not values.is_given(name):
-        values.set(name, own, MODEL_SOURCE)
-    elif values[name] != own:
-        raise values.error(name, f"must be {own} as in {config}, or be left out")
-
-
-def _agree_end_token(values: Values, spec: ModelSpec, config: str) -> None:
-    name = "model_config.end_token"
+def _agree(values: Values, name: str, own: Sequence[int], config: str) -> None:
+    """Check that a key has one of the model's `own` values, or set it to the only one of these."""
     if values.is_given(name):
-        if spec.eos_token_ids and values[name] not in spec.eos_token_ids:
-            own = " or ".join(map(str, spec.eos_token_ids))
-            raise values.error(name, f"must be {own} as in {config}, or be left out")
-    elif len(spec.eos_token_ids) == 1:
-        values.set(name, spec.eos_token_ids[0], MODEL_SOURCE)
+        if own and values[name] not in own:
+            raise values.error(name, f"must be {' or '.join(map(str, own))} as in {config}, or be left out")
+    elif len(own) == 1:
+        values.set(name, own[0], MODEL_SOURCE)
 
 
 def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
@@ -260,8 +252,6 @@ BACKEND: Final = "model_config.backend"
 MINDIR_PATH: Final = "model_config.mindir_path"
 MINDIR_INI: Final = "model_config.mindir_ini"
 IMPLEMENTATION: Final = "model_config.implementation"
-KERNELS: Final = "device_config.kernels"
-_ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 
 _FOR_GRAPH_ENGINE: Final = (
     ("device_config.device_target", ("Ascend",), "the graph engine runs on Ascend"),
@@ -275,7 +265,7 @@ _FOR_MINDFORMERS: Final = (
     ("quant_config.quantization", (None,), "its matrix products take weights in model_dtype"),
     ("quant_config.kv_cache_dtype", ("auto",), "its attention reads keys and values in model_dtype"),
     (MINDIR_PATH, (None,), "exported graphs are those of the native network"),
-    ("model_config.model_dtype", _ASCEND_DTYPES, "its ApplyRotaryPosEmb supports no other type"),
+    ("model_config.model_dtype", ASCEND_DTYPES, "its ApplyRotaryPosEmb supports no other type"),
 )
 
 

@@ -46,15 +46,6 @@ class _Tokens:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return the tokenizer in the form that llguidance needs. This takes a second for 200,000 tokens. `end_ids`: ids of
-    the tokens that end an output. At least one of them must have an entry in `token_bytes`.
-    """
-    known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
-    wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
-    return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)
-
-
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     max_bytes: int = 2**16
@@ -140,7 +131,10 @@ class ConstraintCompiler:
 
     @cached_property
     def _table(self) -> LLTokenizer:
-        return token_table(self._tokenizer, sorted(self._end_ids), self._token_bytes)
+        """The tokenizer in the form that llguidance needs. Making it takes a second for 200,000 tokens."""
+        end_ids = [token_id for token_id in sorted(self._end_ids) if token_id < self._num_tokens]
+        wrapped = TokenizerWrapper(_Tokens(self._tokenizer, end_ids, self._token_bytes))
+        return LLTokenizer(wrapped, n_vocab=self._num_tokens, eos_token=end_ids)
 
 
 def _with_a_large_stack(work: Callable[[], T]) -> T:

@@ -114,12 +114,9 @@ class HarmonyParser:
             return True
         if end is None:
             return False
-        self._close(end)
-        return True
-
-    def _close(self, end: int) -> None:
         self._text, self._step = self._text[end:], self._body
         self._kind, self._is_new, self._drops_spaces = str, True, True
+        return True
 
     def _emit(self, text: str, parts: list[base.Part]) -> None:
         if self._drops_spaces:
