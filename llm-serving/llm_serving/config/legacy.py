@@ -178,7 +178,7 @@ def read_mindformers(path: Path) -> MindFormersFile:
             notices.append(f"{item.where}: {key} is read as 0: the network runs in graph mode")
     if ignored:
         notices.append(f"{path}: accepted without effect: {', '.join(ignored)}")
-    shape = _shape_of(root)
+    shape = root.get("model", "model_config")
     given = {key for key, item in shape.items() if item.value is not None} if shape else set()
     has_theta, has_scaling = not given.isdisjoint(_THETA_KEYS), not given.isdisjoint(_SCALING_KEYS)
     checkpoint = next(((key, checkpoints[key]) for key in CHECKPOINT_KEYS if key in checkpoints), None)
@@ -187,28 +187,19 @@ def read_mindformers(path: Path) -> MindFormersFile:
 
 def spec_of(root: Located) -> ModelSpec | None:
     """Return the model in a MindFormers YAML, or None if it has none. Raise ModelError if it cannot be served."""
-    shape = _shape_of(root)
+    shape = root.get("model", "model_config")
     if shape is None or shape.get("hidden_size") is None:
         return None
-    spec = ModelSpec.from_mindformers(plain(shape), shape.where, _network_class(root.get("model")))
-    experts = moe.get("expert_num") if (moe := root.get("moe_config")) else None
+    network = root.get("model", "arch", "type")
+    network_class = network.value if network is not None and isinstance(network.value, str) else ""
+    spec = ModelSpec.from_mindformers(plain(shape), shape.where, network_class)
+    experts = root.get("moe_config", "expert_num")
     if experts is not None and isinstance(experts.value, int) and experts.value > 1:
         raise ModelError(
             f"{experts.where}: `moe_config.expert_num` must be 1: serve a model with experts from a folder in "
             f"Hugging Face form. Given: {experts.value}"
         )
     return spec
-
-
-def _shape_of(root: Located) -> Located | None:
-    model = root.get("model")
-    return model.get("model_config") if model else None
-
-
-def _network_class(model: Located | None) -> str:
-    arch = model.get("arch") if model is not None else None
-    name = arch.get("type") if arch is not None else None
-    return name.value if name is not None and isinstance(name.value, str) else ""
 
 
 _NESTED: Final = {"context": "jit_config", "model": "model_config", "parallel_config": None}

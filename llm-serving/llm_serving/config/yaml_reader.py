@@ -30,8 +30,12 @@ class Located:
             raise ConfigError(f"{self.where}: must be a mapping of keys to values. Given: {shorten(self.value)}")
         yield from self.value.items()
 
-    def get(self, key: str) -> "Located | None":
-        return next((item for name, item in self.items() if name == key and item.value is not None), None)
+    def get(self, *keys: str) -> "Located | None":
+        """Return the value of a key, or of keys in nested mappings. Return None if it is missing or null."""
+        found: Located | None = self
+        for key in keys:
+            found = None if found is None else dict(found.items()).get(key)
+        return None if found is None or found.value is None else found
 
 
 def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
@@ -66,17 +66,6 @@ def _fallback_table(text: str) -> list[int]:
     return table
 
 
-class Detokenizer(Protocol):
-    @property
-    def stop_string(self) -> str | None: ...
-
-    def add_token(self, token_id: int) -> str: ...
-
-    def add(self, token_ids: Iterable[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
 class _SilentDetokenizer:
     stop_string: str | None = None
 
@@ -120,10 +109,6 @@ class IncrementalDetokenizer:
         for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
             self._decode(token_id)
 
-    @property
-    def stopped(self) -> bool:
-        return self.stop_string is not None
-
     def add_token(self, token_id: int) -> str:
         """Add a token, and return the text that later tokens cannot change."""
         text = None
@@ -141,7 +126,7 @@ class IncrementalDetokenizer:
         tail = self._decoder.decode(b"", final=True)
         self._mid_character = False
         text = self._release(tail) if tail else ""
-        if self._matcher is not None and not self.stopped:
+        if self._matcher is not None and self.stop_string is None:
             text += self._matcher.held
             self._matcher = None
         return text
@@ -164,3 +149,6 @@ class IncrementalDetokenizer:
         text = self._decoder.decode(self._bytes_of(token_id))
         self._mid_character = bool(self._decoder.getstate()[0])
         return text
+
+
+Detokenizer = IncrementalDetokenizer | _SilentDetokenizer
