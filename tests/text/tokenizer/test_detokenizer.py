@@ -98,7 +98,6 @@ def test_stop_string_is_reported_and_removed():
     detokenizer = IncrementalDetokenizer(demo, stop=["\n\n", "lo"])
     assert detokenizer.add(demo.encode("hello there", add_special_tokens=False)) == "hel"
     assert detokenizer.stop_string == "lo"
-    assert detokenizer.stop_string is not None
     assert detokenizer.add([500]) == ""
     assert detokenizer.flush() == ""
 

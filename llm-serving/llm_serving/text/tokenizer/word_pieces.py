@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, BertWordPieceTokenizer
 
 from llm_serving.errors import ModelError
 from llm_serving.text.tokenizer.vocabulary import TokenizersVocabulary, flag, read_limited, special_texts
@@ -22,7 +21,6 @@ _NAMES: Final[Mapping[str, str]] = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-_MAX_WORD_CHARS: Final = 100
 
 
 def read_word_pieces(
@@ -52,42 +50,11 @@ def word_pieces(
         rule = "must have each piece once"
         tokens = f"contain the special tokens {', '.join(_NAMES.values())}"
         raise ModelError(f"{path}: {rule}, and {tokens}. Missing: {', '.join(missing) or 'none'}")
-    content = json.dumps(_tokenizer_json(vocab, config, names)).encode()
-    return TokenizersVocabulary(path, added, [*special, *(text for text in names.values() if text in vocab)], content)
-
-
-def _tokenizer_json(vocab: Mapping[str, int], config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    def special(name: str, of_type: int) -> dict[str, Any]:
-        return {"SpecialToken": {"id": names[name], "type_id": of_type}}
-
-    def text(name: str, of_type: int) -> dict[str, Any]:
-        return {"Sequence": {"id": name, "type_id": of_type}}
-
-    single = [special("cls_token", 0), text("A", 0), special("sep_token", 0)]
-    around = [names[name] for name in ("cls_token", "sep_token")]
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": flag(config, "tokenize_chinese_chars", True),
-            "strip_accents": flag(config, "strip_accents", None),
-            "lowercase": flag(config, "do_lower_case", True),
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, text("B", 1), special("sep_token", 1)],
-            "special_tokens": {each: {"id": each, "ids": [vocab[each]], "tokens": [each]} for each in around},
-        },
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {
-            "type": "WordPiece",
-            "unk_token": names["unk_token"],
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": _MAX_WORD_CHARS,
-            "vocab": vocab,
-        },
+    options: dict[str, Any] = {
+        **{name: names[name] for name in _NAMES},
+        "handle_chinese_chars": flag(config, "tokenize_chinese_chars", True),
+        "strip_accents": flag(config, "strip_accents", None),
+        "lowercase": flag(config, "do_lower_case", True),
     }
+    content = BertWordPieceTokenizer(vocab, **options).to_str().encode()
+    return TokenizersVocabulary(path, added, [*special, *(text for text in names.values() if text in vocab)], content)
