@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from llm_serving.core.enums import JsonWhitespaceName
 from llm_serving.text.structured_output.grammars import WHITESPACES, literal
@@ -130,16 +130,32 @@ def _end_of_spaces(text: str, start: int) -> int:
     return found.end()
 
 
-class ToolParser(Protocol):
+class ToolParser:
     """Parses an answer incrementally. The result does not depend on how the answer is divided into pieces."""
+
+    _text = ""
+    """Text that was added and not yet parsed."""
 
     def add(self, text: str) -> list[Part]:
         """Add a piece of text, and return the parts that later pieces cannot change."""
+        self._text += text
+        return self._take(ended=False)
 
-    def flush(self) -> list[Part]: ...
+    def flush(self) -> list[Part]:
+        return self._take(ended=True)
+
+    def _take(self, *, ended: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._advance(parts, ended):
+            pass
+        return joined(parts)
+
+    def _advance(self, parts: list[Part], ended: bool) -> bool:
+        """Move what is final of `_text` to `parts`. Return False if more text is needed."""
+        raise NotImplementedError
 
 
-class DelimitedCalls:
+class DelimitedCalls(ToolParser):
     """Parser of calls that follow one of `openings`, which are delimiters. If no call follows, the text is returned
     unchanged. `begins_open`: an answer may start with a call that has no opening.
     """
@@ -149,29 +165,18 @@ class DelimitedCalls:
         self._pattern = re.compile("|".join(map(re.escape, openings)))
         self._reader = reader
         self._source = CallSource(reader) if begins_open else None
-        self._text = ""
         self._num_false = 0
         self._spaces: list[str] = []
         """White space after the returned text. It is dropped if a call follows."""
         self._has_called = False
 
-    def add(self, text: str) -> list[Part]:
-        self._text += text
-        return self._take(ended=False)
-
     def flush(self) -> list[Part]:
-        parts = self._take(ended=True)
+        parts = super().flush()
         if self._spaces and not self._has_called:
             parts.append("".join(self._spaces))
         return joined(parts)
 
-    def _take(self, *, ended: bool) -> list[Part]:
-        parts: list[Part] = []
-        while self._step(parts, ended):
-            pass
-        return joined(parts)
-
-    def _step(self, parts: list[Part], ended: bool) -> bool:
+    def _advance(self, parts: list[Part], ended: bool) -> bool:
         if self._source is not None:
             return self._read(self._source, parts, ended)
         found = self._pattern.search(self._text) if self._num_false < MAX_FALSE_OPENINGS else None

@@ -33,8 +33,8 @@ _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _BETWEEN: Final = "\n\n"
 
 
-class HarmonyParser:
-    """Parses one answer incrementally. The division into pieces does not change the result.
+class HarmonyParser(base.ToolParser):
+    """Parses answers of gpt-oss.
 
     `names`: tools whose calls are returned while they are generated. Calls of other tools are returned when they are
     complete. If `names` is None, calls are returned as text. `thinks`: whether reasoning is returned as `Thought`
@@ -45,25 +45,14 @@ class HarmonyParser:
         self._names = None if names is None else frozenset(names)
         self._thinks = thinks
         self._step = self._body if in_thought else self._header
-        self._text = ""
         self._kind: type[str] | type[base.Thought] = base.Thought if in_thought and thinks else str
         self._begun: set[type] = set()
         self._is_new = False
         self._drops_spaces = False
         self._source: base.CallSource | None = None
 
-    def add(self, text: str) -> list[base.Part]:
-        self._text += text
-        return self._take(ended=False)
-
-    def flush(self) -> list[base.Part]:
-        return self._take(ended=True)
-
-    def _take(self, *, ended: bool) -> list[base.Part]:
-        parts: list[base.Part] = []
-        while self._step(parts, ended):
-            pass
-        return base.joined(parts)
+    def _advance(self, parts: list[base.Part], ended: bool) -> bool:
+        return self._step(parts, ended)
 
     def _header(self, parts: list[base.Part], ended: bool) -> bool:
         header, found, rest = self._text.partition(_MESSAGE)
