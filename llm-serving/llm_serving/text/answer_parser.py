@@ -115,15 +115,10 @@ class ReasoningParser:
         if text.isspace() and not self._text and self._thinks is not False:
             self._spaces.append(text)
             return Split()
-        return self._unframed(self._take(text, ended=False), ended=False)
+        return self._take(text, ended=False)
 
     def flush(self) -> Split:
-        return self._unframed(self._take("", ended=True), ended=True)
-
-    def _unframed(self, split: Split, *, ended: bool) -> Split:
-        if self._answer is None or (self._thinks is not False and not ended):
-            return split
-        return split._replace(answer=self._answer.add(split.answer, ended=ended))
+        return self._take("", ended=True)
 
     def _take(self, text: str, *, ended: bool) -> Split:
         self._text = "".join([*self._spaces, self._text, text])
@@ -131,6 +126,8 @@ class ReasoningParser:
         split = self._split(ended)
         if self._text.isspace():
             self._spaces, self._text = [self._text], ""
+        if self._answer is not None and (ended or self._thinks is False):
+            split = split._replace(answer=self._answer.add(split.answer, ended=ended))
         return split
 
     def _split(self, ended: bool) -> Split:

@@ -42,18 +42,12 @@ COHERE: Final = JsonListLayout(
 
 def _read(layout: JsonListLayout, _: base.Schemas, source: base.CallSource) -> base.Reading:
     value = yield from json_value(source)
-    calls = [_call(layout, each) for each in (value if isinstance(value, list) else [value])]
+    calls = [call_of(each, layout.name) for each in (value if isinstance(value, list) else [value])]
     if not calls:
         raise base.NotACallError
     yield from calls
     if layout.closing:
         yield from source.skip(layout.closing)
-
-
-def _call(layout: JsonListLayout, value: Any) -> base.Call:
-    if not isinstance(value, dict):
-        raise base.NotACallError
-    return call_of(value | {"name": value.get(layout.name)})
 
 
 def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

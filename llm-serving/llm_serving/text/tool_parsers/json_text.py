@@ -102,24 +102,21 @@ def object_call(source: CallSource, names: Collection[str], *, only_names: bool 
     """Read a call in a JSON object. It is streamed if the object begins with a name in `names` and the arguments.
     `only_names`: raise NotACallError for other names.
     """
-    start, scanner = source.at, JsonScanner(source.at)
+    start, scanner, is_streamed = source.at, JsonScanner(source.at), False
     while True:
-        head = _HEAD.match(source.body, start, start + MAX_HEAD_CHARS)
+        head = None if is_streamed else _HEAD.match(source.body, start, start + MAX_HEAD_CHARS)
         if head is not None and head[1] in names:
-            source.at = head.end()
+            source.at, is_streamed = head.end(), True
             yield from streamed_call(source, head[1])
-            while not scanner.advance(source.body):
-                yield None
-            source.at = scanner.at
-            return
         if scanner.advance(source.body):
             break
         yield None
-    call = call_of(parsed(source.body[start : scanner.at]))
-    if only_names and call.name not in names:
-        raise NotACallError
     source.at = scanner.at
-    yield call
+    if not is_streamed:
+        call = call_of(parsed(source.body[start : source.at]))
+        if only_names and call.name not in names:
+            raise NotACallError
+        yield call
 
 
 def parsed(text: str) -> Any:
@@ -129,9 +126,9 @@ def parsed(text: str) -> Any:
         raise NotACallError from None
 
 
-def call_of(value: Any) -> Call:
+def call_of(value: Any, name_key: str = "name") -> Call:
     """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError otherwise."""
-    if not isinstance(value, dict) or not is_name(name := value.get("name")):
+    if not isinstance(value, dict) or not is_name(name := value.get(name_key)):
         raise NotACallError
     given = value.get("arguments", value.get("parameters", {}))
     return Call(name, arguments_of(parsed(given) if isinstance(given, str) else given))
