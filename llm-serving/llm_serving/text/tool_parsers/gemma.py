@@ -10,7 +10,7 @@ from typing import Any, Final
 from llm_serving.text.structured_output.grammars import definitions_of
 from llm_serving.text.tool_parsers import base
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
-from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicSource, call_rules, calls_in, read_calls
+from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicSource, call_rules, read_calls
 from llm_serving.text.tool_parsers.xml_values import value_term
 
 OPENING: Final = "<|tool_call>"
@@ -24,7 +24,7 @@ _KEY: Final = re.compile(r"[^\s:{}\[\],<\"']+")
 class _Source(PythonicSource):
     """Parses one call of Gemma 4, whose keys and strings have other delimiters than in JSON."""
 
-    def calls(self) -> list[base.Call]:
+    def _calls(self) -> list[base.Call]:
         if not self._skip(HEAD):
             raise base.NotACallError
         name = self._match(_TOOL)[0]
@@ -54,7 +54,7 @@ class _Source(PythonicSource):
         return self._value() if self._peek() in "<\"'" else self._match(_KEY)[0]
 
 
-create: Final = base.delimited([OPENING], partial(read_calls, CLOSING, partial(calls_in, source=_Source)))
+create: Final = base.delimited([OPENING], partial(read_calls, CLOSING, _Source))
 
 
 def rules(callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:

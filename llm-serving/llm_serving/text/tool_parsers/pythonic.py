@@ -54,9 +54,9 @@ OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_l
 
 
 def read_calls(
-    closing: str, calls_of: Callable[[str], list[base.Call]], _: base.Schemas, source: base.CallSource
+    closing: str, parse: Callable[[str], PythonicSource], _: base.Schemas, source: base.CallSource
 ) -> base.Reading:
-    """Read calls before `closing`. `calls_of(text)` parses them. It raises IncompleteError if a call is cut off."""
+    """Read calls before `closing`."""
     num_ends = start = 0
     while (end := source.body.find(closing, start)) >= 0 or not source.ended:
         if end < 0:
@@ -66,7 +66,7 @@ def read_calls(
         start = end + 1
         num_ends += 1
         try:
-            calls = calls_of(source.body[:end])
+            calls = parse(source.body[:end]).calls()
         except IncompleteError:  # the closing text may be part of a string
             if num_ends == _MAX_ENDS:
                 raise
@@ -75,33 +75,29 @@ def read_calls(
             yield from calls
             return
     source.at = len(source.body)
-    yield from calls_of(source.body)
+    yield from parse(source.body).calls()
 
 
 class IncompleteError(base.NotACallError):
     pass
 
 
-def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[base.Call]:
-    """Parse calls or a list of calls in the syntax of `source`, by default Python's. Raise NotACallError otherwise."""
-    try:
-        return (source or PythonicSource)(text).calls()
-    except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
-        raise base.NotACallError from None
-
-
-def unfenced_calls(fence: tuple[str, str], text: str) -> list[base.Call]:
-    """Parse calls as `calls_in` does. They may be in a code block that starts and ends with the texts of `fence`."""
-    opening, closing = map(str.strip, fence)
-    return calls_in(text.strip().removeprefix(opening).removesuffix(closing))
-
-
 class PythonicSource:
-    def __init__(self, text: str) -> None:
-        self._text = text
+    """Parses calls, or a list of calls, which may be in a code block that starts and ends with the texts of `fence`."""
+
+    def __init__(self, text: str, fence: tuple[str, str] = ("", "")) -> None:
+        opening, closing = map(str.strip, fence)
+        self._text = text.strip().removeprefix(opening).removesuffix(closing)
         self._at = 0
 
     def calls(self) -> list[base.Call]:
+        """Return the calls. Raise IncompleteError if one is cut off, and NotACallError for any other text."""
+        try:
+            return self._calls()
+        except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
+            raise base.NotACallError from None
+
+    def _calls(self) -> list[base.Call]:
         calls: list[base.Call] = []
         ends = "]" if self._takes("[") else ""
         while not (self._takes(ends) if ends else self._peek(may_end=True) == ""):
@@ -224,7 +220,8 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
 
 
 def create(layout: PythonicLayout) -> Callable[[base.Schemas], base.ToolParser]:
-    return base.delimited([layout.opening], partial(read_calls, layout.closing, partial(unfenced_calls, layout.fence)))
+    parse = partial(PythonicSource, fence=layout.fence)
+    return base.delimited([layout.opening], partial(read_calls, layout.closing, parse))
 
 
 def rules(layout: PythonicLayout, callees: Sequence[base.Callee], most: int | None, delimiters: base.Delimiters) -> str:
