@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from llm_serving.cli.convert import convert
+from llm_serving_tools.commands.convert import convert
 from support.server_process import ROOT, Server, start_server
 
 pytestmark = pytest.mark.end_to_end

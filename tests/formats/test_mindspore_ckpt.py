@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.formats import writer
 from llm_serving.formats.mindspore_ckpt import read_checkpoint
-from llm_serving.formats.writer import TensorSource, write_checkpoint
+from llm_serving_tools import writer
+from llm_serving_tools.writer import TensorSource, write_checkpoint
 from support.model_factories import from_bfloat16, to_bfloat16
 
 ARRAYS = {

@@ -5,8 +5,8 @@ import pytest
 from llm_serving.cli.main import main
 from llm_serving.errors import ModelError
 from llm_serving.formats.mindformers_names import mindformers_name
-from llm_serving.formats.writer import TensorSource, write_checkpoint
 from llm_serving.models.weight_reader import WeightReader, check_folder
+from llm_serving_tools.writer import TensorSource, write_checkpoint
 from support.model_factories import write_safetensors
 from support.small_model import CONFIG, write_small_model
 

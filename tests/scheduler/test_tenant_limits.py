@@ -10,10 +10,10 @@ import pytest
 from llm_serving.core.request import FinishReason, Transfer
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.observability.event_log import EventLog
-from llm_serving.recording.report import describe_state
 from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.schedule import WaitReason
 from llm_serving.scheduler.tenant_limits import SlotDemand, TenantLimiter
+from llm_serving_tools.recordings.report import describe_state
 from support.engine_harness import Harness
 from support.factories import create_classes, create_request, create_scheduler, run_step
 from support.recordings import MemoryFiles, create_recorded, replay, seal

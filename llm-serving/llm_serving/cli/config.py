@@ -124,7 +124,7 @@ def run_reference(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    from llm_serving.config.mindie import import_mindie
+    from llm_serving_tools.mindie import import_mindie
 
     imported = import_mindie(arguments.source)
     for note in imported.notes:

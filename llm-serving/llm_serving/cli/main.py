@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llm_serving.cli import chat, config, convert, models, operate, quantize, replay, serve
+from llm_serving_tools.commands import chat, convert, models, operate, quantize, replay
+
+from llm_serving.cli import config, serve
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.serve import StartError
 from llm_serving.core.process import import_optional

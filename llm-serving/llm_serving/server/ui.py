@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from llm_serving_tools.recordings.report import ReplayPageData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from llm_serving.errors import ConfigError
-from llm_serving.recording.report import ReplayPageData
 from llm_serving.server.request_context import request_context_of
 
 PATH: Final = "/ui"

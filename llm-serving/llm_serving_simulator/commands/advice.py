@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llm_serving.cli.operate import ServerRefusal, opened
+    from llm_serving_tools.commands.operate import ServerRefusal, opened
 
     say("simulating the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"

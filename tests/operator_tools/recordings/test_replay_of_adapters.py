@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.recording.records import Added
-from llm_serving.recording.replay import ReplayDiffersError
+from llm_serving_tools.recordings.replay import ReplayDiffersError
 from support.factories import create_request, run_step
 from support.recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
 

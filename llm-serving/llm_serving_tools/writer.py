@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 import numpy as np
-
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.formats import mindspore_ckpt
 from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from llm_serving.cli import main
-from llm_serving.cli.chat import COMMANDS, Chat, ChatClient
-from llm_serving.cli.operate import ServerRefusal
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
 from llm_serving.server.middleware.authentication import hash_key
+from llm_serving_tools.commands.chat import COMMANDS, Chat, ChatClient
+from llm_serving_tools.commands.operate import ServerRefusal
 from support.fakes import FakeEngine, Piece, Script
 from support.http_serving import serving
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import yaml
-
 from llm_serving.config.schema import RULES
 from llm_serving.core.files import read_json
 from llm_serving.errors import ConfigError, ModelError, shorten

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-
 from llm_serving.cli.arguments import Subcommands, add_command, say
-from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_of
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8, values_per_word
 from llm_serving.formats.stored_tensor import Array
-from llm_serving.formats.writer import TensorSource, write_safetensors
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder
+
+from llm_serving_tools.new_folder import check_absent, copy_small_files, new_folder
+from llm_serving_tools.writer import TensorSource, write_safetensors
 
 DEFAULT_GROUP_SIZE: Final = 128
 _QUANTIZED_KINDS: Final = ("linear", "experts")

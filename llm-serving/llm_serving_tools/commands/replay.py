@@ -12,7 +12,8 @@ from llm_serving.errors import ConfigError, RecordingError
 
 if TYPE_CHECKING:
     from llm_serving.recording.records import Reader
-    from llm_serving.recording.report import ReplayPageBuilder
+
+    from llm_serving_tools.recordings.report import ReplayPageBuilder
 
 
 def add_to(commands: Subcommands) -> None:
@@ -32,8 +33,9 @@ def add_to(commands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llm_serving.recording.records import Reader
-    from llm_serving.recording.replay import Replay
-    from llm_serving.recording.report import ReplayPageBuilder
+
+    from llm_serving_tools.recordings.replay import Replay
+    from llm_serving_tools.recordings.report import ReplayPageBuilder
 
     try:
         with arguments.file.open("rb") as file:

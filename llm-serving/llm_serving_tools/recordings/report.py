@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, Final
 
 import msgspec
-
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMoveKind
 from llm_serving.scheduler.schedule import Schedule, WaitReason

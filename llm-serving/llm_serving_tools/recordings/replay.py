@@ -7,7 +7,6 @@ from itertools import zip_longest
 from typing import Any
 
 import msgspec
-
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.errors import RecordingError
@@ -37,11 +36,12 @@ from llm_serving.recording.records import (
     TenantLeasesAdjusted,
     Updated,
 )
-from llm_serving.recording.report import describe_decision, describe_state, describe_waiting
 from llm_serving.recording.snapshot import Layouts, restore
 from llm_serving.recording.upgrade import OLD_FORMATS, upgrade_scheduler, upgrade_snapshot
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
+
+from llm_serving_tools.recordings.report import describe_decision, describe_state, describe_waiting
 
 
 class ReplayDiffersError(RecordingError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 from llm_serving.recording.records import Reader
-from llm_serving.recording.replay import Replay
-from llm_serving.recording.report import MAX_WAITING, ReplayPageBuilder, ReplayPageData
+from llm_serving_tools.recordings.replay import Replay
+from llm_serving_tools.recordings.report import MAX_WAITING, ReplayPageBuilder, ReplayPageData
 from support.factories import create_request, run_step
 from support.recordings import MemoryFiles, create_recorded
 

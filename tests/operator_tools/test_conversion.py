@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from llm_serving.cli import convert
 from llm_serving.cli.main import main
 from llm_serving.errors import ModelError
-from llm_serving.formats import writer
 from llm_serving.formats.folder import read_tensors
 from llm_serving.models.weight_reader import WeightReader, check_folder
+from llm_serving_tools import writer
+from llm_serving_tools.commands import convert
 from support.model_factories import TINY, to_bfloat16, write_safetensors
 from support.quantized_folders import LAYOUTS, write_quantized
 from support.small_model import write_small_model

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
-from llm_serving.config.mindie import import_mindie
 from llm_serving.errors import ConfigError
+from llm_serving_tools.mindie import import_mindie
 from support.small_model import write_small_model
 
 CONFIG: dict[str, Any] = {

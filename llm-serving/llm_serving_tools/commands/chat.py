@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
 from llm_serving.cli.arguments import Subcommands, add_command, add_server_arguments, api_key_of, url_of
-from llm_serving.cli.operate import ServerRefusal, opened
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
+
+from llm_serving_tools.commands.operate import ServerRefusal, opened
 
 Message = dict[str, str]
 PROMPT: Final = "> "

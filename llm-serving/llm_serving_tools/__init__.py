@@ -1,0 +1,4 @@
+"""What an operator runs beside a server: clients of its HTTP routes, converters of files, and the replay of recordings.
+
+This package imports `llm_serving`, which never imports it. `llm_serving.cli.main` loads its commands by name.
+"""

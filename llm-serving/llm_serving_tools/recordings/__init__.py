@@ -1,0 +1,1 @@
+"""Recordings of the scheduler: their replay and reports of it."""
