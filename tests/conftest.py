@@ -34,7 +34,7 @@ LATE = (
         "scripts/test_device_faults.py",
         "families",
         "test_kernels_of_networks.py",
-        "cli/test_verifier.py",
+        "receipts/test_verifier.py",
         "models",
     ),
     *("test_quantized_networks.py", "worker", "backends", "test_offline.py", "engine/test_choices_on_a_model.py"),

@@ -56,6 +56,10 @@ def test_version_flag_prints_the_package_version(capsys):
     [
         ("verify", "llm_serving_receipts"),
         *((name, "llm_serving_simulator.commands") for name in ("profile", "whatif", "tune", "advice")),
+        *(
+            (name, "llm_serving_tools.commands")
+            for name in ("models", "convert", "replay", "chat", "cluster", "reload")
+        ),
     ],
 )
 def test_command_error_names_a_missing_package(command, folder, monkeypatch, capsys):

@@ -15,13 +15,13 @@
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
 
-The packages `llm_serving_simulator` and `llm_serving_receipts` stand beside this one: they import `llm_serving`, which
-never imports them. It loads their modules by name when they are needed.
+The packages `llm_serving_simulator`, `llm_serving_receipts` and `llm_serving_tools` stand beside this one: they import
+`llm_serving`, which never imports them. It loads their modules by name when they are needed.
 """
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ PACKAGE = PROJECT / "llm-serving" / "llm_serving"
 NAME = "llm_serving"
 SIMULATOR = PROJECT / "llm-serving" / "llm_serving_simulator"
 RECEIPTS = PROJECT / "llm-serving" / "llm_serving_receipts"
+TOOLS = PROJECT / "llm-serving" / "llm_serving_tools"
 
 
 class Layer(NamedTuple):
@@ -224,8 +225,8 @@ def test_command_line_imports_neither_worker_nor_server_at_start(package):
     assert reaches(PACKAGE, f"{NAME}.cli.main", package, at_top_only=True) == []
 
 
-@pytest.mark.parametrize("package", [SIMULATOR, RECEIPTS], ids=lambda path: path.name)
-def test_server_imports_neither_simulator_nor_receipts(package):
+@pytest.mark.parametrize("package", [SIMULATOR, RECEIPTS, TOOLS], ids=lambda path: path.name)
+def test_server_imports_no_package_beside_it(package):
     found = [each.module for path in sources(PACKAGE) for each in imports_of(path, PACKAGE)]
     assert [module for module in found if module.split(".")[0] == package.name] == []
 
@@ -243,24 +244,38 @@ def test_receipt_issuer_imports_no_computing_part():
 
 def test_simulator_imports_only_parts_below_the_commands():
     """The simulator must not import MindSpore, and the engine's parts do not."""
+    assert imports_above(SIMULATOR, 5.5, commands={"commands", "http_player.py"}) == []
+
+
+def test_tools_import_only_parts_below_the_commands():
+    """The tools must not import MindSpore. `export` computes a graph with the parts of the WorkAgent."""
+    assert (
+        imports_above(TOOLS, 6.5, commands={"commands", "new_folder.py", "server_client.py"}, except_for={"export.py"})
+        == []
+    )
+
+
+def imports_above(root: Path, row: float, commands: set[str], except_for: Collection[str] = ()) -> list[str]:
+    """Return the imports of a package beside the server that name a part of `row` or above, or of the WorkAgent.
+    Folders and files named in `commands` may import the parts of the command line as well.
+    """
     wrong = []
-    for path in sources(SIMULATOR):
-        is_command = path.is_relative_to(SIMULATOR / "commands") or path.name == "http_player.py"
-        own = Layer(8.09, TOP) if is_command else Layer(5.5, MASTER)
-        for found in imports_of(path, SIMULATOR):
+    for path in sources(root):
+        is_command = path.relative_to(root).parts[0] in commands
+        own, columns = (8.09, {MASTER, BOTH, TOP}) if is_command else (row, {MASTER, BOTH})
+        for found in imports_of(path, root):
             part = part_of(found.module, PACKAGE)
-            if part is None:
+            if part is None or path.name in except_for:
                 continue
-            layer = LAYERS[part]
-            if layer.row >= own.row or layer.column not in ((MASTER, BOTH, TOP) if is_command else (MASTER, BOTH)):
-                wrong.append(f"{path.relative_to(SIMULATOR)}:{found.line} imports {found.module}")
-    assert wrong == []
+            if LAYERS[part].row >= own or LAYERS[part].column not in columns:
+                wrong.append(f"{path.relative_to(root)}:{found.line} imports {found.module}")
+    return wrong
 
 
 def test_no_part_imports_pickle():
     unsafe = [
         f"{path.relative_to(root)}:{found.line} imports {found.module}"
-        for root in (PACKAGE, SIMULATOR, RECEIPTS)
+        for root in (PACKAGE, SIMULATOR, RECEIPTS, TOOLS)
         for path in sources(root)
         for found in imports_of(path, root)
         if found.module.split(".")[0] in UNSAFE

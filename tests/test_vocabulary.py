@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
-PACKAGES = ("llm_serving", "llm_serving_receipts", "llm_serving_simulator")
+PACKAGES = ("llm_serving", "llm_serving_receipts", "llm_serving_simulator", "llm_serving_tools")
 PRIVATE_WORDS = {
     "guess": "draft token, or propose",
     "guesses": "draft tokens",

@@ -16,9 +16,10 @@ from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.errors import ConfigError, RecordingError
-from llm_serving.recording.records import Added, CacheReset, Decided, Drafted, Entry, Reader, ScheduleCalled, Updated
+from llm_serving.recording.records import Added, CacheReset, Decided, Drafted, ScheduleCalled, Updated
 from llm_serving.scheduler.schedule import count_accepted_tokens
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving_tools.recordings.reader import Entry, Reader
 from llm_serving_tools.recordings.replay import Replay
 
 from llm_serving_simulator.files import MAX_INTEGER, MAX_NUMBER

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from llm_serving import demo_model
-from llm_serving.recording.records import Noted, Reader
+from llm_serving.recording.records import Noted
+from llm_serving_tools.recordings.reader import Reader
 from support.server_process import ONE_THREAD, Server, metric, start_server
 
 pytestmark = pytest.mark.end_to_end

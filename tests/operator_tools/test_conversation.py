@@ -14,7 +14,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving_tools.commands.chat import COMMANDS, Chat, ChatClient
-from llm_serving_tools.commands.operate import ServerRefusal
+from llm_serving_tools.server_client import ServerRefusal
 from support.fakes import FakeEngine, Piece, Script
 from support.http_serving import serving
 

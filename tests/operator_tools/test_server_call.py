@@ -3,8 +3,8 @@
 import argparse
 
 import pytest
-from llm_serving.cli.arguments import add_server_arguments, url_of
 from llm_serving.cli.main import main
+from llm_serving_tools.server_client import add_server_arguments, url_of
 
 NOWHERE = "http://127.0.0.1:9"
 

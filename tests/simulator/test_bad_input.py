@@ -14,13 +14,13 @@ from llm_serving.recording.records import (
     Added,
     Chain,
     Decided,
-    Reader,
     ScheduleCalled,
     Updated,
     encode,
 )
 from llm_serving_simulator.figures import SHARES
 from llm_serving_simulator.profile import write_profile
+from llm_serving_tools.recordings.reader import Reader
 from support.recordings import record_steps
 from support.simulator_workloads import create_profile
 

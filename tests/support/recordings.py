@@ -8,7 +8,8 @@ from typing import Any
 
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
-from llm_serving.recording.records import MAGIC, Chain, Entry, Reader, encode
+from llm_serving.recording.records import MAGIC, Chain, encode
+from llm_serving_tools.recordings.reader import Entry, Reader
 from llm_serving_tools.recordings.replay import Replay
 from support.factories import create_request, create_scheduler
 

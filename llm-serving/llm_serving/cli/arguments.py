@@ -35,9 +35,6 @@ _NO_PIPELINE: Final = "layers are not divided among devices; use --tensor-parall
 _NUMBERS: Final = ("N", "TOKENS")
 EXIT_FAILED: Final = 1
 MAX_SEED: Final = 2**32 - 1
-DEFAULT_HOST: Final = "127.0.0.1"
-DEFAULT_PORT: Final = 8835
-DEFAULT_URL: Final = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 Runner: TypeAlias = Callable[[argparse.Namespace], int]
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
@@ -206,33 +203,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override any key"
     )
     add_flags(parser)
-
-
-def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
-    parser.add_argument("--url", help=f"URL of the server; default: {DEFAULT_URL}")
-    parser.add_argument(
-        "--host", metavar="ADDRESS", help=f"address of the server, instead of --url; default: {DEFAULT_HOST}"
-    )
-    parser.add_argument(
-        "--port", metavar="N", type=int, help=f"port of the server, instead of --url; default: {DEFAULT_PORT}"
-    )
-    parser.add_argument(
-        "--api-key", metavar="KEY", default="", help=f"{whose_key}prefer the environment variable {API_KEY_VARIABLE}"
-    )
-
-
-def url_of(arguments: argparse.Namespace) -> str:
-    url, host, port = arguments.url, arguments.host, arguments.port
-    if url is None:
-        host = DEFAULT_HOST if host is None else host
-        return f"http://{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if port is None else port}"
-    if host is not None or port is not None:
-        raise ConfigError(f"the server must be named by --url or by --host and --port, not by both. Given: --url {url}")
-    return str(url)
-
-
-def api_key_of(arguments: argparse.Namespace) -> str:
-    return str(arguments.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:

@@ -15,11 +15,11 @@ from llm_serving.cli.arguments import (
     add_config_arguments,
     check_weights,
     load,
-    say,
     stored_size,
 )
 from llm_serving.config import ServingConfig
 from llm_serving.config.report import describe, reference_yaml
+from llm_serving.core.process import import_optional
 from llm_serving.core.sampling_params import GENERATION_CONFIG, generation_defaults
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
@@ -124,22 +124,7 @@ def run_reference(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    from llm_serving_tools.mindie import import_mindie
-
-    imported = import_mindie(arguments.source)
-    for note in imported.notes:
-        say(f"notice: {note}")
-    text = imported.as_yaml(arguments.source.name)
-    if arguments.output is None:
-        print(text, end="", flush=True)
-        return 0
-    try:
-        with arguments.output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{arguments.output}: {error.strerror or error}") from None
-    say(f"{arguments.output}: done")
-    return 0
+    return int(import_optional("llm_serving_tools.commands.import_mindie", "llm-serving config import").run(arguments))
 
 
 def run_hash_key(arguments: argparse.Namespace) -> int:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llm_serving_tools.commands import chat, convert, models, operate, quantize, replay
-
 from llm_serving.cli import config, serve
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.serve import StartError
@@ -23,6 +21,7 @@ from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"
 RECEIPTS: Final = "llm_serving_receipts"
+TOOLS: Final = "llm_serving_tools.commands"
 
 
 @dataclass(frozen=True)
@@ -42,17 +41,22 @@ class PackageCommand:
 COMMANDS: Final = (
     serve,
     PackageCommand("verify", RECEIPTS, "compute the responses of receipts again and report differences"),
-    models,
-    convert,
-    quantize,
-    replay,
+    PackageCommand("models", TOOLS, "list the models in the local caches, or show the memory that a model needs"),
+    PackageCommand("convert", TOOLS, "write a model in the format of Hugging Face or MindFormers"),
+    PackageCommand("export", TOOLS, "write the graphs of a model, for backend ge; needs no device"),
+    PackageCommand("quantize", TOOLS, "write a model with weights of 8 or 4 bits, as compressed-tensors does"),
+    PackageCommand("replay", TOOLS, "repeat the scheduler decisions of a recording and compare them"),
     PackageCommand("profile", SIMULATOR, "measure step times on this machine, for whatif and tune"),
     PackageCommand(
         "whatif", SIMULATOR, "simulate configurations on a workload, with the server's scheduler and a virtual clock"
     ),
     PackageCommand("tune", SIMULATOR, "find by simulation the configuration that meets an objective best"),
-    chat,
-    operate,
+    PackageCommand("chat", TOOLS, "chat with a running server in the terminal"),
+    PackageCommand("cluster", TOOLS, "show a cluster, drain replicas and let drained replicas join again"),
+    PackageCommand(
+        "reload", TOOLS, "make a running server read its YAML again: limits, keys, classes, policy and budgets"
+    ),
+    PackageCommand("timeline", TOOLS, "save the newest steps of a running server as a trace for ui.perfetto.dev"),
     PackageCommand(
         "advice", SIMULATOR, "ask a server which configuration would have suited its recent requests better"
     ),

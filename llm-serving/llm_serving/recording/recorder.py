@@ -1,4 +1,4 @@
-"""Records each call that changes a scheduler's state, and each decision. `replay.py` reads the recordings."""
+"""Records each call that changes a scheduler's state, and each decision. `llm-serving replay` reads the recordings."""
 
 from __future__ import annotations
 

@@ -1,23 +1,17 @@
-"""The monitoring page at /ui, which needs no API key itself, and recordings exported as one HTML file."""
+"""The monitoring page at /ui, which needs no API key itself."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import html
-import re
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
-import msgspec
-from llm_serving_tools.recordings.report import ReplayPageData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from llm_serving.errors import ConfigError
 from llm_serving.server.request_context import request_context_of
 
 PATH: Final = "/ui"
@@ -30,10 +24,10 @@ MEDIA_TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 # Trusted Types: the browser throws where a script tries to turn a text into an element, a script or a style.
-_NOTHING_ELSE: Final = "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+COMMON_POLICY: Final = "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    f"frame-ancestors 'none'; {_NOTHING_ELSE}"
+    f"frame-ancestors 'none'; {COMMON_POLICY}"
 )
 HEADERS: Final = {
     "content-security-policy": POLICY,
@@ -78,50 +72,3 @@ def _route(path: Path, shown_at: str) -> Route:
         return Response(content, headers=headers, media_type=media_type)
 
     return Route(shown_at, send)
-
-
-MODULES: Final = ("dom.js", "theme.js", "replay.js")
-"""Scripts of the page at /ui, each after those that it imports."""
-IMPORT: Final = re.compile(r"^import [^;]*;\n", re.MULTILINE)
-EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
-
-
-def write_replay_page(story: ReplayPageData, target: Path) -> None:
-    """Write recorded scheduler decisions as an HTML file. Raise ConfigError if the file cannot be written."""
-    try:
-        target.write_text(replay_page(story), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from None
-
-
-def replay_page(story: ReplayPageData) -> str:
-    """Return an HTML file that shows recorded scheduler decisions. Its texts are embedded as data, never as code."""
-    style = (FOLDER / "style.css").read_text(encoding="utf-8")
-    code = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in MODULES)
-    code = EXPORT.sub("", IMPORT.sub("", code))
-    code += "\nshowStory();\n"
-    data = msgspec.json.encode(story).decode().replace("<", "\\u003c")  # so that no text closes the element
-    policy = f"default-src 'none'; script-src {_hash(code)}; style-src {_hash(style)}; {_NOTHING_ELSE}"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
-<title>{html.escape(story.name)} · replay</title>
-<style>{style}</style>
-</head>
-<body>
-<header class="top"><span class="brand">llm-serving</span><nav aria-label="Views"></nav>
-<div class="tools"><button type="button" class="quiet" id="theme"></button></div></header>
-<main id="main"></main>
-<script type="application/json" id="story">{data}</script>
-<script type="module">{code}</script>
-</body>
-</html>
-"""
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

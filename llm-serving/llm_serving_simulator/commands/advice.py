@@ -7,18 +7,24 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llm_serving.cli.arguments import add_server_arguments, api_key_of, say, url_of
+from llm_serving.cli.arguments import say
+from llm_serving_tools.server_client import (
+    ADMINISTRATOR_KEY,
+    ServerRefusal,
+    add_server_arguments,
+    api_key_of,
+    opened,
+    url_of,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=int, default=5, metavar="N", help="that are simulated; default 5")
-    add_server_arguments(parser, "an administrator's; ")
+    add_server_arguments(parser, ADMINISTRATOR_KEY)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llm_serving_tools.commands.operate import ServerRefusal, opened
-
     say("simulating the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
     with opened(url_of(arguments), path, api_key_of(arguments)) as response:

@@ -15,10 +15,9 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
-from llm_serving.cli.arguments import Subcommands, add_command, add_server_arguments, api_key_of, url_of
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
-from llm_serving_tools.commands.operate import ServerRefusal, opened
+from llm_serving_tools.server_client import ServerRefusal, add_server_arguments, api_key_of, opened, url_of
 
 Message = dict[str, str]
 PROMPT: Final = "> "
@@ -26,8 +25,7 @@ MORE: Final = ". "
 DIM, PLAIN = "\033[2m", "\033[0m"
 
 
-def add_to(commands: Subcommands) -> None:
-    parser = add_command(commands, "chat", run, "chat with a running server in the terminal")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     parser.add_argument("--model", metavar="NAME", default="", help="model name to send; default: none")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
@@ -39,6 +37,7 @@ def add_to(commands: Subcommands) -> None:
         dest="parameters",
         help="set a request parameter, for example temperature=0",
     )
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

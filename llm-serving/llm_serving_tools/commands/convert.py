@@ -1,16 +1,15 @@
-"""The commands `convert`, between the formats of MindFormers and Hugging Face, and `export` to MINDIR files."""
+"""`llm-serving convert`: write a model in the format of Hugging Face or MindFormers."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from llm_serving.cli.arguments import Subcommands, add_command, add_config_arguments, load_servable, say
+from llm_serving.cli.arguments import say
 from llm_serving.config.legacy import spec_of
 from llm_serving.config.yaml_reader import read_yaml
 from llm_serving.errors import ConfigError, ModelError
@@ -108,8 +107,7 @@ def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads:
     return lambda: dict(split(name, tensor.read(), order, heads, kv_heads))
 
 
-def add_to(commands: Subcommands) -> None:
-    parser = add_command(commands, "convert", run_convert, "write a model in the format of Hugging Face or MindFormers")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
     parser.add_argument("--to", required=True, choices=FORMS, help="naming scheme of the tensors")
@@ -120,44 +118,11 @@ def add_to(commands: Subcommands) -> None:
         help="row order of w_qkv or linear_qkv; if it is needed, an error message explains the values",
     )
     parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, if there is no config.json")
-    export = add_command(commands, "export", run_export, "write the graphs of a model, for backend ge; needs no device")
-    export.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
-    add_config_arguments(export)
+    parser.set_defaults(run=run)
 
 
-def run_convert(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     joined, yaml = arguments.joined, arguments.config
     convert(arguments.source, arguments.target, arguments.to, files=arguments.files, order=joined, yaml=yaml)
-    say(f"{arguments.target}: done")
-    return 0
-
-
-def run_export(arguments: argparse.Namespace) -> int:
-    config = load_servable(arguments)
-    check_absent(arguments.target)
-    num_blocks, folder = config.pa.num_blocks, config.model.model_path
-    if num_blocks is None:
-        raise ConfigError(
-            "`pa_config.num_blocks` must be given, because the graph contains a KV cache of fixed size. Given: None"
-        )
-    assert folder is not None
-    import mindspore as ms
-    from llm_serving.backends import create_backend
-    from llm_serving.lowering.mindir import export
-    from llm_serving.models.weight_reader import check_folder
-    from llm_serving.worker.kv_cache import KVTensors
-
-    ms.set_device("CPU")  # an export must not use an NPU, even if one is visible
-    spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
-    num_ranks = config.cluster.tensor_parallel
-    ranks = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]
-    cache_bytes = num_blocks * config.pa.block_size * sum(each.kv_bytes_per_token(2) for each in ranks)
-    with new_folder(arguments.target, 2 * sum(each.num_weight_elements for each in ranks) + cache_bytes) as written:
-        for rank, each in enumerate(ranks):
-            os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # read by MindSpore's collectives
-            of_rank = written if num_ranks == 1 else written / f"rank_{rank}"
-            of_rank.mkdir(exist_ok=True)
-            caches = KVTensors.allocate(each, backend, num_blocks, config.pa.block_size).layers
-            export(each, backend, folder, of_rank, caches, config.model.max_generate_length, config.quant.weights)
     say(f"{arguments.target}: done")
     return 0

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_command, say, stored_size
+from llm_serving.cli.arguments import say, stored_size
 from llm_serving.config import load_config
 from llm_serving.errors import ModelError
 from llm_serving.hub import cached_models
@@ -14,11 +14,9 @@ from llm_serving.hub.base import missing_files
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 
-def add_to(commands: Subcommands) -> None:
-    parser = add_command(
-        commands, "models", run, "list the models in the local caches, or show the memory that a model needs"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="MODEL", help="folder or name; only its configuration is downloaded")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

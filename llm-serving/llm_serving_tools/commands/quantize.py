@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from llm_serving.cli.arguments import Subcommands, add_command, say
+from llm_serving.cli.arguments import say
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_of
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8, values_per_word
@@ -152,10 +152,7 @@ class _Parts:
             raise ModelError(f"{self._name}: {error}") from None
 
 
-def add_to(commands: Subcommands) -> None:
-    parser = add_command(
-        commands, "quantize", run, "write a model with weights of 8 or 4 bits, as compressed-tensors does"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="FOLDER", help="folder of a model that is not quantised")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
     parser.add_argument(
@@ -167,6 +164,7 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument(
         "--group-size", type=int, metavar="N", help="number of columns that share a scale (w4); default: 128"
     )
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

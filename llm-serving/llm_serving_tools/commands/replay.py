@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llm_serving.cli.arguments import Subcommands, add_command, say
+from llm_serving.cli.arguments import say
 from llm_serving.errors import ConfigError, RecordingError
 
-if TYPE_CHECKING:
-    from llm_serving.recording.records import Reader
+from llm_serving_tools.recordings.page import write_replay_page
+from llm_serving_tools.recordings.reader import Reader
+from llm_serving_tools.recordings.replay import Replay
+from llm_serving_tools.recordings.report import ReplayPageBuilder
 
-    from llm_serving_tools.recordings.report import ReplayPageBuilder
 
-
-def add_to(commands: Subcommands) -> None:
-    parser = add_command(commands, "replay", run, "repeat the scheduler decisions of a recording and compare them")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="recording, from the folder scheduler_config.record_path"
     )
@@ -29,14 +27,10 @@ def add_to(commands: Subcommands) -> None:
         metavar="OUT",
         help="also write a page for a browser that shows the newest steps one by one",
     )
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llm_serving.recording.records import Reader
-
-    from llm_serving_tools.recordings.replay import Replay
-    from llm_serving_tools.recordings.report import ReplayPageBuilder
-
     try:
         with arguments.file.open("rb") as file:
             reader = Reader(file)
@@ -68,8 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_page(page: ReplayPageBuilder, reader: Reader, path: Path) -> None:
-    from llm_serving.server.ui import write_replay_page
-
     data = page.page_data(reader.header.name, reader.header.version)
     write_replay_page(data, path)
     say(f"{path}: {len(data.steps)} steps, {data.num_left_out} earlier ones omitted; open it in a browser")

@@ -20,13 +20,11 @@ from llm_serving.recording.records import (
     DeadlineChanged,
     Decided,
     Drafted,
-    Entry,
     Event,
     MigratedOut,
     Noted,
     Paused,
     PriorityChanged,
-    Reader,
     Reloaded,
     RemoteServiceCharged,
     RequestFinished,
@@ -37,11 +35,12 @@ from llm_serving.recording.records import (
     Updated,
 )
 from llm_serving.recording.snapshot import Layouts, restore
-from llm_serving.recording.upgrade import OLD_FORMATS, upgrade_scheduler, upgrade_snapshot
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 
+from llm_serving_tools.recordings.reader import Entry, Reader
 from llm_serving_tools.recordings.report import describe_decision, describe_state, describe_waiting
+from llm_serving_tools.recordings.upgrade import OLD_FORMATS, upgrade_scheduler, upgrade_snapshot
 
 
 class ReplayDiffersError(RecordingError):

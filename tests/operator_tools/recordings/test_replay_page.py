@@ -8,7 +8,8 @@ import html
 import json
 import re
 
-from llm_serving.server.ui import FOLDER, MODULES, replay_page
+from llm_serving.server.ui import FOLDER
+from llm_serving_tools.recordings.page import MODULES, replay_page
 from llm_serving_tools.recordings.report import ReplayedRequest, ReplayedStep, ReplayPageData
 
 HOSTILE = "</script><script>window.hit = 1</script><!--<img src=x onerror=hit()>"

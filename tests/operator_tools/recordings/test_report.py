@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from llm_serving.recording.records import Reader
+from llm_serving_tools.recordings.reader import Reader
 from llm_serving_tools.recordings.replay import Replay
 from llm_serving_tools.recordings.report import MAX_WAITING, ReplayPageBuilder, ReplayPageData
 from support.factories import create_request, run_step

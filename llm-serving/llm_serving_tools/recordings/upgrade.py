@@ -11,7 +11,7 @@ from llm_serving.core.window import CacheGroups
 from llm_serving.scheduler.stages import DecodeStage
 
 OLD_FORMATS: Final = (14, 17)
-_PACKAGE: Final = __name__.partition(".")[0]
+_PACKAGE: Final = "llm_serving"
 _CLASSES: Final = {
     "Arrival": "ArrivalOrder",
     "BlockMove": "BlockMoveKind",

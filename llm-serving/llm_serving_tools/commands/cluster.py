@@ -1,0 +1,65 @@
+"""`llm-serving cluster`: show a cluster, drain replicas and let drained replicas join again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from llm_serving.cli.arguments import add_command
+
+from llm_serving_tools.server_client import (
+    ADMINISTRATOR_KEY,
+    ServerRefusal,
+    add_server_arguments,
+    api_key_of,
+    opened,
+    url_of,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    status = add_command(
+        subcommands, "status", run_status, "show the machines of a Ray cluster, their free resources and WorkAgents"
+    )
+    status.add_argument(
+        "--address", default="auto", help="address as in cluster_config.address; default: a cluster on this machine"
+    )
+    replicas = add_command(subcommands, "replicas", run_replicas, "show the state of each replica of a server")
+    add_server_arguments(replicas, ADMINISTRATOR_KEY)
+    replicas.set_defaults(order=None)
+    for order, what in (
+        ("drain", "let a replica finish its requests and leave"),
+        ("join", "let a drained replica serve again"),
+    ):
+        of_one = add_command(subcommands, order, run_replicas, what)
+        of_one.add_argument(
+            "replica", type=int, metavar="N", help="number of the replica, as `cluster replicas` shows it"
+        )
+        add_server_arguments(of_one, ADMINISTRATOR_KEY)
+        of_one.set_defaults(order=order)
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    from llm_serving.executor.cluster.ray_process import status_lines
+
+    print("\n".join(status_lines(arguments.address)), flush=True)
+    return 0
+
+
+def run_replicas(arguments: argparse.Namespace) -> int:
+    path, method = "/v1/replicas", "GET"
+    if arguments.order is not None:
+        path, method = f"{path}/{arguments.replica}/{arguments.order}", "POST"
+    with opened(url_of(arguments), path, api_key_of(arguments), method=method) as response:
+        try:
+            rows = [
+                (each["replica"], each["state"], each["num_unfinished"], each["machine"])
+                for each in json.load(response)["replicas"]
+            ]
+        except (ValueError, LookupError, TypeError):
+            raise ServerRefusal(f"{url_of(arguments)} does not answer like an llm-serving server") from None
+    for replica, state, num_unfinished, machine in rows:
+        where = f"  at {machine}" if machine else ""
+        print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished{where}", flush=True)
+    return 0
