@@ -136,7 +136,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
                 compute_fingerprint=loaded.compute_fingerprint,
             )
             engine.ask(partial(_send_adapters, adapters, executor))  # before its first request
-            metrics.moves.block_bytes = metrics.disk.block_bytes = loaded.block_bytes
+            metrics.block_bytes = loaded.block_bytes
             metrics.watch_memory(index, partial(_memory_of, config, engine.scheduler, executor))
             metrics.watch_state_slots(index, partial(_state_slots_of, engine.scheduler))
             yield engine

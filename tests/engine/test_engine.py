@@ -179,7 +179,7 @@ def test_metrics_count_swapped_blocks_and_requests_in_host_memory() -> None:
 
 
 def swaps_of(harness: Harness) -> dict[str, float]:
-    return {sample.name: sample.value for metric in harness.metrics.swaps.collect() for sample in metric.samples}
+    return {sample.name: sample.value for metric in harness.metrics.collect() for sample in metric.samples}
 
 
 def test_engine_ends_all_requests_and_refuses_more_after_its_worker_died() -> None:

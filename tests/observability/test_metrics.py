@@ -7,9 +7,8 @@ import time
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import BlockMove, BlockMoveKind
-from llm_serving.observability.component_metrics import SwapLoad
 from llm_serving.observability.metric_families import Histogram
-from llm_serving.observability.metrics import Metrics, ReplicaCounts, StateSlotUsage, WorkAgentMemory
+from llm_serving.observability.metrics import Metrics, ReplicaCounts, StateSlotUsage, SwapLoad, WorkAgentMemory
 from llm_serving.scheduler.schedule import Preemption
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -194,10 +193,10 @@ def test_swap_metrics_count_blocks_and_sum_the_load_over_replicas():
     out = [BlockMove(BlockMoveKind.SWAP_OUT, source, 0, 0, 0, 1) for source in (4, 5)]
     back = BlockMove(BlockMoveKind.SWAP_IN, 0, 6, 0, 0, 1)
     copy = BlockMove(BlockMoveKind.COPY, 1, 2, 0, 0, 1)
-    metrics.swaps.record([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
-    metrics.swaps.record([back], [])
-    metrics.swaps.watch(0, lambda: SwapLoad(1, 2, 8))
-    metrics.swaps.watch(1, lambda: SwapLoad(2, 3, 8))
+    metrics.record_swaps([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
+    metrics.record_swaps([back], [])
+    metrics.watch_swaps(0, lambda: SwapLoad(1, 2, 8))
+    metrics.watch_swaps(1, lambda: SwapLoad(2, 3, 8))
     values = scrape(metrics)
     assert values[("llm_serving:swapped_out_requests_total",)] == 1
     assert values[("llm_serving:swapped_out_blocks_total",)] == 2

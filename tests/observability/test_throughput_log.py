@@ -6,7 +6,7 @@ import asyncio
 
 from llm_serving.core.request import FinishReason
 from llm_serving.observability import metrics as metrics_module
-from llm_serving.observability.metrics import Metrics, ThroughputLine, log_throughput
+from llm_serving.observability.metrics import Metrics, log_throughput, throughput
 
 
 def busy(metrics: Metrics) -> None:
@@ -23,39 +23,31 @@ def busy(metrics: Metrics) -> None:
     metrics.record_preempted([0])
 
 
-def test_throughput_line_has_the_rates_since_the_line_before():
-    times = [0.0]
+def test_throughput_has_the_rates_of_the_period():
     metrics = Metrics()
-    line = ThroughputLine(metrics, lambda: times[0])
     for _ in range(2):
+        before = metrics.totals()
         busy(metrics)
-        times[0] += 2.0
-        assert line.next() == (
+        assert throughput(before, metrics.totals(), 2.0, metrics.load_now()) == (
             "2 running, 1 waiting; prompt 22.5 tok/s, generation 4.0 tok/s; "
             "KV cache 50.0%, prefix hits 25%, 1 preemptions"
         )
 
 
-def test_throughput_line_is_none_without_a_step():
-    times = [0.0]
+def test_throughput_is_none_without_a_step():
     metrics = Metrics()
-    line = ThroughputLine(metrics, lambda: times[0])
     busy(metrics)
-    times[0] = 1.0
-    assert line.next() is not None
-    times[0] = 2.0
+    before = metrics.totals()
     metrics.record_load(0, 0, 0.0)
-    assert line.next() is None
+    assert throughput(before, metrics.totals(), 1.0, metrics.load_now()) is None
 
 
-def test_throughput_line_without_finished_prompt_has_no_hit_rate():
-    times = [0.0]
+def test_throughput_without_finished_prompt_has_no_hit_rate():
     metrics = Metrics()
-    line = ThroughputLine(metrics, lambda: times[0])
+    before = metrics.totals()
     metrics.record_step(1, 0, 0.25, 10)
-    times[0] = 1.0
-    assert "prompt 10.0 tok/s, generation 0.0 tok/s; KV cache 25.0%, prefix hits -, 0 preemptions" in (
-        line.next() or ""
+    assert throughput(before, metrics.totals(), 1.0, metrics.load_now()) == (
+        "1 running, 0 waiting; prompt 10.0 tok/s, generation 0.0 tok/s; KV cache 25.0%, prefix hits -, 0 preemptions"
     )
 
 

@@ -27,7 +27,7 @@ from llm_serving.executor.executor import Executor
 from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.kvcache.transfer_pool import StoredBlocks, TransferBlock, TransferPool
 from llm_serving.log import get_logger
-from llm_serving.observability.component_metrics import DiskMetrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.schedule import Blocked
@@ -99,7 +99,7 @@ class DiskCache(StepObserver):
     _executor: Executor
     _reads: TransferPool
     """Blocks that receive data from disk."""
-    _metrics: DiskMetrics
+    _metrics: Metrics
     _post: Callable[[Callable[[], None]], None]
     """Makes the engine's thread call a function."""
     on_added: Callable[[Request], None]
@@ -235,7 +235,7 @@ class DiskCache(StepObserver):
             ids, epochs = [block_id for block_id, _ in piece.blocks], [epoch for _, epoch in piece.blocks]
             reply = self._ask(link, StoreBlocks(piece.hashes, ids, epochs))
         if isinstance(reply, BlocksStored):
-            self._metrics.record_stored(reply.num_written, reply.num_evicted, reply.num_bytes)
+            self._metrics.record_disk_stored(reply.num_written, reply.num_evicted, reply.num_bytes)
         self._reply(partial(self._written, piece))
 
     def _ask(self, link: BlockLink, request: LoadBlocks | StoreBlocks) -> AgentMessage | None:
@@ -273,7 +273,7 @@ class DiskCache(StepObserver):
             while num_stored < len(hashes) and hashes[num_stored] in self._storing:
                 num_stored += 1
             request.disk_prefix = DiskPrefix(min(num_stored, len(hashes)), lookup.table.start, tuple(blocks[:num_read]))
-            self._metrics.record_read(len(blocks), num_read, reply.num_damaged, reply.num_bytes)
+            self._metrics.record_disk_read(len(blocks), num_read, reply.num_damaged, reply.num_bytes)
         self._reads.reclaim(blocks[num_read:])
         self._add(lookup)
 

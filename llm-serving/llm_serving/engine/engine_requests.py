@@ -330,7 +330,7 @@ class EngineRequests:
             self.scheduler,
             self.executor,
             reads,
-            metrics.disk,
+            metrics,
             lambda message: self._inbox.post(message),
             lambda request: self.event_log.queued(request, self._clock()),
         )

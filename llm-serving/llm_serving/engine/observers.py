@@ -12,8 +12,7 @@ from llm_serving.engine import audit
 from llm_serving.engine.fleet.monitors import LimitMonitor, StepShare, WeightMonitor
 from llm_serving.engine.fleet.sharing import ClassLead
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.observability.component_metrics import SwapLoad
-from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.metrics import Metrics, SwapLoad
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.schedule import FULL, NO_ROOM, Blocked
@@ -86,7 +85,7 @@ class StepTimes:
 class MetricsObserver(StepObserver):
     def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
         self._metrics, self._scheduler, self._index = metrics, scheduler, index
-        metrics.swaps.watch(index, self._swap_load)
+        metrics.watch_swaps(index, self._swap_load)
 
     def on_completed(self, step: CompletedStep) -> None:
         metrics, schedule = self._metrics, step.schedule
@@ -94,7 +93,7 @@ class MetricsObserver(StepObserver):
         if schedule.preempted:
             metrics.record_preempted([request.priority for request in schedule.preempted])
         if schedule.block_moves or schedule.preemptions:
-            metrics.swaps.record(schedule.block_moves, schedule.preemptions)
+            metrics.record_swaps(schedule.block_moves, schedule.preemptions)
         if schedule.num_bound_violations:
             metrics.record_bound_violations(schedule.num_bound_violations)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
@@ -16,19 +16,27 @@ from llm_serving import __version__
 from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
+from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.core.timings import Clock
 from llm_serving.log import get_logger
-from llm_serving.observability.component_metrics import ClassMetrics, DiskMetrics, HttpMetrics, MoveMetrics, SwapMetrics
+from llm_serving.observability.component_metrics import ClassMetrics, HttpMetrics
 from llm_serving.observability.metric_families import (
-    LATENCY_BUCKETS,
-    LENGTH_BUCKETS,
-    TOKEN_BUCKETS,
+    COUNTERS,
+    DRAFT_TOKENS,
+    HISTOGRAMS,
+    MEMORY_GAUGES,
+    RELOADS,
+    REPLICA_GAUGES,
+    SHARES,
+    STATE_GAUGES,
+    SWAP_GAUGES,
     Histogram,
     counter,
     counter_by,
     gauge,
     gauges,
 )
+from llm_serving.scheduler.schedule import Preemption
 
 logger = get_logger(__name__)
 
@@ -62,6 +70,12 @@ class WorkAgentMemory(NamedTuple):
     """Resident bytes of the WorkAgent's processes, or 0 if it runs on another machine."""
 
 
+class SwapLoad(NamedTuple):
+    num_requests: int
+    num_used_blocks: int
+    num_blocks: int
+
+
 class StateSlotUsage(NamedTuple):
     total: int = 0
     used: int = 0
@@ -77,9 +91,6 @@ class Metrics(Collector):
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
         self._labels = {"model_name": model_name}
         self.classes = ClassMetrics(self._labels, classes)
-        self.swaps = SwapMetrics(self._labels)
-        self.moves = MoveMetrics(self._labels)
-        self.disk = DiskMetrics(self._labels)
         self.http = HttpMetrics(self._labels)
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
         self._lock = Lock()
@@ -88,12 +99,17 @@ class Metrics(Collector):
         self._machines: dict[int, Callable[[], str]] = {}
         self.memory: dict[int, Callable[[], WorkAgentMemory]] = {}
         self._state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
-        self._counts = dict.fromkeys(_COUNTERS, 0)
-        self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
+        self._swap_loads: dict[int, Callable[[], SwapLoad]] = {}
+        self.block_bytes = 0
+        """Size of a block of the KV cache, or 0 before a WorkAgent has loaded the model."""
+        self._disk_bytes = -1
+        self._counts: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+        """Name of a counter -> int, or float if it counts seconds."""
+        self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in DRAFT_TOKENS}
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
         self.num_shares_broken = dict.fromkeys(SHARES, 0)
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
         self.registry = CollectorRegistry()
@@ -127,6 +143,9 @@ class Metrics(Collector):
 
     def watch_state_slots(self, replica: int, usage: Callable[[], StateSlotUsage]) -> None:
         self._state_slots[replica] = usage
+
+    def watch_swaps(self, replica: int, load: Callable[[], SwapLoad]) -> None:
+        self._swap_loads[replica] = load
 
     def machine(self, replica: int) -> str:
         return self._machines[replica]() if replica in self._machines else ""
@@ -178,12 +197,12 @@ class Metrics(Collector):
         self.classes.record_finished(priority, reason, ttft_s, tpot_s, e2e_s)
 
     def record_preempted(self, priorities: Sequence[int]) -> None:
-        self._add("vllm:num_preemptions_total", len(priorities))
+        self._add({"vllm:num_preemptions_total": len(priorities)})
         for priority in priorities:
             self.classes.record_preempted(priority)
 
     def record_coalesced(self) -> None:
-        self._add("llm_serving:shared_answers_total", 1)
+        self._add({"llm_serving:shared_answers_total": 1})
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
         with self._lock:
@@ -193,7 +212,7 @@ class Metrics(Collector):
                     by_proposer[proposer] += count
 
     def record_bound_violations(self, count: int) -> None:
-        self._add("llm_serving:bound_violations_total", count)
+        self._add({"llm_serving:bound_violations_total": count})
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
         """Count requests above their tenant's limit, and slots given to a class that was not entitled to them."""
@@ -203,19 +222,65 @@ class Metrics(Collector):
                     self.num_shares_broken[name] += number
 
     def record_audit(self, *, differs: bool) -> None:
-        self._add("llm_serving:audits_total", 1)
-        self._add("llm_serving:audit_mismatch_total", int(differs))
+        self._add({"llm_serving:audits_total": 1, "llm_serving:audit_mismatch_total": int(differs)})
 
     def reloaded(self, outcome: str) -> None:
         with self._lock:
             self._reloads[outcome] += 1
 
     def record_worker_restart(self) -> None:
-        self._add("llm_serving:worker_restarts_total", 1)
+        self._add({"llm_serving:worker_restarts_total": 1})
 
-    def _add(self, name: str, count: int) -> None:
+    def record_swaps(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:
+        kinds = Counter(move.kind for move in moves)
+        self._add(
+            {
+                "llm_serving:swapped_out_requests_total": sum(preemption.swapped for preemption in preemptions),
+                "llm_serving:swapped_out_blocks_total": kinds[BlockMoveKind.SWAP_OUT],
+                "llm_serving:swapped_in_blocks_total": kinds[BlockMoveKind.SWAP_IN],
+            }
+        )
+
+    def record_migrated(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
+        """Count requests that migrated here, and their KV blocks, which the copies in `moves` import. `seconds`: for
+        each request, the time from its last step on the old replica to its first step here.
+        """
+        num_blocks = sum(move.kind == BlockMoveKind.IMPORT for move in moves)
+        self._add(
+            {
+                "llm_serving:moved_requests_total": len(seconds),
+                "llm_serving:moved_blocks_total": num_blocks,
+                "llm_serving:moved_bytes_total": num_blocks * self.block_bytes,
+                "llm_serving:move_seconds_total": sum(seconds),
+            }
+        )
+
+    def record_disk_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
+        """Count a disk lookup of prompt blocks. `num_bytes`: size of all files, or -1 if the folder cannot be used."""
+        self._disk_bytes = num_bytes
+        self._add(
+            {
+                "llm_serving:disk_cache_queried_blocks_total": num_looked_up,
+                "llm_serving:disk_cache_hit_blocks_total": num_read,
+                "llm_serving:disk_cache_read_bytes_total": num_read * self.block_bytes,
+                "llm_serving:disk_cache_damaged_blocks_total": num_damaged,
+            }
+        )
+
+    def record_disk_stored(self, num_written: int, num_evicted: int, num_bytes: int) -> None:
+        self._disk_bytes = num_bytes
+        self._add(
+            {
+                "llm_serving:disk_cache_written_blocks_total": num_written,
+                "llm_serving:disk_cache_written_bytes_total": num_written * self.block_bytes,
+                "llm_serving:disk_cache_evicted_blocks_total": num_evicted,
+            }
+        )
+
+    def _add(self, counts: Mapping[str, float]) -> None:
         with self._lock:
-            self._counts[name] += count
+            for name, count in counts.items():
+                self._counts[name] += count
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +294,7 @@ class Metrics(Collector):
 
     @property
     def num_bound_violations(self) -> int:
-        return self._counts["llm_serving:bound_violations_total"]
+        return int(self._counts["llm_serving:bound_violations_total"])
 
     def totals(self) -> Totals:
         with self._lock:
@@ -265,12 +330,17 @@ class Metrics(Collector):
         )
         compiled = {(str(replica),): count() for replica, count in list(self._compilations.items())}
         yield gauges("llm_serving:graph_compilations", text, labels, ("replica",), compiled)
-        yield from self._of_replicas(_REPLICA_GAUGES, dict(self._loads))
+        yield from self._of_replicas(REPLICA_GAUGES, dict(self._loads))
         memory = {replica: read() for replica, read in list(self.memory.items())}
-        yield from self._of_replicas(_MEMORY_GAUGES, memory)
+        yield from self._of_replicas(MEMORY_GAUGES, memory)
         states = {replica: read() for replica, read in list(self._state_slots.items())}
-        yield from self._of_replicas(_STATE_GAUGES, states)
-        for name, text in _COUNTERS.items():
+        yield from self._of_replicas(STATE_GAUGES, states)
+        swaps = [load() for load in list(self._swap_loads.values())]
+        for name, text, field in SWAP_GAUGES:
+            yield gauge(name, text, labels, sum(getattr(load, field) for load in swaps))
+        text = "Disk cache: size of all files, or -1 if the folder cannot be used."
+        yield gauge("llm_serving:disk_cache_bytes", text, labels, self._disk_bytes)
+        for name, text in COUNTERS.items():
             yield counter(name, text, labels, self._counts[name])
         finished = {reason.value: count for reason, count in self._finished.items()}
         text = "Finished requests, by reason."
@@ -279,16 +349,13 @@ class Metrics(Collector):
         yield counter_by("llm_serving:config_reloads_total", text, labels, "outcome", self._reloads)
         text = "Violations of tenant limits and class weights across all replicas; 0 unless there is a bug."
         yield counter_by("llm_serving:share_violations_total", text, labels, "of", self.num_shares_broken)
-        for name, (text, deprecated_name) in _DRAFT_TOKENS.items():
+        for name, (text, deprecated_name) in DRAFT_TOKENS.items():
             counts = self.draft_tokens[name]
             yield counter_by(name, text, labels, "proposer", counts)
             yield counter_by(deprecated_name, f"Deprecated name of {name}.", labels, "proposer", counts)
         for name, histogram in self._histograms.items():
-            yield histogram.family(name, _HISTOGRAMS[name][0], labels)
+            yield histogram.family(name, HISTOGRAMS[name][0], labels)
         yield from self.classes.collect()
-        yield from self.swaps.collect()
-        yield from self.moves.collect()
-        yield from self.disk.collect()
         yield from self.http.collect()
 
     def _of_replicas(self, table: Sequence[tuple[str, str, str]], found: Mapping[int, NamedTuple]) -> Iterator[Metric]:
@@ -316,105 +383,26 @@ class MergedMetrics:
         return generate_latest(self), CONTENT_TYPE_LATEST
 
 
-_REPLICA_GAUGES: Final = (
-    ("llm_serving:replica_requests_running", "Running requests of each replica.", "num_running"),
-    ("llm_serving:replica_requests_waiting", "Waiting requests of each replica.", "num_waiting"),
-    ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
-)
-_MEMORY_GAUGES: Final = (
-    ("llm_serving:kv_cache_reserved_bytes", "Bytes of all blocks of the KV cache, of each replica.", "reserved"),
-    ("llm_serving:kv_cache_committed_bytes", "Bytes of the blocks that were in use at least once.", "committed"),
-    (
-        "llm_serving:work_agent_resident_memory_bytes",
-        "Resident memory of each replica's WorkAgent; 0 if it runs on another machine.",
-        "resident",
-    ),
-)
-_STATE_GAUGES: Final = (
-    ("llm_serving:state_slots", "Slots for recurrent states, of each replica.", "total"),
-    ("llm_serving:state_slots_used", "Slots for recurrent states in use, of each replica.", "used"),
-    (
-        "llm_serving:state_checkpoints",
-        "Recurrent states from which a prefix hit can continue, of each replica.",
-        "checkpoints",
-    ),
-)
-RELOADS: Final = ("applied", "refused", "unchanged")
-SHARES: Final = ("tenant_limit", "class_weight")
-_COUNTERS: Final = {
-    "vllm:num_preemptions_total": "Preemptions of running requests.",
-    "vllm:prompt_tokens_total": "Prompt tokens of finished requests.",
-    "vllm:generation_tokens_total": "Tokens generated.",
-    "vllm:prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
-    "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
-    "llm_serving:steps_total": "Steps scheduled.",
-    "vllm:spec_decode_num_drafts_total": "Drafts verified, at most one per request and step.",
-    "llm_serving:bound_violations_total": "Violations of a guaranteed maximum wait; 0 unless the scheduler has a bug.",
-    "llm_serving:audits_total": "Answers that were recomputed with batch size 1 and compared.",
-    "llm_serving:audit_mismatch_total": "Audited answers that differed when recomputed; 0 unless there is a bug.",
-    "llm_serving:shared_answers_total": "Requests that got the answer of an identical request.",
-    "llm_serving:worker_restarts_total": "Restarts of WorkAgents.",
-}
-_DRAFT_TOKENS: Final = {
-    "vllm:spec_decode_num_draft_tokens_total": (
-        "Draft tokens verified, by proposer.",
-        "llm_serving:guesses_checked_total",
-    ),
-    "vllm:spec_decode_num_accepted_tokens_total": (
-        "Draft tokens accepted, by proposer.",
-        "llm_serving:guesses_right_total",
-    ),
-}
-_HISTOGRAMS: Final = {
-    "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKEN_BUCKETS),
-    "vllm:time_to_first_token_seconds": ("Time from arrival to the first token.", LATENCY_BUCKETS),
-    "vllm:inter_token_latency_seconds": ("Time between two tokens of a request.", LATENCY_BUCKETS),
-    "vllm:request_time_per_output_token_seconds": ("Mean time between the tokens of a request.", LATENCY_BUCKETS),
-    "vllm:e2e_request_latency_seconds": ("Time from arrival to the end of a request.", LATENCY_BUCKETS),
-    "vllm:request_queue_time_seconds": ("Time from arrival to the first scheduling.", LATENCY_BUCKETS),
-    "vllm:request_prefill_time_seconds": ("Time from the first scheduling to the first token.", LATENCY_BUCKETS),
-    "vllm:request_decode_time_seconds": ("Time from the first token to the last.", LATENCY_BUCKETS),
-    "vllm:request_inference_time_seconds": ("Time from the first scheduling to the last token.", LATENCY_BUCKETS),
-    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", LENGTH_BUCKETS),
-    "vllm:request_generation_tokens": ("Tokens generated for a request.", LENGTH_BUCKETS),
-}
-
-
-class _Reading(NamedTuple):
-    time: float
-    totals: Totals
-
-
-class ThroughputLine:
-    def __init__(self, metrics: Metrics, clock: Clock) -> None:
-        self._metrics = metrics
-        self._clock = clock
-        self._before = self._read()
-
-    def next(self) -> str | None:
-        before, self._before = self._before, self._read()
-        now = self._before
-        seconds = now.time - before.time
-        done = Totals(*(new - old for new, old in zip(now.totals, before.totals, strict=True)))
-        if done.steps == 0 or seconds <= 0:
-            return None
-        load = self._metrics.load_now()
-        hits = f"{done.prefix_hits / done.prefix_queries:.0%}" if done.prefix_queries else "-"
-        return (
-            f"{load.num_running} running, {load.num_waiting} waiting; "
-            f"prompt {done.prompt_tokens / seconds:.1f} tok/s, "
-            f"generation {done.generation_tokens / seconds:.1f} tok/s; "
-            f"KV cache {load.kv_usage:.1%}, prefix hits {hits}, {done.preemptions} preemptions"
-        )
-
-    def _read(self) -> _Reading:
-        return _Reading(self._clock(), self._metrics.totals())
+def throughput(before: Totals, now: Totals, seconds: float, load: Load) -> str | None:
+    """Return a line with the load and the rates of the last `seconds`. None if no step ran in them."""
+    done = Totals(*(new - old for new, old in zip(now, before, strict=True)))
+    if done.steps == 0 or seconds <= 0:
+        return None
+    hits = f"{done.prefix_hits / done.prefix_queries:.0%}" if done.prefix_queries else "-"
+    return (
+        f"{load.num_running} running, {load.num_waiting} waiting; "
+        f"prompt {done.prompt_tokens / seconds:.1f} tok/s, "
+        f"generation {done.generation_tokens / seconds:.1f} tok/s; "
+        f"KV cache {load.kv_usage:.1%}, prefix hits {hits}, {done.preemptions} preemptions"
+    )
 
 
 async def log_throughput(metrics: Metrics, clock: Clock, interval_s: float) -> None:
     """Log a line every `interval_s` seconds until the task is cancelled. Skip it if no step ran in the meantime."""
-    line = ThroughputLine(metrics, clock)
+    began, before = clock(), metrics.totals()
     while True:
         await asyncio.sleep(interval_s)
-        if (text := line.next()) is not None:
+        ended, now = clock(), metrics.totals()
+        if (text := throughput(before, now, ended - began, metrics.load_now())) is not None:
             logger.info("%s", text)
+        began, before = ended, now

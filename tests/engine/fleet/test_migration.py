@@ -119,7 +119,7 @@ def test_one_replica_computes_the_prompts_and_the_other_only_decodes(
     assert num_computed(pair.first.runner) == 3 * 11
     assert num_computed(pair.second.runner) == 3 * 7
     assert [len(pair.first.token_ids(f"r{index}")) for index in range(3)] == [1, 1, 1]
-    values = {sample.name: sample.value for metric in pair.second.metrics.moves.collect() for sample in metric.samples}
+    values = {sample.name: sample.value for metric in pair.second.metrics.collect() for sample in metric.samples}
     assert values["llm_serving:moved_requests_total"] == 3
     assert values["llm_serving:moved_blocks_total"] == (9 if window is None else 6)
 

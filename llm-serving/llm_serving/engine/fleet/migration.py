@@ -139,7 +139,7 @@ class RequestMigration(StepObserver):
             return
         seconds = [now - self.accepted.pop(row.request) for row in schedule.rows if row.request in self.accepted]
         if seconds:
-            self._metrics.moves.arrived(seconds, schedule.block_moves)
+            self._metrics.record_migrated(seconds, schedule.block_moves)
         self.accepted = {request: time for request, time in self.accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
