@@ -9,7 +9,7 @@ import uvicorn
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.http.acceptor import ConnectionLimits
 from llm_serving.server.http.connection import Connection, within_connection
-from llm_serving.server.http.request import ARRIVED_KEY
+from llm_serving.server.http.request import REQUEST_KEY
 from uvicorn.server import ServerState
 
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -79,7 +79,7 @@ class Application:
     async def __call__(self, scope, receive, send):
         self.scope = scope
         self.paths.append(scope["path"])
-        self.arrived.append(scope[ARRIVED_KEY])
+        self.arrived.append(scope[REQUEST_KEY].arrived)
         body = bytearray()
         more = self.reads
         while more:

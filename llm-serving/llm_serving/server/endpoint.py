@@ -17,7 +17,7 @@ from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.generation.generation import ClientGoneError
 from llm_serving.server.generation.streaming import internal_error
-from llm_serving.server.http.request import UNSENT_KEY
+from llm_serving.server.http.request import REQUEST_KEY
 from llm_serving.server.parsing.body import IGNORED_HEADER, check_no_body
 from llm_serving.server.parsing.errors import kind_of, openai_error_response
 from llm_serving.server.parsing.headers import (
@@ -72,7 +72,7 @@ class Endpoint:
                 await check_no_body(request, serving)
             response = await self.handler(engine, request)
             size, most = len(getattr(response, "body", b"")), serving.max_buffered_bytes
-            if size > most and UNSENT_KEY in request.scope:  # the connection would be closed before its end
+            if size > most and REQUEST_KEY in request.scope:  # the connection would be closed before its end
                 rule = f"must ask for an answer of at most {most} bytes (serving_config.max_buffered_bytes)"
                 raise RequestError("body", f"{rule}, or for a stream", size)
             if (request_id := response.headers.get(REQUEST_ID_HEADER)) is not None:

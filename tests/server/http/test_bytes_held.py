@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 from llm_serving.server.http.connection import TLS_BYTES, WRITE_BUFFER_BYTES
-from llm_serving.server.http.request import UNSENT_KEY
+from llm_serving.server.http.request import REQUEST_KEY
 from support.connection_harness import CHUNKED, GET, Transport, connected, settle
 
 READ_BYTES = 64 * 1024
@@ -87,7 +87,7 @@ def test_pending_stream_chunks_count_as_buffered():
             server.app.gate.clear()
             connection.data_received(GET % 1)
             await settle()
-            note_unsent = server.app.scope[UNSENT_KEY]
+            note_unsent = server.app.scope[REQUEST_KEY].add_unsent
             note_unsent(200_000)
             assert server.registry.num_bytes == 0, "it is for the loop to write them"
             note_unsent(-150_000)

@@ -9,7 +9,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import ALTERNATIVE_BYTES, TOKEN_BYTES, RequestOutput, TokenLogprobs
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.server.generation.generation import READ_AT_ONCE, Generation
-from llm_serving.server.http.request import WRITE_KEY
+from llm_serving.server.http.request import REQUEST_KEY
 from support.connection_harness import GET, connected, settle
 
 
@@ -27,7 +27,7 @@ class Stream:
         await send({"type": "http.response.body", "body": b"end"})
 
     def write(self, text: bytes) -> bool:
-        return self.scope[WRITE_KEY](lambda index, piece: piece, 0)(text)
+        return self.scope[REQUEST_KEY].chunk_writer(lambda index, piece: piece, 0)(text)
 
 
 def never(index, piece):
@@ -59,7 +59,7 @@ def test_direct_write_does_not_serialize_a_piece_that_must_wait(why):
             server.app = stream = Stream()
             connection.data_received(GET % 1)
             await settle()
-            write = stream.scope[WRITE_KEY](never, 0)
+            write = stream.scope[REQUEST_KEY].chunk_writer(never, 0)
             if why == "the client does not read":
                 connection.pause_writing()
             elif why == "the client has left":
@@ -88,7 +88,7 @@ def test_direct_write_is_not_used_for_responses_without_chunks(request_):
             server.app = stream = Stream()
             connection.data_received(request_)
             await settle()
-            assert not stream.scope[WRITE_KEY](never, 0)(b"piece")
+            assert not stream.scope[REQUEST_KEY].chunk_writer(never, 0)(b"piece")
             stream.is_complete.set()
 
     asyncio.run(run())

@@ -35,7 +35,7 @@ from llm_serving.server.batches.schemas import (
 )
 from llm_serving.server.batches.store import CHUNK_BYTES, KEPT_S, BatchStore, new_file, new_id
 from llm_serving.server.endpoint import Endpoints
-from llm_serving.server.http.request import MAX_WEIGHT_KEY
+from llm_serving.server.http.request import REQUEST_KEY
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import json_response
@@ -62,8 +62,8 @@ ENDPOINTS: Final = Endpoints()
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     batches = _batches(http_request)
     limits = engine.config.serving
-    if (set_max_weight := http_request.scope.get(MAX_WEIGHT_KEY)) is not None:
-        set_max_weight(HELD_BYTES)
+    if (of_connection := http_request.scope.get(REQUEST_KEY)) is not None:
+        of_connection.max_weight = HELD_BYTES
     try:
         async with (
             asyncio.timeout(limits.body_timeout_s),

@@ -14,7 +14,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.log import get_logger
 from llm_serving.server.generation.generation import ClientGoneError, Generation, run_until_client_leaves
-from llm_serving.server.http.request import UNSENT_KEY, WRITE_KEY
+from llm_serving.server.http.request import REQUEST_KEY, HttpRequest
 from llm_serving.server.idempotency.request import END, Position
 
 logger = get_logger(__name__)
@@ -117,9 +117,10 @@ class StreamResponse(Response):
         self.init_headers({**STREAM_HEADERS, **generation.headers, **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._generation.report_unread_bytes(scope.get(UNSENT_KEY))
-        if (chunk_writer := scope.get(WRITE_KEY)) is not None:
-            self._generation.set_fast_path(chunk_writer(self._chunks.chunk, 0))
+        http_request: HttpRequest | None = scope.get(REQUEST_KEY)
+        if http_request is not None:
+            self._generation.report_unread_bytes(http_request.add_unsent)
+            self._generation.set_fast_path(http_request.chunk_writer(self._chunks.chunk, 0))
         try:
             with contextlib.suppress(ClientGoneError):
                 await run_until_client_leaves(receive, self._send_all(send))

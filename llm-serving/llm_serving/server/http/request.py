@@ -29,14 +29,8 @@ _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 """The header `Upgrade`, which is removed (RFC 9110, 7.8). Java's client always sends it, and it stops the parser."""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
-ARRIVED_KEY: Final = "llm_serving.arrived"
-"""Scope key: time at which the head of the request was complete, by `core.timings.monotonic`."""
-MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope key: a function that limits how many body bytes count as buffered, for routes that write bodies to disk."""
-UNSENT_KEY: Final = "llm_serving.unsent"
-"""Scope key: a function that adds to the number of produced, unsent response bytes."""
-WRITE_KEY: Final = "llm_serving.write"
-"""Scope key: the method `chunk_writer` of the connection's `HttpRequest`."""
+REQUEST_KEY: Final = "llm_serving.http_request"
+"""Scope key of the connection's `HttpRequest`."""
 SLICE_BYTES: Final = 16 * 1024
 """Number of bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4
@@ -206,10 +200,12 @@ class HttpRequest:
         self._limits = limits
         self._connection = connection
         self._is_old = head.is_http_1_0
-        most = self._max_weight = limits.max_request_body_bytes
+        self.max_weight = most = limits.max_request_body_bytes
+        """How many body bytes count as buffered at most. Routes that write bodies to disk reduce it."""
         self._must_close = head.expects_continue or head.body_length is None or head.body_length > most
-        self._arrived = monotonic()
+        self.arrived = monotonic()
         self.num_unsent = 0
+        """Number of response bytes that were produced and not sent."""
         self._num_body = self._num_framing = 0
         self._is_received = self._is_digested = self._is_chunked = False
         if head.body_length is None:
@@ -220,7 +216,7 @@ class HttpRequest:
     @property
     def num_held(self) -> int:
         """Number of body bytes that the application has not parsed."""
-        return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
+        return 0 if self._is_digested or self.is_complete else min(self._num_body, self.max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
         """Return how many bytes of `data` belong to the body, and these bytes for uvicorn, with several chunks joined
@@ -262,10 +258,7 @@ class HttpRequest:
         return num_read, framed + (b"0\r\n\r\n" if chunks.is_complete else b"")
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ARRIVED_KEY] = self._arrived
-        scope[MAX_WEIGHT_KEY] = self._set_max_weight
-        scope[UNSENT_KEY] = self._add_unsent
-        scope[WRITE_KEY] = self.chunk_writer
+        scope[REQUEST_KEY] = self
         has_chunks = not self._is_old and scope["method"] != "HEAD"
 
         async def receive_and_record() -> Message:
@@ -318,10 +311,7 @@ class HttpRequest:
 
         return write
 
-    def _set_max_weight(self, num_bytes: int) -> None:
-        self._max_weight = num_bytes
-
-    def _add_unsent(self, num_bytes: int) -> None:
+    def add_unsent(self, num_bytes: int) -> None:
         before, self.num_unsent = self.num_unsent, self.num_unsent + num_bytes
         if before // UNSENT_STEP_BYTES != self.num_unsent // UNSENT_STEP_BYTES:
             self._connection.update_weight()

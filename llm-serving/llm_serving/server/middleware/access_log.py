@@ -21,7 +21,7 @@ from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.errors import ConfigError
 from llm_serving.log import LogWriter, RotatingFile, get_logger
 from llm_serving.observability.component_metrics import HttpMetrics
-from llm_serving.server.http.request import ARRIVED_KEY
+from llm_serving.server.http.request import REQUEST_KEY, HttpRequest
 from llm_serving.server.middleware.rate_limits import LineBudget
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
 from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
@@ -156,7 +156,8 @@ class Accounting:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        http_timings = HttpTimings(scope.get(ARRIVED_KEY) or self.clock())
+        http_request: HttpRequest | None = scope.get(REQUEST_KEY)
+        http_timings = HttpTimings(self.clock() if http_request is None else http_request.arrived)
         path, method, client = scope["path"], scope["method"], scope.get("client")
         # A trusted proxy may pass on any text that its client sent as its address.
         if client and not (len(client[0]) <= MAX_ADDRESS_CHARS and client[0].isascii() and client[0].isprintable()):
