@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason, Request, Transfer
@@ -12,6 +12,7 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_table import Tables
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
+from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.records import (
     FORMAT,
     MAGIC,
@@ -49,20 +50,6 @@ logger = get_logger(__name__)
 _NO_BLOCKS: Final[list[int]] = []
 
 
-class Sink(Protocol):
-    """Output of a recorder. Only `close` blocks, and no method raises an error."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def begin(self, data: bytes) -> None: ...
-
-    def append(self, data: bytes) -> None: ...
-
-    def close(self) -> bool:
-        """Stop accepting data. Return whether everything was written."""
-
-
 class DecisionEncoder:
     """Encodes decisions as records. The row of a request lists only the KV blocks that it got since its last step."""
 
@@ -98,8 +85,8 @@ class Recorder:
     begins with the scheduler's complete state, so it can be replayed alone. An error ends only the recording.
     """
 
-    def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:
-        self._sink = sink
+    def __init__(self, files: RecordFiles, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:
+        self._files = files
         self.clock = clock
         self._name = name
         self._max_file_bytes = max_file_bytes
@@ -111,7 +98,7 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        return self._sink.is_open and not self._failed
+        return self._files.is_open and not self._failed
 
     def event(self, event: Event, scheduler: Scheduler) -> None:
         self._guard(lambda: self._record_event(event, scheduler))
@@ -121,7 +108,7 @@ class Recorder:
 
     def close(self) -> None:
         """End the recording. Log the hash that a replay of the last file must produce."""
-        if self._sink.close() and self._chain is not None and not self._failed:
+        if self._files.close() and self._chain is not None and not self._failed:
             numbers = (self._name, self._num_events, self._num_decisions, self._chain.seal.hex())
             logger.info("%s: ended the recording events=%d decisions=%d hash=%s", *numbers)
 
@@ -162,13 +149,13 @@ class Recorder:
         header = Header(FORMAT, __version__, self._name, seal, *capture((state, self._open)))
         data = MAGIC + self._chain.frame(encode(header))
         self._file_bytes = self._state_bytes = len(data)
-        self._sink.begin(data)
+        self._files.begin(data)
 
     def _append(self, payload: bytes) -> None:
         assert self._chain is not None
         frame = self._chain.frame(payload)
         self._file_bytes += len(frame)
-        self._sink.append(frame)
+        self._files.append(frame)
 
 
 class RecordedScheduler(Scheduler):
