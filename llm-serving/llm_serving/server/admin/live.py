@@ -195,28 +195,18 @@ class Viewer:
 
     tenant: str | None
     num_dropped: int = 0
-    _newest: bytes | None = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: bool = False
+    _newest: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(1))
 
-    def show(self, snapshot: bytes) -> None:
-        self.num_dropped += self._newest is not None
-        self._newest = snapshot
-        self._changed.set()
-
-    def end(self) -> None:
-        self._ended = True
-        self._changed.set()
+    def show(self, snapshot: bytes | None) -> None:
+        """Replace the snapshot that the client has not received yet. None ends the stream."""
+        if self._newest.full():
+            self._newest.get_nowait()
+            self.num_dropped += 1
+        self._newest.put_nowait(snapshot)
 
     async def next(self) -> bytes | None:
         """Wait for the next snapshot for the client and return it. Return None if the stream has ended."""
-        await self._changed.wait()
-        self._changed.clear()
-        if self._ended:
-            self._changed.set()
-            return None
-        snapshot, self._newest = self._newest, None
-        return snapshot
+        return await self._newest.get()
 
 
 @dataclass(eq=False)
@@ -262,8 +252,10 @@ class LiveFeed:
     def close(self) -> None:
         """End all streams, because the server would not exit while they are open."""
         self._closed = True
+        if self._task is not None:
+            self._task.cancel()
         for viewer in self._viewers:
-            viewer.end()
+            viewer.show(None)
 
     async def _run(self) -> None:
         since = self.clock()
