@@ -224,26 +224,19 @@ class Batches:
             await asyncio.gather(work, cancelled, return_exceptions=True)
 
     async def _answer_lines(self, batch_id: str, tenant: str) -> None:
-        last, under_way = -1, set[asyncio.Task[None]]()
+        last = -1
         # lines of this batch in progress, including those waiting for a retry
         open_lines = asyncio.Semaphore(self.concurrency)
         try:
-            while lines := await self.stored(BatchStore.pending, batch_id, last, self.concurrency):
-                for line in lines:
-                    await open_lines.acquire()
-                    task = asyncio.create_task(self._answer(batch_id, line, tenant))
-                    under_way.add(task)
-                    task.add_done_callback(lambda _: open_lines.release())
-                    last = line.number
-                failed = [task for task in under_way if task.done() and task.exception() is not None]
-                if failed:
-                    await failed[0]
-                under_way = {task for task in under_way if not task.done()}
-            await asyncio.gather(*under_way)
-        finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                while lines := await self.stored(BatchStore.pending, batch_id, last, self.concurrency):
+                    for line in lines:
+                        await open_lines.acquire()
+                        task = group.create_task(self._answer(batch_id, line, tenant))
+                        task.add_done_callback(lambda _: open_lines.release())
+                        last = line.number
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _answer(self, batch_id: str, line: PendingLine, tenant: str) -> None:
         pause_s, clock = LEAST_PAUSE_S, asyncio.get_running_loop().time
