@@ -11,7 +11,7 @@ import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.core.timings import HttpTimings
-from llm_serving.observability.event_log import EventLog, RequestRecord, client_ids
+from llm_serving.observability.event_log import EventLog, client_ids
 from llm_serving.observability.latency_breakdown import answers_to, explain
 from llm_serving.server.admin import requests
 from llm_serving.server.app import create_app
@@ -159,7 +159,9 @@ def test_explanation_lookup_is_skipped_for_a_disconnected_client(path, monkeypat
 )
 def test_explanation_accepts_the_ids_of_every_protocol(request_id, engine_id, expected):
     known = create_request(request_id=engine_id)
-    assert answers_to(RequestRecord(known, known.request_class, 1), client_ids(request_id)) is expected
+    log = EventLog(num_requests=1)
+    log.submitted(known, known.request_class)
+    assert answers_to(log.records()[0], client_ids(request_id)) is expected
 
 
 def test_explanation_routes_are_documented():

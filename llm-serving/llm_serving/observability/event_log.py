@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise, takewhile
 from operator import attrgetter
@@ -75,42 +76,25 @@ class RequestSummary(NamedTuple):
     first_scheduled_time: float | None
 
 
+@dataclass(eq=False, slots=True)
 class RequestRecord:
     """The history of one request. After the request has ended, the record holds no texts or tokens."""
 
-    __slots__ = (
-        "_request",
-        "_summary",
-        "arrival_time",
-        "ended_time",
-        "first_token_time",
-        "has_beams",
-        "http_timings",
-        "number",
-        "preemptions",
-        "queued_time",
-        "request_class",
-        "request_id",
-        "sequences",
-        "tenant",
-    )
-
-    def __init__(self, request: Request, request_class: RequestClass, number: int) -> None:
-        self.request_id = request.request_id
-        self.tenant = request.tenant
-        self.request_class = request_class
-        self.number = number
-        self.http_timings: HttpTimings | None = request.http_timings
-        self.arrival_time = request.arrival_time
-        self.queued_time: float | None = None
-        self.first_token_time: float | None = None
-        self.ended_time: float | None = None
-        self.has_beams = False
-        """Whether the request is a beam search. Its beams wait for each other, so token gaps have no bound."""
-        self.sequences: frozenset[int] = frozenset()
-        self.preemptions: tuple[Preempted, ...] = ()
-        self._request: Request | None = request
-        self._summary: RequestSummary | None = None
+    request_id: str
+    tenant: str
+    request_class: RequestClass
+    number: int
+    http_timings: HttpTimings | None
+    arrival_time: float
+    _request: Request | None
+    _summary: RequestSummary | None = None
+    queued_time: float | None = None
+    first_token_time: float | None = None
+    ended_time: float | None = None
+    has_beams: bool = False
+    """Whether the request is a beam search. Its beams wait for each other, so token gaps have no bound."""
+    sequences: frozenset[int] = frozenset()
+    preemptions: tuple[Preempted, ...] = ()
 
     @property
     def summary(self) -> RequestSummary:
@@ -131,20 +115,18 @@ class RequestRecord:
         )
 
 
+@dataclass(eq=False)
 class EventSnapshot:
     """An immutable copy of an event log, in order of time: the steps since `kept_since`, the outages, and `decisions`,
     each with the waiting request that was blocked then. The last two steps may be in flight; their end is then `now`.
     """
 
-    def __init__(
-        self, now: float, steps: list[Step], decisions: list[Decision], outages: list[Outage], kept_since: float
-    ) -> None:
-        self.now = now
-        self.steps = steps
-        self.decisions = decisions
-        self.outages = outages
-        self.kept_since = kept_since
-        self._members: dict[int, frozenset[int]] = {}
+    now: float
+    steps: list[Step]
+    decisions: list[Decision]
+    outages: list[Outage]
+    kept_since: float
+    _members: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def members(self, step: Step) -> frozenset[int]:
         """Return `step.singles`, the requests that decoded one token, as a set. Steps with the same tuple share it."""
@@ -193,9 +175,12 @@ class EventLog(StepObserver):
         if not self.enabled:
             return
         self._num_submitted += 1
-        self._records[request.request_id] = RequestRecord(request, request_class, self._num_submitted)
-        if request.http_timings is not None:
-            request.http_timings.unfinished_request_ids.add(request.request_id)
+        request_id, timings = request.request_id, request.http_timings
+        self._records[request_id] = RequestRecord(
+            request_id, request.tenant, request_class, self._num_submitted, timings, request.arrival_time, request
+        )
+        if timings is not None:
+            timings.unfinished_request_ids.add(request_id)
 
     def forget(self, request: Request) -> None:
         self._records.pop(request.request_id, None)
