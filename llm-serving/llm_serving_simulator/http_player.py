@@ -38,7 +38,7 @@ def temporary_server(
     """
     # Not imported with the module, because simulations need no commands.
     from llm_serving.cli import serve
-    from llm_serving.cli.arguments import ended_in_order
+    from llm_serving_tools.signals import ended_in_order
 
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llm_serving.cli.arguments import ended_in_order
 from llm_serving.errors import ConfigError
 from llm_serving.hub.base import small_files
 from llm_serving.models.memory import readable_size
+
+from llm_serving_tools.signals import ended_in_order
 
 
 def check_absent(target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arguments that subcommands share, loading of the model that they name, and orderly termination on signals."""
+"""Arguments that subcommands share, and loading of the model that they name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import argparse
 import json
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -34,10 +32,8 @@ TENANT: Final = "default"
 _NO_PIPELINE: Final = "layers are not divided among devices; use --tensor-parallel-size or --data-parallel-size"
 _NUMBERS: Final = ("N", "TOKENS")
 EXIT_FAILED: Final = 1
-MAX_SEED: Final = 2**32 - 1
 Runner: TypeAlias = Callable[[argparse.Namespace], int]
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class CommandFlag(NamedTuple):
@@ -180,16 +176,6 @@ def _value(arguments: argparse.Namespace, name: str) -> str | None:
     return value
 
 
-def check_out(path: Path, *read: Path) -> None:
-    """Raise ConfigError, before a long computation, if the output cannot be written or is one of the files `read`."""
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"{path}: must be a file in an existing folder")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{path}: must be a writable file")
-    if path.exists() and any(each.exists() and path.samefile(each) for each in read):
-        raise ConfigError(f"{path}: must not be one of the files that are read")
-
-
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="YAML", help="serving YAML; `llm-serving config reference` lists every key"
@@ -228,29 +214,9 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
     return config
 
 
-def seed(written: str) -> int:
-    if not written.isdecimal() or int(written) > MAX_SEED:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_SEED}. Given: {written!r}")
-    return int(written)
-
-
 def say(text: str) -> None:
     """Print a message to standard error, because programs read results from standard output."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """Return a context for the main thread in which SIGTERM and SIGHUP, unless ignored, raise KeyboardInterrupt."""
-    before = {each: signal.getsignal(each) for each in _SIGNALS}
-    for each, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(each, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def stored_size(config: ServingConfig) -> ModelSize:

@@ -17,13 +17,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 from llm_serving import __version__
-from llm_serving.cli.arguments import add_config_arguments, check_out, load_servable, say, seed
+from llm_serving.cli.arguments import add_config_arguments, load_servable, say
 from llm_serving.cli.serve import StartError
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.spec import ModelSpec
 
+from llm_serving_simulator.arguments import check_out, seed
 from llm_serving_simulator.calibration import Calibration, calibrate
 from llm_serving_simulator.files import write_file
 from llm_serving_simulator.http_player import MAX_INTERFERENCE, ClientTiming, CpuInterference, play, temporary_server

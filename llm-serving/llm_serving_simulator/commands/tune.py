@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llm_serving.cli.arguments import EXIT_FAILED, check_out, say
+from llm_serving.cli.arguments import EXIT_FAILED, say
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError
 from llm_serving.hub.base import DownloadProgress
 
+from llm_serving_simulator.arguments import check_out
 from llm_serving_simulator.commands.whatif import add_workload_arguments, check_servable, read_with
 from llm_serving_simulator.files import write_file
 from llm_serving_simulator.profile import read_profile

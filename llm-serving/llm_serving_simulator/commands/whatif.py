@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from llm_serving.cli.arguments import check_out, say, seed
+from llm_serving.cli.arguments import say
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 
+from llm_serving_simulator.arguments import check_out, seed
 from llm_serving_simulator.figures import Capacity, SimulationResult, figures_of, highest_rate, offered_rate
 from llm_serving_simulator.files import write_file
 from llm_serving_simulator.profile import Profile, extrapolation_notices, read_profile

@@ -34,12 +34,13 @@ from llm_serving.recording.records import (
     TenantLeasesAdjusted,
     Updated,
 )
-from llm_serving.recording.snapshot import Layouts, restore
+from llm_serving.recording.snapshot import Layouts
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 
 from llm_serving_tools.recordings.reader import Entry, Reader
 from llm_serving_tools.recordings.report import describe_decision, describe_state, describe_waiting
+from llm_serving_tools.recordings.restore import restore
 from llm_serving_tools.recordings.upgrade import OLD_FORMATS, upgrade_scheduler, upgrade_snapshot
 
 

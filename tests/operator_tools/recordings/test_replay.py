@@ -23,11 +23,12 @@ from llm_serving.recording.records import (
     Updated,
     encode,
 )
-from llm_serving.recording.snapshot import capture, restore
+from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.policies import POLICIES
 from llm_serving_tools.recordings.replay import ReplayDiffersError
+from llm_serving_tools.recordings.restore import restore
 from support.factories import create_classes, create_request, create_scheduler
 from support.recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
 from support.scheduler_loads import arrivals, create_load, other_rules, scheduler_options
