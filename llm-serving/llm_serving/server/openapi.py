@@ -151,9 +151,9 @@ SECURITY_SCHEMES: Final = {
 }
 
 
-def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
-    """Add ranges and descriptions to the schemas `bodies` and to all schemas nested in them. Return `components`."""
-    for name in _reached(components, bodies):
+def with_limits(components: dict[str, JsonObject], bodies: set[type]) -> dict[str, JsonObject]:
+    """Add ranges and descriptions to the schemas of `bodies` and of all types nested in them. Return `components`."""
+    for name in msgspec.json.schema_components(bodies)[1]:
         schema = components[name]
         schema["additionalProperties"] = False
         for field, about in schema.get("properties", {}).items():
@@ -161,24 +161,6 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
             if text := LIMITS.get(field) or (REQUEST_RULES[field].text if field in REQUEST_RULES else ""):
                 about["description"] = text
     return components
-
-
-def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    found, waiting = set(start), list(start)
-    while waiting:
-        for name in _references(components[waiting.pop()]) - found:
-            found.add(name)
-            waiting.append(name)
-    return found
-
-
-def _references(schema: Any) -> set[str]:
-    if isinstance(schema, list):
-        return set().union(*map(_references, schema))
-    if not isinstance(schema, dict):
-        return set()
-    own = {schema["$ref"].rsplit("/", 1)[1]} if "$ref" in schema else set()
-    return own.union(*map(_references, schema.values()))
 
 
 def _range_of(rule: ParameterRule | None) -> JsonObject:
@@ -209,7 +191,7 @@ def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonO
     ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     references = dict(zip(ordered, schemas, strict=True))
-    bodies = {references[endpoint.body]["$ref"].rsplit("/", 1)[1] for endpoint in endpoints if endpoint.body}
+    bodies = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
     paths: dict[str, JsonObject] = {DOCUMENT_PATH: {"get": DOCUMENT_OPERATION}}
     for endpoint in endpoints:
         path = _shown_path(endpoint)
