@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
 from llm_serving.observability.event_log import EventSnapshot, RequestRecord, Step
@@ -140,12 +141,6 @@ def _request_events(
 
 def _joined(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span, int]]:
     """Merge consecutive spans with the same reason. Yield (start, end, first span, number of steps)."""
-    index = 0
-    while index < len(spans):
-        first, numbers = spans[index], set()
-        end = first.end
-        while index < len(spans) and (spans[index].part, spans[index].detail) == (first.part, first.detail):
-            end = spans[index].end
-            numbers.add(spans[index].step)
-            index += 1
-        yield first.start, end, first, len(numbers - {None})
+    for _, group in groupby(spans, key=lambda span: (span.part, span.detail)):
+        members = list(group)
+        yield members[0].start, members[-1].end, members[0], len({span.step for span in members} - {None})
