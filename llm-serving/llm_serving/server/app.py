@@ -43,7 +43,7 @@ from llm_serving.server.idempotency.store import AcceptedRequests, LogFile, Mode
 from llm_serving.server.middleware.access_log import AccessLog, Accounting, open_access_log
 from llm_serving.server.middleware.authentication import ApiKeyAuthentication
 from llm_serving.server.middleware.browser_origins import BrowserGuard
-from llm_serving.server.middleware.rate_limits import quotas_of, reload_quotas
+from llm_serving.server.middleware.rate_limits import Quota, update_quotas
 from llm_serving.server.middleware.tracing import Tracer, send_to
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.parsing.offload import json_response
@@ -98,7 +98,8 @@ def build_site(
     responses = ResponseStore(tenant_quota_of(engine, "response_store_bytes"))
     accepted = open_accepted(engine) if accepted is None else accepted
     buffers = ResponseBuffers(engine.config.serving.max_buffered_response_bytes)
-    refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
+    refused, quotas = engine.metrics.http.refused, dict[str, Quota]()
+    update_quotas(quotas, keys, engine.clock)
 
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -119,7 +120,7 @@ def build_site(
         def apply_config(config: ServingConfig) -> None:
             if authentication is not None:
                 authentication.reload(config.api_keys)
-            reload_quotas(quotas, config.api_keys, engine.clock)
+            update_quotas(quotas, config.api_keys, engine.clock)
             client.keys = {key.name: key for key in config.api_keys}
             routes.live.policy = config.scheduler.policy
             buffers.max_bytes = config.serving.max_buffered_response_bytes

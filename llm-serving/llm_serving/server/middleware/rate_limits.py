@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
@@ -62,16 +62,17 @@ class Quota:
     def __init__(self, key: ApiKey, clock: Clock) -> None:
         self._name = key.name
         self._clock = clock
-        now = clock()
-        limits = {"requests": key.max_requests_per_minute, "tokens": key.max_tokens_per_minute}
-        self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
+        self._buckets: dict[str, TokenBucket] = {}
+        self.reload(key)
 
     def reload(self, key: ApiKey) -> None:
-        now = self._clock()
-        before, self._buckets = self._buckets, Quota(key, self._clock)._buckets
-        for what, bucket in self._buckets.items():
-            if what in before:
-                self._buckets[what] = before[what].resized(bucket.capacity, now)
+        now, before = self._clock(), self._buckets
+        limits = {"requests": key.max_requests_per_minute, "tokens": key.max_tokens_per_minute}
+        self._buckets = {
+            what: before[what].resized(limit, now) if what in before else TokenBucket(limit, now)
+            for what, limit in limits.items()
+            if limit is not None
+        }
 
     def take_request(self) -> None:
         """Count one request. Raise RateLimitError if that exceeds the limit per minute."""
@@ -114,19 +115,12 @@ class Quota:
         bucket.take(amount, now)
 
 
-def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:
-    after = quotas_of(keys, clock)
+def update_quotas(quotas: dict[str, Quota], keys: Sequence[ApiKey], clock: Clock) -> None:
+    """Change `quotas`, by name of the key, to those of `keys`. What a key has used stays counted."""
     for key in keys:
-        if key.name in after and key.name in quotas:
+        if key.name in quotas:
             quotas[key.name].reload(key)
-            after[key.name] = quotas[key.name]
-    quotas.clear()
-    quotas.update(after)
-
-
-def quotas_of(keys: Iterable[ApiKey], clock: Clock) -> dict[str, Quota]:
-    return {
-        key.name: Quota(key, clock)
-        for key in keys
-        if (key.max_requests_per_minute, key.max_tokens_per_minute) != (None, None)
-    }
+        else:
+            quotas[key.name] = Quota(key, clock)
+    for name in quotas.keys() - {key.name for key in keys}:
+        del quotas[name]
