@@ -246,6 +246,7 @@ def test_wheel_contains_everything_that_the_command_needs(tmp_path):
     assert str(tmp_path / "installed" / "llm_serving" / "demo_model") in run("config", "check", "--model", "demo")
     assert "--find-rate" in run("whatif", "--help")  # a command of the simulator package
     assert "RECEIPT" in run("verify", "--help")  # a command of the receipts package
+    assert "--explain" in run("replay", "--help")  # a command of the package with tools
     sources = tmp_path / "installed" / "llm_serving" / "kernels" / "csrc"
     assert sorted(each.name for each in sources.iterdir()) == sorted(
         each.name for each in (PROJECT_FOLDER / "llm-serving" / "llm_serving" / "kernels" / "csrc").iterdir()
