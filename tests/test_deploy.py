@@ -64,7 +64,7 @@ def series() -> dict[str, list[Labels]]:
         metrics.http.answered("POST", "/v1/completions", status)
     metrics.replicas = lambda: ReplicaCounts(1, 1)
     metrics.watch_agent(0, lambda: 1)
-    metrics.record_step(1, 0, 0.5, 8)
+    metrics.record_load(1, 0, 0.5, 8)
     metrics.record_first_token(0.1)
     metrics.classes.record_first_token(0, 0.1)
     metrics.classes.refused(STANDARD, "slo")

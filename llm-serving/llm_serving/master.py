@@ -137,8 +137,8 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
             )
             engine.ask(partial(_send_adapters, adapters, executor))  # before its first request
             metrics.block_bytes = loaded.block_bytes
-            metrics.watch_memory(index, partial(_memory_of, config, engine.scheduler, executor))
-            metrics.watch_state_slots(index, partial(_state_slots_of, engine.scheduler))
+            metrics.memory[index] = partial(_memory_of, config, engine.scheduler, executor)
+            metrics.state_slots[index] = partial(_state_slots_of, engine.scheduler)
             yield engine
         finally:
             executor.close()

@@ -108,11 +108,18 @@ class StepCounters(Metrics):
         self.block_use: list[tuple[float, float]] = []
         self._clock = clock
 
-    def record_step(
-        self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
+    def record_load(
+        self,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        num_step_tokens: int | None = None,
+        *,
+        replica: int = 0,
     ) -> None:
-        self.num_tokens += num_tokens
-        self.block_use.append((self._clock(), kv_usage))
+        if num_step_tokens is not None:
+            self.num_tokens += num_step_tokens
+            self.block_use.append((self._clock(), kv_usage))
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None: ...
 

@@ -66,7 +66,7 @@ def test_graph_compilations_are_read_at_every_scrape():
 def test_load_is_exported_by_replica_and_machine():
     metrics, machines = Metrics("demo"), ["10.0.0.2"]
     metrics.watch_agent(1, lambda: 1, lambda: machines[0])
-    metrics.record_step(3, 2, 0.5, 8, replica=1)
+    metrics.record_load(3, 2, 0.5, 8, replica=1)
     metrics.record_load(1, 0, 0.25, replica=0)
     found = scrape(metrics)
     assert found["llm_serving:replica_requests_running", "1", "10.0.0.2"] == 3
@@ -79,8 +79,8 @@ def test_load_is_exported_by_replica_and_machine():
 def test_memory_of_work_agents_is_read_at_every_scrape():
     metrics, committed = Metrics("demo"), [0]
     metrics.watch_agent(1, lambda: 1, lambda: "10.0.0.2")
-    metrics.watch_memory(0, lambda: WorkAgentMemory(4096, committed[0], 10_000))
-    metrics.watch_memory(1, lambda: WorkAgentMemory(8192, 8192, 0))
+    metrics.memory[0] = lambda: WorkAgentMemory(4096, committed[0], 10_000)
+    metrics.memory[1] = lambda: WorkAgentMemory(8192, 8192, 0)
     assert scrape(metrics)["llm_serving:kv_cache_committed_bytes", "", "0"] == 0
     committed[0] = 1024
     found = scrape(metrics)
@@ -92,7 +92,7 @@ def test_memory_of_work_agents_is_read_at_every_scrape():
 
 def test_state_slots_are_read_at_every_scrape():
     metrics, used = Metrics("demo"), [2]
-    metrics.watch_state_slots(0, lambda: StateSlotUsage(8, used[0], 1))
+    metrics.state_slots[0] = lambda: StateSlotUsage(8, used[0], 1)
     assert scrape(metrics)["llm_serving:state_slots_used", "", "0"] == 2
     used[0] = 3
     found = scrape(metrics)
@@ -114,8 +114,8 @@ def test_every_metric_names_the_model():
 
 def test_load_is_summed_over_replicas():
     metrics = Metrics()
-    metrics.record_step(3, 2, 0.5, 70, replica=0)
-    metrics.record_step(1, 0, 0.25, 10, replica=1)
+    metrics.record_load(3, 2, 0.5, 70, replica=0)
+    metrics.record_load(1, 0, 0.25, 10, replica=1)
     metrics.record_load(4, 1, 0.75, replica=0)
     values = scrape(metrics)
     assert values[("vllm:num_requests_running",)] == 5
@@ -195,8 +195,8 @@ def test_swap_metrics_count_blocks_and_sum_the_load_over_replicas():
     copy = BlockMove(BlockMoveKind.COPY, 1, 2, 0, 0, 1)
     metrics.record_swaps([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
     metrics.record_swaps([back], [])
-    metrics.watch_swaps(0, lambda: SwapLoad(1, 2, 8))
-    metrics.watch_swaps(1, lambda: SwapLoad(2, 3, 8))
+    metrics.swap_loads[0] = lambda: SwapLoad(1, 2, 8)
+    metrics.swap_loads[1] = lambda: SwapLoad(2, 3, 8)
     values = scrape(metrics)
     assert values[("llm_serving:swapped_out_requests_total",)] == 1
     assert values[("llm_serving:swapped_out_blocks_total",)] == 2

@@ -11,11 +11,11 @@ from llm_serving.observability.metrics import Metrics, log_throughput, throughpu
 
 def busy(metrics: Metrics) -> None:
     """Record two prompts of 30 tokens, half of one found in the prefix cache, and three decode steps."""
-    metrics.record_step(2, 1, 0.5, 45)
+    metrics.record_load(2, 1, 0.5, 45)
     for _ in range(2):
         metrics.record_first_token(0.1)
     for _ in range(3):
-        metrics.record_step(2, 1, 0.5, 2)
+        metrics.record_load(2, 1, 0.5, 2)
         metrics.record_inter_tokens([0.1, 0.1])
     metrics.record_finished(
         FinishReason.STOP, e2e_s=1.0, ttft_s=0.1, num_prompt=60, num_output=2, queued_s=0.0, num_cached=15
@@ -45,7 +45,7 @@ def test_throughput_is_none_without_a_step():
 def test_throughput_without_finished_prompt_has_no_hit_rate():
     metrics = Metrics()
     before = metrics.totals()
-    metrics.record_step(1, 0, 0.25, 10)
+    metrics.record_load(1, 0, 0.25, 10)
     assert throughput(before, metrics.totals(), 1.0, metrics.load_now()) == (
         "1 running, 0 waiting; prompt 10.0 tok/s, generation 0.0 tok/s; KV cache 25.0%, prefix hits -, 0 preemptions"
     )

@@ -223,7 +223,7 @@ def test_a_loaded_model_counts_with_the_part_of_its_cache_that_it_has_not_used_y
     async def run() -> None:
         first, second, asleep = (loadable(name) for name in ("one", "two", "three"))
         for each, memory in ((first, (100, 30, 1)), (second, (50, 50, 1)), (asleep, (70, 0, 0))):
-            each.metrics.watch_memory(0, lambda memory=memory: WorkAgentMemory(*memory))
+            each.metrics.memory[0] = lambda memory=memory: WorkAgentMemory(*memory)
         given: list[int] = []
 
         def open_model(config: Any, reserved_bytes: int) -> OpenedModel:

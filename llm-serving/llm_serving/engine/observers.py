@@ -85,7 +85,7 @@ class StepTimes:
 class MetricsObserver(StepObserver):
     def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
         self._metrics, self._scheduler, self._index = metrics, scheduler, index
-        metrics.watch_swaps(index, self._swap_load)
+        metrics.swap_loads[index] = self._swap_load
 
     def on_completed(self, step: CompletedStep) -> None:
         metrics, schedule = self._metrics, step.schedule
@@ -100,10 +100,7 @@ class MetricsObserver(StepObserver):
     def record_load(self, num_tokens: int | None = None) -> None:
         scheduler, pool = self._scheduler, self._scheduler.blocks.pool
         load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
-        if num_tokens is None:
-            self._metrics.record_load(*load, replica=self._index)
-        else:
-            self._metrics.record_step(*load, num_tokens, replica=self._index)
+        self._metrics.record_load(*load, num_tokens, replica=self._index)
 
     def _swap_load(self) -> SwapLoad:
         blocks = self._scheduler.blocks

@@ -98,8 +98,8 @@ class Metrics(Collector):
         self._compilations: dict[int, Callable[[], int]] = {}
         self._machines: dict[int, Callable[[], str]] = {}
         self.memory: dict[int, Callable[[], WorkAgentMemory]] = {}
-        self._state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
-        self._swap_loads: dict[int, Callable[[], SwapLoad]] = {}
+        self.state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
+        self.swap_loads: dict[int, Callable[[], SwapLoad]] = {}
         self.block_bytes = 0
         """Size of a block of the KV cache, or 0 before a WorkAgent has loaded the model."""
         self._disk_bytes = -1
@@ -119,17 +119,21 @@ class Metrics(Collector):
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def record_step(
-        self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
+    def record_load(
+        self,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        num_step_tokens: int | None = None,
+        *,
+        replica: int = 0,
     ) -> None:
+        """Record the load of a replica, after a step of `num_step_tokens` unless that is None."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
-            self._counts["llm_serving:steps_total"] += 1
-            self._iteration_tokens.observe(num_tokens)
-
-    def record_load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
-        with self._lock:
-            self._loads[replica] = Load(num_running, num_waiting, kv_usage)
+            if num_step_tokens is not None:
+                self._counts["llm_serving:steps_total"] += 1
+                self._iteration_tokens.observe(num_step_tokens)
 
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
@@ -137,15 +141,6 @@ class Metrics(Collector):
         """Register functions that every scrape calls for a WorkAgent. `machine` returns its host, or "" if local."""
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
-
-    def watch_memory(self, replica: int, memory: Callable[[], WorkAgentMemory]) -> None:
-        self.memory[replica] = memory
-
-    def watch_state_slots(self, replica: int, usage: Callable[[], StateSlotUsage]) -> None:
-        self._state_slots[replica] = usage
-
-    def watch_swaps(self, replica: int, load: Callable[[], SwapLoad]) -> None:
-        self._swap_loads[replica] = load
 
     def machine(self, replica: int) -> str:
         return self._machines[replica]() if replica in self._machines else ""
@@ -333,9 +328,9 @@ class Metrics(Collector):
         yield from self._of_replicas(REPLICA_GAUGES, dict(self._loads))
         memory = {replica: read() for replica, read in list(self.memory.items())}
         yield from self._of_replicas(MEMORY_GAUGES, memory)
-        states = {replica: read() for replica, read in list(self._state_slots.items())}
+        states = {replica: read() for replica, read in list(self.state_slots.items())}
         yield from self._of_replicas(STATE_GAUGES, states)
-        swaps = [load() for load in list(self._swap_loads.values())]
+        swaps = [load() for load in list(self.swap_loads.values())]
         for name, text, field in SWAP_GAUGES:
             yield gauge(name, text, labels, sum(getattr(load, field) for load in swaps))
         text = "Disk cache: size of all files, or -1 if the folder cannot be used."
