@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME
@@ -15,12 +15,9 @@ from llm_serving.hub.base import (
     NAME_FORM,
     Hub,
     Listing,
-    huggingface_cache,
-    huggingface_snapshot,
     is_offline,
     is_revision,
     missing_files,
-    modelscope_cache,
     small_files,
     weight_files,
     why_not_a_name,
@@ -30,7 +27,7 @@ from llm_serving.hub.modelscope import ModelScope
 from llm_serving.models.memory import readable_size
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
-__all__ = ["HUBS", "NAME_FORM", "HubModel", "cached_models", "download", "is_revision", "locate", "why_not_a_name"]
+__all__ = ["HUBS", "NAME_FORM", "HubModel", "download", "is_revision", "locate", "why_not_a_name"]
 
 HUBS: Final[Mapping[str, type[Hub]]] = {"huggingface": HuggingFace, "modelscope": ModelScope}
 
@@ -141,22 +138,3 @@ def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
             f"{listing.name}: {listing.folder} must have {readable_size(needed)} free for the weights. Found: "
             f"{readable_size(free)}; set HF_HOME or MODELSCOPE_CACHE to a folder on another disk"
         )
-
-
-class CachedModel(NamedTuple):
-    name: str
-    hub: str
-    revision: str
-    folder: Path
-
-
-def cached_models() -> Iterator[CachedModel]:
-    """Yield cached models by hub, then by name: main revisions of Hugging Face, and all revisions of ModelScope."""
-    for model in sorted(huggingface_cache().glob("models--*--*")):
-        name = model.name.removeprefix("models--").replace("--", "/")
-        folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])
-        if folder is not None:
-            yield CachedModel(name, "huggingface", folder.name, folder)
-    for folder in sorted(modelscope_cache().glob("models/*--*/snapshots/*")):
-        name = folder.parents[1].name.replace("--", "/")
-        yield CachedModel(name, "modelscope", folder.name, folder)

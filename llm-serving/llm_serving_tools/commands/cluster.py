@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from llm_serving.cli.arguments import add_command
 
@@ -15,6 +19,7 @@ from llm_serving_tools.server_client import (
     opened,
     url_of,
 )
+from llm_serving_tools.text_table import aligned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +46,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    from llm_serving.executor.cluster.ray_process import status_lines
+    from llm_serving.executor.cluster.ray_process import DEVICE, connect_to_ray
 
-    print("\n".join(status_lines(arguments.address)), flush=True)
+    with connect_to_ray(arguments.address) as ray:
+        rows = list(_machine_rows(ray, DEVICE))
+    print("\n".join(aligned(rows)), flush=True)
     return 0
+
+
+def _machine_rows(ray: Any, device: str) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each machine: address, state, free and total cores and devices, WorkAgents."""
+    state = importlib.import_module("ray._private.state")
+    free = state.available_resources_per_node()
+    agents = Counter(
+        actor["Address"]["NodeID"]
+        for actor in state.actors().values()
+        if actor["State"] == "ALIVE" and actor.get("ActorClassName", "").endswith("AgentHost")
+    )
+    yield "MACHINE", "STATE", "CORES FREE", "DEVICES FREE", "WORK AGENTS"
+    for node in sorted(ray.nodes(), key=lambda node: (not node["Alive"], node["NodeManagerAddress"])):
+        name, left = node["NodeID"], free.get(node["NodeID"], {})
+        yield (
+            node["NodeManagerAddress"],
+            "alive" if node["Alive"] else "gone",
+            *(f"{left.get(kind, 0.0):g} of {node['Resources'].get(kind, 0.0):g}" for kind in ("CPU", device)),
+            str(agents[name]),
+        )
 
 
 def run_replicas(arguments: argparse.Namespace) -> int:

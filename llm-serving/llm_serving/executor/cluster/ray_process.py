@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -253,42 +252,6 @@ def _resources(ray: Any) -> str:
     nodes = sum(bool(node["Alive"]) for node in ray.nodes())
     devices = f", {found[DEVICE]:g} devices" if DEVICE in found else ""
     return f"{nodes} machines, {found.get('CPU', 0):g} cores{devices}"
-
-
-def status_lines(address: str) -> Iterator[str]:
-    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents."""
-    with connect_to_ray(address) as ray:
-        free = importlib.import_module("ray._private.state").available_resources_per_node()
-        agents = _count_agents(ray)
-        rows = [("MACHINE", "STATE", "CORES FREE", "DEVICES FREE", "WORK AGENTS")]
-        for node in sorted(ray.nodes(), key=lambda node: (not node["Alive"], node["NodeManagerAddress"])):
-            name, left = node["NodeID"], free.get(node["NodeID"], {})
-            rows.append(
-                (
-                    node["NodeManagerAddress"],
-                    "alive" if node["Alive"] else "gone",
-                    _free_of_total(left, node["Resources"], "CPU"),
-                    _free_of_total(left, node["Resources"], DEVICE),
-                    str(agents[name]),
-                )
-            )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _free_of_total(left: dict[str, float], total: dict[str, float], name: str) -> str:
-    return f"{left.get(name, 0.0):g} of {total.get(name, 0.0):g}"
-
-
-def _count_agents(ray: Any) -> Counter[str]:
-    state = importlib.import_module("ray._private.state")
-    actors = state.actors().values()
-    return Counter(
-        actor["Address"]["NodeID"]
-        for actor in actors
-        if actor["State"] == "ALIVE" and actor.get("ActorClassName", "").endswith("AgentHost")
-    )
 
 
 if __name__ == "__main__":
