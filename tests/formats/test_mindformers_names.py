@@ -5,8 +5,8 @@ from llm_serving.formats.mindformers_names import (
     hugging_face_name,
     is_fused,
     mindformers_name,
-    split,
 )
+from llm_serving_tools.fused_projections import split
 from support.small_model import small_tensors
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 4, 2, 3, 5

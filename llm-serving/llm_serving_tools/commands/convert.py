@@ -14,7 +14,7 @@ from llm_serving.config.legacy import spec_of
 from llm_serving.config.yaml_reader import read_yaml
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.folder import DERIVED, check_tensors, read_tensors
-from llm_serving.formats.mindformers_names import ORDERS, Order, hugging_face_name, is_fused, mindformers_name, split
+from llm_serving.formats.mindformers_names import ORDERS, Order, hugging_face_name, is_fused, mindformers_name
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.gguf import is_gguf
@@ -22,6 +22,7 @@ from llm_serving.models.mindformers import CONVERTED
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import optional_tensors
 
+from llm_serving_tools.fused_projections import split
 from llm_serving_tools.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving_tools.writer import TensorSource, write_checkpoint, write_safetensors
 
