@@ -12,16 +12,16 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from random import Random, SystemRandom
 from typing import Final, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.request_stream import Sharing
@@ -82,24 +82,20 @@ def digest_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=20).digest()
 
 
-class SharingRules(NamedTuple):
-    coalesces_identical: bool
-    grace_s: float
-    """Seconds for which a stream without a reader continues."""
-
-
 @dataclass(eq=False)
 class IdempotentRequest:
     """A request that its client may retry or resume, or that may share its response with identical requests."""
 
-    rules: SharingRules
+    serving: ServerConfig
     seeded: bool
     record: AcceptedRequest | None = None
     """The record of the request, or None if the client can neither retry nor resume it."""
     known: bool = False
     """Whether the server accepted a request with this key earlier."""
     position: Position = BEGINNING
-    add: Callable[[AcceptedRequest], Awaitable[None]] | None = None
+    accepted: AcceptedRequests | None = None
+    """The store that gets the record of a new request."""
+    claim: Claim | None = None
     _prompts: bytes = b""
 
     @property
@@ -122,7 +118,7 @@ class IdempotentRequest:
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
         """Return the key by which identical requests find a shared response, and its lifetime. None: not shared."""
-        if self.rules.coalesces_identical and caller.deadline is None and (self.seeded or sampling.greedy):
+        if self.serving.coalesce_identical_requests and caller.deadline is None and (self.seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
             scope = self.record.stream_id
@@ -132,7 +128,7 @@ class IdempotentRequest:
         self._prompts = await off_loop(sum(map(len, prompts)) > INLINE_ITEMS, lambda: _digest_of_ids(prompts))
         key = digest_of(_encode((owner, self._prompts, _distinctive(sampling), choices)))
         keeps = self.record is not None and bool(self.record.key)
-        return Sharing(key, keeps, self.rules.grace_s if self.stream_id else 0.0)
+        return Sharing(key, keeps, self.serving.resume_grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
         """Store a new request's record. Raise GoneError if a repeated request's prompts now have different tokens."""
@@ -141,9 +137,11 @@ class IdempotentRequest:
         if self.known:
             if not hmac.compare_digest(self.record.prompts, self._prompts):
                 raise GoneError(f"the chat template now renders the conversation to different tokens. {_SEND_ANEW}")
-        elif self.add is not None:
+        elif self.accepted is not None:
             self.record = msgspec.structs.replace(self.record, prompts=self._prompts)
-            await self.add(self.record)
+            await self.accepted.add(self.record)
+            if self.claim is not None:
+                self.accepted.settle(self.claim)
 
 
 def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
@@ -190,7 +188,6 @@ async def claim_request(
     """
     accepted: AcceptedRequests = http_request.app.accepted
     serving = engine.config.serving
-    rules = SharingRules(serving.coalesce_identical_requests, serving.resume_grace_s)
     seeded = request.seed is not None
     key = _key(http_request) if accepted.keeps else ""
     streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
@@ -200,7 +197,7 @@ async def claim_request(
         raise RequestError("Last-Event-ID", f"may be given only for a stream that can be resumed: {_RESUMABLE}")
     if resumed is None and not key and not streams:
         yield ClaimedRequest(
-            identify(engine, http_request, request.request_id, prefix), IdempotentRequest(rules, seeded)
+            identify(engine, http_request, request.request_id, prefix), IdempotentRequest(serving, seeded)
         )
         return
     claim: Claim | None = None
@@ -228,7 +225,7 @@ async def claim_request(
             request.seed, request_id, name = record.seed, record.request_id, engine.config.model.model_name
             request_context_of(http_request).request_id = request_id
             identity = ResponseIdentity(f"{prefix}-{request_id}", request_id, record.created, name)
-            yield ClaimedRequest(identity, IdempotentRequest(rules, record.seeded, record, True, position))
+            yield ClaimedRequest(identity, IdempotentRequest(serving, record.seeded, record, True, position))
             return
         if request.seed is None:
             request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
@@ -249,17 +246,11 @@ async def claim_request(
             prompts=b"",
             accepted_at=time.time(),
         )
-        add = partial(_add, accepted, claim)
-        yield ClaimedRequest(identity, IdempotentRequest(rules, seeded, record, add=add))
+        idempotent = IdempotentRequest(serving, seeded, record, accepted=accepted, claim=claim)
+        yield ClaimedRequest(identity, idempotent)
     finally:
         if claim is not None:
             accepted.settle(claim)
-
-
-async def _add(accepted: AcceptedRequests, claim: Claim | None, record: AcceptedRequest) -> None:
-    await accepted.add(record)
-    if claim is not None:
-        accepted.settle(claim)
 
 
 def seed_of(tenant: str, key: str, digest: bytes) -> int:
