@@ -1,1 +1,1 @@
-"""Recording of a scheduler's inputs and decisions in files, and replay of these files."""
+"""Recording of a scheduler's inputs and decisions in files."""
