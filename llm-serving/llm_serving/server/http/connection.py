@@ -40,7 +40,6 @@ LINGER_BYTES: Final = 4 * 2**20
 """Maximum bytes that a refused client may still send in `LINGER_S`, so that it can read the response."""
 STARTED_AT_ONCE: Final = 4
 PROBES: Final = frozenset(("/health", "/ping"))
-CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _CONNECTION_KEY: Final = "connection"
 
 
@@ -193,8 +192,6 @@ class Connection(asyncio.Protocol):
             head = parse_head(self._held[:end])
             self._held, self._num_searched, self._is_head_begun = self._held[end:], 0, False
             self.request = HttpRequest(head, self._limits, self)
-            if head.is_http_1_0:
-                self.write = self._write_old_head
             self._stop_timer()
             if self.request.in_body:
                 self._set_timer(self._limits.body_timeout_s + BODY_GRACE_S, self._on_body_timeout)
@@ -353,18 +350,6 @@ class Connection(asyncio.Protocol):
             self._watch_writing()
         else:
             self.abort()
-
-    def _write_old_head(self, data: bytes) -> None:
-        assert self._transport is not None
-        self.write = self._write_unframed if CHUNKED in data else self._transport.write
-        self._transport.write(data.replace(CHUNKED, b""))
-
-    def _write_unframed(self, data: bytes) -> None:
-        assert self._transport is not None
-        while data:
-            size, _, data = data.partition(b"\r\n")
-            self._transport.write(data[: int(size, 16)])
-            data = data[int(size, 16) + 2 :]
 
 
 def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:

@@ -259,7 +259,12 @@ class HttpRequest:
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         scope[REQUEST_KEY] = self
-        has_chunks = not self._is_old and scope["method"] != "HEAD"
+        has_body = scope["method"] != "HEAD"
+        if self._is_old and has_body:
+            # In a response to HEAD uvicorn writes the head only. Otherwise it would write chunks, which are not part of
+            # HTTP/1.0. `send_and_record` writes the body.
+            uvicorn_scope, scope = scope, {**scope}
+            uvicorn_scope["method"] = "HEAD"
 
         async def receive_and_record() -> Message:
             if self._is_received and not self._is_digested:  # the application waits for the client to disconnect
@@ -271,7 +276,9 @@ class HttpRequest:
 
         def send_and_record(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                return self._send_start(send, message, has_chunks=has_chunks)
+                return self._send_start(send, message, has_chunks=has_body and not self._is_old)
+            if self._is_old and has_body:
+                self._connection.write(message.get("body", b""))
             return send(message) if message.get("more_body") else self._send_last(send, message)
 
         await app(scope, receive_and_record, send_and_record)
