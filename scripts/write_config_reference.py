@@ -13,7 +13,9 @@ from typing import Final
 
 from llm_serving.config.legacy import ALIASES, RENAMED, WITHOUT_EFFECT
 from llm_serving.config.models import KEY_TEXTS
-from llm_serving.config.report import (
+from llm_serving.config.schema import SECTIONS
+from llm_serving.core.request_class import DEFAULT_CLASSES
+from llm_serving_tools.config_reference import (
     CLASSES_TEXT,
     KEYS_TEXT,
     MODELS_TEXT,
@@ -24,8 +26,6 @@ from llm_serving.config.report import (
     section_keys,
     summary,
 )
-from llm_serving.config.schema import SECTIONS
-from llm_serving.core.request_class import DEFAULT_CLASSES
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN_HEAD: Final = """\

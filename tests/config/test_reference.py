@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 from llm_serving.config import load_config
-from llm_serving.config.report import key_texts, reference_yaml
+from llm_serving.config.report import key_texts
 from llm_serving.config.schema import OPTIONS, RULES, SECTIONS, TABLES
+from llm_serving_tools.config_reference import reference_yaml
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "write_config_reference.py"
 MODULE = runpy.run_path(str(SCRIPT))

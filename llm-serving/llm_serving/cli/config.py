@@ -18,7 +18,7 @@ from llm_serving.cli.arguments import (
     stored_size,
 )
 from llm_serving.config import ServingConfig
-from llm_serving.config.report import describe, reference_yaml
+from llm_serving.config.report import describe
 from llm_serving.core.process import import_optional
 from llm_serving.core.sampling_params import GENERATION_CONFIG, generation_defaults
 from llm_serving.errors import ConfigError
@@ -119,12 +119,15 @@ def _bounds(config: ServingConfig) -> list[str]:
 
 
 def run_reference(arguments: argparse.Namespace) -> int:
-    print(reference_yaml(), end="", flush=True)
-    return 0
+    return _run_tool("print_reference", "reference", arguments)
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    return int(import_optional("llm_serving_tools.commands.import_mindie", "llm-serving config import").run(arguments))
+    return _run_tool("import_mindie", "import", arguments)
+
+
+def _run_tool(module: str, command: str, arguments: argparse.Namespace) -> int:
+    return int(import_optional(f"llm_serving_tools.commands.{module}", f"llm-serving config {command}").run(arguments))
 
 
 def run_hash_key(arguments: argparse.Namespace) -> int:
