@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,6 @@ from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.adapters import AdaptedLinear, with_adapters
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheLayout, CacheShape, StateShape, grouped, ungrouped
-from llm_serving.network.operations import Weight
 from llm_serving.network.sharding import sharded
 
 CONFIG_NAME: Final = "config.json"
@@ -42,6 +41,12 @@ _QUANTIZATION_FILES: Final[Mapping[str, str]] = {
 }
 """File of an older quantization tool -> its method, for folders whose config.json does not mention quantization."""
 
+_MATRICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "linear": ("weight",),
+    "route": ("weight",),
+    "experts": ("gate_up", "down"),
+}
+"""Operation kind -> weights by which a token is multiplied."""
 _UNLIMITED: Final = 2**20
 
 
@@ -54,28 +59,19 @@ class ModelSpec:
 
     architecture: str
     config: Mapping[str, Any]
+    network: Network = field(repr=False, compare=False)
+    scheme: Scheme | None
     vocab_size: int
     max_position_embeddings: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
-    @cached_property
-    def network(self) -> Network:
-        network: Network = describe(self.architecture, ConfigReader(self.config, CONFIG_NAME))
-        return network
-
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
         """Return the MTP layer's spec, or None if the model has none. `stored`: the folder's tensor names, if known."""
-        spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
-        spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
-        spec.__dict__["scheme"] = self.scheme
-        return None if spec.network.given is None else spec
-
-    @cached_property
-    def scheme(self) -> Scheme | None:
-        return scheme_of(self.config, CONFIG_NAME)
+        network = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
+        return None if network.given is None else replace(self, network=network)
 
     def config_value(self, key: str) -> Any:
         """Return a value of config.json. If it lacks the number of KV heads or layers, take it from the network."""
@@ -130,7 +126,7 @@ class ModelSpec:
         """Return the spec of one rank with its part of the network. Raise ModelError if the model cannot be split."""
         if num_ranks == 1:
             return self
-        return self._with_network(sharded(self.network, rank, num_ranks))
+        return replace(self, network=sharded(self.network, rank, num_ranks))
 
     def with_cache_groups(self, max_model_len: int, *, int8: bool = False) -> ModelSpec:
         """Return the spec with the layers of the KV cache in groups, for requests of up to `max_model_len` tokens.
@@ -141,22 +137,17 @@ class ModelSpec:
         network = copy(self.network)
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)
         network.layout = grouped(network.caches, self._windows, max_model_len) if has_groups else None
-        return self._with_network(network)
+        return replace(self, network=network)
 
     def of_mindformers(self) -> ModelSpec:
         """Return the spec for MindFormers' KV cache, which has latent vector and rotary key in one tensor (MLA)."""
         network = copy(self.network)
         network.caches = joined_caches(network)
-        return self._with_network(network)
+        return replace(self, network=network)
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:
         network, linears = with_adapters(self.network, slots, max_rank, as_program=as_program)
-        return self._with_network(network), linears
-
-    def _with_network(self, network: Network) -> ModelSpec:
-        spec = replace(self)
-        spec.__dict__.update(network=network, scheme=self.scheme)
-        return spec
+        return replace(self, network=network), linears
 
     def adapter_bytes(self, slots: int, max_rank: int, dtype_bytes: int) -> int:
         _, linears = self.with_adapters(slots, max_rank, as_program=True)
@@ -178,7 +169,7 @@ class ModelSpec:
         for each in self.network.operations[:-1]:
             top_k = each.attributes["top_k"] if each.kind == "route" else top_k
             share = top_k / each.attributes["experts"] if each.kind == "experts" else 1.0
-            total += sum(share * math.prod(w.shape) for w in _factors(each.kind, each.weights))
+            total += sum(share * math.prod(each.weights[role].shape) for role in _MATRICES.get(each.kind, ()))
         return int(total)
 
     @cached_property
@@ -207,22 +198,17 @@ class ModelSpec:
             form = f"a model is a folder in Hugging Face format, with {CONFIG_NAME} beside *.safetensors"
             raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: {form}{how_to_convert(folder)}")
         config = read_json_object(path, MAX_CONFIG_BYTES)
-        if (
-            config.get("quantization_config") is None
-            and (older := _older_quantization_config(folder, config)) is not None
-        ):
-            config["quantization_config"] = older
+        if config.get("quantization_config") is None:
+            config |= _older_quantization_config(folder, config)
         if tokens := score_tokens(folder, config):
             config[SCORE_TOKENS] = tokens
         elif is_embedding_model(folder):
             config["tie_word_embeddings"] = True  # the LM head is never read and may be missing
         spec = cls.from_hugging_face(config, str(path))
         longest = None if spec.network.causal else max_seq_length(folder)
-        if longest is not None and longest < spec.max_position_embeddings:
-            limited = replace(spec, max_position_embeddings=longest)
-            limited.__dict__.update({name: spec.__dict__[name] for name in ("network", "scheme")})
-            return limited
-        return spec
+        if longest is None:
+            return spec
+        return replace(spec, max_position_embeddings=min(longest, spec.max_position_embeddings))
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
@@ -236,21 +222,18 @@ class ModelSpec:
         network = describe(architecture, reader)
         longest = reader.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
         longest = reader.integer("max_position_embeddings", longest)
-        spec = cls(
+        bos, eos, pad = (_token_ids(reader, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id"))
+        return cls(
             architecture=architecture,
             config=dict(config),
-            vocab_size=reader.integer("vocab_size"),
+            network=network,
+            scheme=scheme,
+            vocab_size=network.vocab,
             max_position_embeddings=longest if network.positions is None else network.positions.num_positions,
-            bos_token_id=next(iter(reader.token_ids("bos_token_id")), None),
-            eos_token_ids=reader.token_ids("eos_token_id"),
-            pad_token_id=next(iter(reader.token_ids("pad_token_id")), None),
+            bos_token_id=next(iter(bos), None),
+            eos_token_ids=eos,
+            pad_token_id=next(iter(pad), None),
         )
-        spec.__dict__["network"] = network
-        spec.__dict__["scheme"] = scheme
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if any(token_id >= spec.vocab_size for token_id in reader.token_ids(key)):
-                raise reader.fail(key, f"must be less than `vocab_size` {spec.vocab_size}")
-        return spec
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
@@ -258,15 +241,19 @@ class ModelSpec:
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 
-def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> Any:
-    if (compressed := config.get("compression_config")) is not None:
-        return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
+def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    if (given := config.get("compression_config")) is not None:
+        is_object = isinstance(given, Mapping)
+        return {"quantization_config": {"quant_method": "compressed-tensors", **given} if is_object else given}
     for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).exists():
-            return {"quant_method": method, **read_json_object(folder / name, MAX_CONFIG_BYTES)}
-    return None
+            found = read_json_object(folder / name, MAX_CONFIG_BYTES)
+            return {"quantization_config": {"quant_method": method, **found}}
+    return {}
 
 
-def _factors(kind: str, weights: Mapping[str, Weight]) -> list[Weight]:
-    roles = {"linear": ("weight",), "route": ("weight",), "experts": ("gate_up", "down")}.get(kind, ())
-    return [weights[role] for role in roles]
+def _token_ids(reader: ConfigReader, key: str) -> tuple[int, ...]:
+    found, vocab_size = reader.token_ids(key), reader.integer("vocab_size")
+    if any(token_id >= vocab_size for token_id in found):
+        raise reader.fail(key, f"must be less than `vocab_size` {vocab_size}")
+    return found
