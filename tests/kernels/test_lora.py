@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from llm_serving.formats.peft import LowRankChange
 from llm_serving.kernels import library
-from llm_serving.network.adapters import AdaptedLinear, LowRankChange, panels, with_adapters
+from llm_serving.network.adapters import AdaptedLinear, panels, with_adapters
 from llm_serving.network.builder import Network
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows

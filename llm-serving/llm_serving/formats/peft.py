@@ -75,8 +75,8 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class StoredChange:
-    """Matrices a [rank, columns] and b [rows, rank] of one module, as stored, and the factor of their product."""
+class LowRankChange:
+    """The change `scale * b @ a` of one tensor: a [rank, columns] and b [rows, rank], as stored."""
 
     a: Array
     b: Array
@@ -89,7 +89,7 @@ class PeftAdapter:
 
     folder: Path
     config: AdapterConfig
-    modules: Mapping[str, StoredChange]
+    modules: Mapping[str, LowRankChange]
     fingerprint: str
 
 
@@ -109,7 +109,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
             rule = "must be lora_A.weight or lora_B.weight of a linear layer"
             raise ModelError(f"{path}: tensor {shorten(name)} {rule}")
         found.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = _array(path, data, tensor)
-    modules: dict[str, StoredChange] = {}
+    modules: dict[str, LowRankChange] = {}
     for module, pair in found.items():
         if len(pair) < 2:
             raise ModelError(f"{path}: {module} must have lora_A and lora_B. Found: lora_{next(iter(pair))}")
@@ -121,7 +121,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
                 raise ModelError(f"{path}: {module}.lora_{part}.weight {rule}. Found: shape {list(shape)}")
             if not is_finite(pair[part]):
                 raise ModelError(f"{path}: {module}.lora_{part}.weight must hold finite numbers only")
-        modules[module] = StoredChange(pair["A"], pair["B"], config.scale_of(module))
+        modules[module] = LowRankChange(pair["A"], pair["B"], config.scale_of(module))
     if not modules:
         raise ModelError(f"{path}: must have at least one pair of matrices, lora_A and lora_B")
     digest = hashlib.sha256(read_regular(config.path, MAX_CONFIG_BYTES))

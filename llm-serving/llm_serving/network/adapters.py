@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.peft import WEIGHTS_NAME, PeftAdapter
+from llm_serving.formats.peft import WEIGHTS_NAME, LowRankChange, PeftAdapter
+from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Operation, Weight
 from llm_serving.network.weights import picked
@@ -25,19 +26,6 @@ from llm_serving.network.weights import picked
 PANEL: Final = 16
 """Number of weight rows that a matrix product reads together: kPanelWidth of csrc/kernels.h."""
 SUFFIX: Final = ".weight"
-
-
-@dataclass(frozen=True)
-class LowRankChange:
-    """The change `scale * b @ a` of one tensor: a [rank, columns], b [rows, rank], in the stored type or float32."""
-
-    a: Float32Array
-    b: Float32Array
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return len(self.a)
 
 
 class Matrices(NamedTuple):
@@ -78,21 +66,22 @@ class AdaptedLinear:
         return rows, columns
 
     def matrices(self, changes: Mapping[str, LowRankChange]) -> list[Matrices]:
+        """Return the matrices of each part. `changes`: changes of this operation's modules, and perhaps of others."""
         of_parts = [(name,) for name in self.modules] if self.num_parts > 1 else [self.modules]
         return [self._matrices({name: changes[name] for name in names if name in changes}) for names in of_parts]
 
     def _matrices(self, changes: Mapping[str, LowRankChange]) -> Matrices:
         heights = [rows for rows, _ in self.weight.stored_shapes]
-        rank = sum(each.rank for each in changes.values())
+        rank = sum(len(each.a) for each in changes.values())
         a = np.zeros((rank, self.weight.stored_shapes[0][1]), np.float32)
         b = np.zeros((sum(heights), rank), np.float32)
         at = 0
         for name, change in changes.items():
-            index = self.modules.index(name)
+            index, end = self.modules.index(name), at + len(change.a)
             first = sum(heights[:index])
-            a[at : at + change.rank] = change.a
-            b[first : first + heights[index], at : at + change.rank] = change.b * np.float32(change.scale)
-            at += change.rank
+            a[at:end] = to_float32(change.a)
+            b[first : first + heights[index], at:end] = to_float32(change.b) * np.float32(change.scale)
+            at = end
         return Matrices(picked(a.T, self.weight.columns).T, picked(b, self.weight.rows))
 
 

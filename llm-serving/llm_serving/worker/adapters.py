@@ -16,7 +16,7 @@ from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError, WorkerError
 from llm_serving.formats.peft import PeftAdapter, number_of, read_adapter
 from llm_serving.formats.stored_tensor import to_float32
-from llm_serving.network.adapters import PANEL, AdaptedLinear, AdapterLimits, LowRankChange, check_adapter, panels
+from llm_serving.network.adapters import PANEL, AdaptedLinear, AdapterLimits, check_adapter, panels
 from llm_serving.network.operations import Weight
 
 
@@ -112,12 +112,7 @@ class AdapterMemory:
         self._slots[slot] = number
 
     def _matrices(self, adapter: PeftAdapter, linear: AdaptedLinear) -> _Stored:
-        changes = {
-            name: LowRankChange(to_float32(stored.a), to_float32(stored.b), stored.scale)
-            for name in linear.modules
-            if (stored := adapter.modules.get(name)) is not None
-        }
-        parts = linear.matrices(changes)
+        parts = linear.matrices(adapter.modules)
         ranks = [len(each.a) for each in parts]
         if not self._as_program:
             ((a, b),) = parts
