@@ -6,11 +6,10 @@ from functools import partial
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.latent_attention import Indexing, LatentAttention
-from llm_serving.models.layers import NEXTN, block_decoder, empty_network, gated_mlp
-from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
+from llm_serving.models.layers import NEXTN, block_decoder, empty_network
+from llm_serving.models.mixtures import routed_and_shared_experts, shared_experts_size, sigmoid_routing
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
-from llm_serving.network.operations import Value
 
 
 def deepseek_v2(c: ConfigReader) -> Network:
@@ -80,19 +79,11 @@ def _deepseek(
     *,
     eps: float = 1e-6,
 ) -> Network:
-    net, count = empty_network(c, eps=eps), c.integer("n_routed_experts")
-    attention = attention or LatentAttention(c)
+    net, attention = empty_network(c, eps=eps), attention or LatentAttention(c)
     shared = shared_experts_size(c, "n_shared_experts")
     if c.integer("moe_layer_freq", 1) != 1:
         raise c.fail("moe_layer_freq", "must be 1")
     if c.boolean("attention_bias"):
         raise c.fail("attention_bias", "must be false")
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def feed_forward(x: Value, index: int, at: str) -> Value:
-        if index < first:
-            return gated_mlp(net, x, at, c.integer("intermediate_size"))
-        routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
-        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
-
+    feed_forward = routed_and_shared_experts(net, c, routing, first, shared)
     return block_decoder(net, c, partial(attention, net), feed_forward, mtp_names=NEXTN)

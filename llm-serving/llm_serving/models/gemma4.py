@@ -112,8 +112,7 @@ def _experts(net: Network, c: ConfigReader, hidden: Value, at: str) -> Value:
     count, key, inner = c.integer("num_experts"), "top_k_experts", "moe_intermediate_size"
     routing = ExpertRouting(c.integer(key), function="gelu_tanh", factors="router.per_expert_scale")
     stacks, router = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj"), "router.proj"
-    stacked = None if c.boolean("separate_experts") else stacks  # separate in GGUF files
     y = mixture_of_experts(
-        net, c, x, at, count, inner, routing, router=router, stacks=stacked, top_k_key=key, routed=routed
+        net, c, x, at, count, inner, routing, router=router, stacks=stacks, top_k_key=key, routed=routed
     )
     return net.rms_norm(y, at + "post_feedforward_layernorm_2")

@@ -4,10 +4,9 @@ have experts, and rotate without interleaving.
 
 from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import NEXTN, attend, block_decoder, empty_network, gated, gated_mlp
-from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
+from llm_serving.models.layers import NEXTN, attend, block_decoder, empty_network, gated
+from llm_serving.models.mixtures import routed_and_shared_experts, shared_experts_size, sigmoid_routing
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Value
 
 
 def glm(c: ConfigReader) -> Network:
@@ -28,15 +27,7 @@ def _glm(c: ConfigReader, after: tuple[str, str]) -> Network:
 def glm4_moe(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
     rotary, norms = rotary_embedding(c, heads, fraction=0.5), HEAD_NORMS if c.boolean("use_qk_norm") else None
-    count, first = c.integer("n_routed_experts"), c.integer("first_k_dense_replace", 1, least=0)
-    shared, routing = shared_experts_size(c, "n_shared_experts", 1), sigmoid_routing(c, (1, 1), 1.0)
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def feed_forward(x: Value, index: int, at: str) -> Value:
-        if index < first:
-            return gated_mlp(net, x, at, c.integer("intermediate_size"))
-        routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
-        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
-
+    first, shared = c.integer("first_k_dense_replace", 1, least=0), shared_experts_size(c, "n_shared_experts", 1)
+    feed_forward = routed_and_shared_experts(net, c, sigmoid_routing(c, (1, 1), 1.0), first, shared)
     attention = attend(net, heads, rotary, norms=norms, bias=c.boolean("attention_bias"))
     return block_decoder(net, c, attention, feed_forward, mtp_names=NEXTN)

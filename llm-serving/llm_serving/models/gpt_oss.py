@@ -5,10 +5,9 @@ gate function. One tensor holds all experts of a layer; its rows of gate and up 
 from llm_serving.models.attention import attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import attend, block_decoder, empty_network, layer_kinds, layer_windows
-from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.models.mixtures import routed_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
-from llm_serving.network.operations import Value
 
 _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
@@ -21,14 +20,9 @@ def gpt_oss(c: ConfigReader) -> Network:
     routing = ExpertRouting(top_k, bias=True, function="clamped")
     biases = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
     stacks = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj", biases, interleaved=True, transposed=True)
-    separate = c.boolean("separate_experts")  # as in GGUF files
     for key, value in _FIXED.items():
         if c.number(key, value) != value:
             raise c.fail(key, f"must be {value}")
-
-    def feed_forward(x: Value, _: int, at: str) -> Value:
-        own = None if separate else stacks
-        return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, router="router", stacks=own)
-
+    feed_forward = routed_experts(net, c, count, "intermediate_size", routing, router="router", stacks=stacks)
     attention = attend(net, heads, rotary, bias=bias, out_bias=bias, window=window, sinks=True)
     return block_decoder(net, c, attention, feed_forward)

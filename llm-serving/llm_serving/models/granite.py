@@ -44,19 +44,9 @@ def _granite(c: ConfigReader, *, rotates: bool, is_hybrid: bool = False) -> Netw
 
     def routed(x: Value, at: str) -> Value:
         routing = ExpertRouting(c.integer("num_experts_per_tok", 2))
-        stacks = ExpertStacks(experts, "input_linear.weight", "output_linear.weight")
+        router, stacks = "router.layer", ExpertStacks(experts, "input_linear.weight", "output_linear.weight")
         at = at + "block_sparse_moe."
-        return mixture_of_experts(
-            net,
-            c,
-            x,
-            at,
-            experts,
-            "intermediate_size",
-            routing,
-            router="router.layer",
-            stacks=None if apart else stacks,
-        )
+        return mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, router=router, stacks=stacks)
 
     def mixer(x: Value, index: int, at: str) -> Value:
         if mamba is not None and MIXERS[kinds[index]]:

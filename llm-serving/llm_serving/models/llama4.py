@@ -5,7 +5,7 @@ from typing import Any
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.layers import FULL, block_decoder, empty_network, gated_mlp
-from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.models.mixtures import routed_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
@@ -33,7 +33,7 @@ def llama4(c: ConfigReader) -> Network:
     sparse = c.integers("moe_layers") if c.has("moe_layers") else range(every - 1, count, every)
     routing = ExpertRouting(c.integer("num_experts_per_tok", 1), score="sigmoid", normalise=False, scales_input=True)
     stacks = ExpertStacks(experts, "experts.gate_up_proj", "experts.down_proj", transposed=True)
-    stacked = None if c.boolean("separate_experts") else stacks  # separate in GGUF files
+    routed = routed_experts(net, c, experts, "intermediate_size", routing, router="router", stacks=stacks)
     c.choice("hidden_act", ("silu",), "silu")
 
     def attention(x: Value, index: int, at: str) -> Value:
@@ -47,10 +47,7 @@ def llama4(c: ConfigReader) -> Network:
         if index not in sparse:
             return gated_mlp(net, x, at, c.integer("intermediate_size_mlp", 16384))
         shared = gated_mlp(net, x, at + "shared_expert.", c.integer("intermediate_size"))
-        routed = mixture_of_experts(
-            net, c, x, at, experts, "intermediate_size", routing, router="router", stacks=stacked
-        )
-        return net.add(shared, routed)
+        return net.add(shared, routed(x, index, at))
 
     prefix = "language_model." if c.has(TEXT_CONFIG) else ""
     if prefix:

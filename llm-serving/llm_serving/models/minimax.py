@@ -3,10 +3,9 @@
 from llm_serving.models.attention import HEAD_NORMS, attention_heads, fraction_of, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import attend, block_decoder, empty_network
-from llm_serving.models.mixtures import BLOCK_SPARSE, mixture_of_experts
+from llm_serving.models.mixtures import BLOCK_SPARSE, routed_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
-from llm_serving.network.operations import Value
 
 
 def minimax_m2(c: ConfigReader) -> Network:
@@ -18,9 +17,6 @@ def minimax_m2(c: ConfigReader) -> Network:
     c.choice("hidden_act", ("silu",), "silu")
     c.choice("qk_norm_type", ("per_layer",), "per_layer")
     c.choice("scoring_func", ("sigmoid",), "sigmoid")
-
-    def feed_forward(x: Value, _: int, at: str) -> Value:
-        return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, parts=BLOCK_SPARSE)
-
+    feed_forward = routed_experts(net, c, count, "intermediate_size", routing, parts=BLOCK_SPARSE)
     attention = attend(net, heads, rotary, norms=HEAD_NORMS, whole_norms=True)
     return block_decoder(net, c, attention, feed_forward, prefix="block_sparse_moe.")

@@ -5,10 +5,9 @@ from dataclasses import replace
 from llm_serving.models.attention import attention_heads, rope_config, rotary_embedding, sliding_window
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import attend, block_decoder, empty_network, gated
-from llm_serving.models.mixtures import BLOCK_SPARSE, mixture_of_experts
+from llm_serving.models.mixtures import BLOCK_SPARSE, routed_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
-from llm_serving.network.operations import Value
 
 
 def mistral(c: ConfigReader) -> Network:
@@ -16,15 +15,12 @@ def mistral(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5 if experts else 1e-6), attention_heads(c)
     rotary = rotary_embedding(c, heads, theta=1e6 if experts else 10000.0)
     attention = attend(net, heads, rotary, window=sliding_window(c, None if experts else 4096))
-    dense = gated(net, c)
-
-    def feed_forward(x: Value, index: int, at: str) -> Value:
-        if not experts:
-            return dense(x, index, at)
-        routing = ExpertRouting(c.integer("num_experts_per_tok"))
-        return mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, parts=BLOCK_SPARSE)
-
-    return block_decoder(net, c, attention, feed_forward, prefix="block_sparse_moe." if experts else "mlp.")
+    if not experts:
+        return block_decoder(net, c, attention, gated(net, c))
+    c.choice("hidden_act", ("silu",), "silu")
+    routing = ExpertRouting(c.integer("num_experts_per_tok"))
+    feed_forward = routed_experts(net, c, experts, "intermediate_size", routing, parts=BLOCK_SPARSE)
+    return block_decoder(net, c, attention, feed_forward, prefix="block_sparse_moe.")
 
 
 def ministral3(c: ConfigReader) -> Network:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.models.attention import MAX_WIDTH
 from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import Layer, gated_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import Expert, ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
@@ -40,7 +41,8 @@ def mixture_of_experts(
         inner_key, top_k_key: Configuration keys of the experts' intermediate size and of `routing.top_k`.
         parts: Names of an expert's gate, up and down tensors. The expert's number precedes them. The name of the gate
             is empty if experts have none.
-        stacks: Tensors that hold all experts, instead of `parts`.
+        stacks: Tensors that hold all experts, instead of `parts`. They are not used if the configuration has
+            `separate_experts`, as that of a GGUF file.
         routed: Input of the router. None means x.
     """
     inner = c.integer(inner_key)
@@ -57,7 +59,7 @@ def mixture_of_experts(
     if count * inner > MAX_EXPERT_COLUMNS:
         raise c.fail(inner_key, f"must be at most {MAX_EXPERT_COLUMNS // count} for {count} experts")
     names: Sequence[Expert] | ExpertStacks
-    if stacks is None:
+    if stacks is None or c.boolean("separate_experts"):
         prefixes = [f"{at}experts.{number}." for number in range(count)]
         names = [Expert(*(each + part if part else "" for part in parts)) for each in prefixes]
     else:
@@ -68,6 +70,29 @@ def mixture_of_experts(
     if routing.factors is not None:
         routing = replace(routing, factors=at + routing.factors)
     return net.experts(x, at + router, routing, names, inner, routed=routed)
+
+
+def routed_experts(
+    net: Network, c: ConfigReader, count: int, inner_key: str, routing: ExpertRouting, **options: Any
+) -> Layer:
+    """Return `mixture_of_experts` as a part of a layer."""
+    return lambda x, _, at: mixture_of_experts(net, c, x, at, count, inner_key, routing, **options)
+
+
+def routed_and_shared_experts(net: Network, c: ConfigReader, routing: ExpertRouting, first: int, shared: int) -> Layer:
+    """Return the feed-forward blocks of DeepSeek-V3: routed experts, and one gated MLP of size `shared` for all shared
+    experts. Layers before layer `first` have a gated MLP of the size `intermediate_size` instead.
+    """
+    count = c.integer("n_routed_experts")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def feed_forward(x: Value, index: int, at: str) -> Value:
+        if index < first:
+            return gated_mlp(net, x, at, c.integer("intermediate_size"))
+        routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
+        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
+
+    return feed_forward
 
 
 def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:

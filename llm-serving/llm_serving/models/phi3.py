@@ -14,10 +14,9 @@ from llm_serving.models.attention import (
 )
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import attend, block_decoder, empty_network, gated
-from llm_serving.models.mixtures import BLOCK_SPARSE, mixture_of_experts
+from llm_serving.models.mixtures import BLOCK_SPARSE, routed_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
-from llm_serving.network.operations import Value
 from llm_serving.network.rope import Rotary
 
 QKV = ("self_attn.qkv_proj",)
@@ -38,10 +37,7 @@ def phimoe(c: ConfigReader) -> Network:
     routing = ExpertRouting(2, "sparsemixer", margin=2 * c.number("router_jitter_noise", 0.01))
     experts = c.integer("num_local_experts", 16)
     c.choice("hidden_act", ("silu",), "silu")
-
-    def feed_forward(x: Value, _: int, at: str) -> Value:
-        return mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, parts=BLOCK_SPARSE)
-
+    feed_forward = routed_experts(net, c, experts, "intermediate_size", routing, parts=BLOCK_SPARSE)
     attention = attend(net, heads, rotary, window=window, bias=bias, out_bias=bias)
     norm, head_bias = partial(net.layer_norm, bias=True), c.boolean("lm_head_bias")
     return block_decoder(

@@ -32,8 +32,7 @@ def qwen3_next(c: ConfigReader) -> Network:
 
 
 def qwen3_5(c: ConfigReader) -> Network:
-    separate = c.boolean("separate_experts")  # as in GGUF files
-    return _hybrid(c, SEPARATE, stacked=c.has("num_experts") and not separate)
+    return _hybrid(c, SEPARATE, stacked=c.has("num_experts"))
 
 
 def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Network:
