@@ -69,7 +69,7 @@ def test_huggingface_cached_model_needs_no_network(hub):
     folder = get().folder
     hub.asked.clear()
     model = get()
-    assert (model.folder, model.commit, model.listing) == (folder, COMMIT, None)
+    assert (model.folder, model.commit, model.sizes) == (folder, COMMIT, None)
     assert "nothing is downloaded" in model.source
     assert hub.asked == []
 

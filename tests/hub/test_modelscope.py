@@ -29,7 +29,7 @@ def test_modelscope_download_is_cached(hub, caches):
     assert (model.folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
     assert not {"README.md", "modeling_tiny.py", "pytorch_model.bin"} & {path.name for path in model.folder.iterdir()}
     hub.asked.clear()
-    assert get().listing is None
+    assert get().sizes is None
     assert hub_package.locate("Tiny/Llama").folder == model.folder  # whichever cache has it
     assert hub.asked == []
 

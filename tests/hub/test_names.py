@@ -9,7 +9,8 @@ from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.hub.base import huggingface_cache, modelscope_cache
+from llm_serving.hub.huggingface import huggingface_cache
+from llm_serving.hub.modelscope import modelscope_cache
 
 from .conftest import tiny_files, weight_requests
 

@@ -236,7 +236,7 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
     model = config.hub_model
     if model is None:
         return
-    if model.listing is None:
+    if model.sizes is None:
         say(model.source)
         return
     size = stored_size(config)

@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, TextIO
@@ -18,8 +18,7 @@ from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME, indexed_names
 from llm_serving.models.pooling import MODULE_FILE, MODULES_NAME, missing_module_files
 from llm_serving.models.spec import CONFIG_NAME
 
-DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_TITLES: Final = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
 _FALSE: Final = ("", "0", "no", "off", "false")
 _PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
 _NAME: Final = re.compile(rf"{_PART}/{_PART}")
@@ -35,34 +34,56 @@ _MAX_SMALL_BYTES: Final = 2**27
 
 
 @dataclass(frozen=True)
-class Listing:
-    """The files of one revision (branch, tag or commit) of a model on a hub. `sizes` maps file names to bytes."""
+class HubModel:
+    """One revision (branch, tag or commit) of a model, and its folder in the local cache of a hub.
+
+    `sizes`: bytes of each file on the hub, by file name. None means that nothing is downloaded, because the folder was
+    found in the cache.
+    """
 
     name: str
+    hub: str
     revision: str
     commit: str
     folder: Path
-    sizes: Mapping[str, int]
-    website: str
+    sizes: Mapping[str, int] | None = None
+    website: str = ""
+
+    @property
+    def source(self) -> str:
+        how = "in the local cache, nothing is downloaded" if self.sizes is None else "downloaded from the hub"
+        return f"{self.name} is revision {self.commit} of {_TITLES[self.hub]}, {how}: {self.folder}"
+
+    @property
+    def weight_sizes(self) -> dict[str, int]:
+        """Bytes of each weight file, by file name. Raise ModelError if the hub has no weights in a supported format."""
+        if self.sizes is None:
+            names = weight_files([path.name for path in self.folder.iterdir()], self.folder / INDEX_NAME)
+            return {name: (self.folder / name).stat().st_size for name in names}
+        return {name: self.sizes[name] for name in weight_files(self.sizes, self.folder / INDEX_NAME)}
 
 
 class Hub(Protocol):
     """A hub of models. Every method may raise ModelError, whose text says what to do."""
 
-    title: ClassVar[str]
+    main_branch: ClassVar[str]
 
-    def snapshot(self, name: str, revision: str) -> Path | None:
-        """Return a revision's folder, perhaps incomplete, in the local cache, or None. Do not use the network."""
+    def cached(self, name: str, revision: str) -> HubModel | None:
+        """Return a model in the local cache, perhaps incomplete, or None. Do not use the network."""
 
-    def listing(self, name: str, revision: str) -> Listing: ...
+    def all_cached(self) -> Iterator[HubModel]:
+        """Yield the models in the local cache by name."""
 
-    def fetch(self, listing: Listing, files: Sequence[str]) -> None:
-        """Download files into `listing.folder`, and resume interrupted downloads."""
+    def listed(self, name: str, revision: str) -> HubModel:
+        """Return a model with the files that the hub has of it."""
 
-    def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
-        """Return the number of bytes of these files that interrupted downloads have left on disk."""
+    def fetch(self, model: HubModel, files: Sequence[str]) -> None:
+        """Download files into the model's folder, and resume interrupted downloads."""
 
-    def settle(self, listing: Listing) -> None:
+    def unfinished_bytes(self, model: HubModel, sizes: Mapping[str, int]) -> int:
+        """Return how many bytes of the files in `sizes` interrupted downloads have left on disk."""
+
+    def settle(self, model: HubModel) -> None:
         """Record in the cache which commit a branch or tag refers to. Call this when the download is complete."""
 
 
@@ -71,53 +92,11 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").strip().lower() not in _FALSE for name in names)
 
 
-def huggingface_cache() -> Path:
-    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return _expanded(cache, "HF_HUB_CACHE")
-    if home := os.environ.get("HF_HOME"):
-        return _expanded(home, "HF_HOME") / "hub"
-    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "HF_HUB_CACHE") / "huggingface" / "hub"
-
-
-def modelscope_cache() -> Path:
-    return _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope", "MODELSCOPE_CACHE")
-
-
-def _expanded(path: str, variable: str) -> Path:
+def expanded(path: str, variable: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise ModelError(f"there is no home folder for {path}; set {variable} to a folder") from None
-
-
-def huggingface_model(name: str) -> Path:
-    return huggingface_cache() / f"models--{name.replace('/', '--')}"
-
-
-def huggingface_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision. It may be incomplete. Return None if the revision is not cached."""
-    model = huggingface_model(name)
-    commit = revision
-    if not _COMMIT.fullmatch(revision):
-        try:
-            commit = (model / "refs" / revision).read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            return None
-        if not _COMMIT.fullmatch(commit):
-            return None
-    folder = model / "snapshots" / commit
-    return folder if folder.is_dir() else None
-
-
-def modelscope_snapshot(name: str, revision: str) -> Path | None:
-    """Do the same as `huggingface_snapshot` in ModelScope's cache."""
-    cache = modelscope_cache()
-    owner, _, model = name.partition("/")
-    older = Path(owner) / model.replace(".", "___")
-    folders = [cache / "models" / f"{owner}--{model}" / "snapshots" / revision]
-    if revision == DEFAULT_REVISIONS["modelscope"]:
-        folders += [cache / "models" / older, cache / "hub" / "models" / older, cache / "hub" / older, cache / older]
-    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:

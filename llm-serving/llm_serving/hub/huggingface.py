@@ -10,71 +10,99 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.hub.base import DownloadProgress, Listing, huggingface_model, huggingface_snapshot
+from llm_serving.hub.base import DownloadProgress, HubModel, expanded
 
 INSTALL: Final = "pip install huggingface_hub, or the extra `hub` of this package"
 _TOKEN: Final = "HF_TOKEN"  # noqa: S105  the name of a variable
 _PARTIAL: Final = ".llm-serving.incomplete"
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+def huggingface_cache() -> Path:
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return expanded(cache, "HF_HUB_CACHE")
+    if home := os.environ.get("HF_HOME"):
+        return expanded(home, "HF_HOME") / "hub"
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "HF_HUB_CACHE") / "huggingface" / "hub"
+
+
+def _model_folder(name: str) -> Path:
+    return huggingface_cache() / f"models--{name.replace('/', '--')}"
 
 
 class HuggingFace:
     """The hub at HF_ENDPOINT, or huggingface.co."""
 
-    title: ClassVar[str] = "Hugging Face"
+    main_branch: ClassVar[str] = "main"
 
     def __init__(self) -> None:
         self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
-    def snapshot(self, name: str, revision: str) -> Path | None:
-        return huggingface_snapshot(name, revision)
+    def cached(self, name: str, revision: str) -> HubModel | None:
+        folder, commit = _model_folder(name), revision
+        if not _COMMIT.fullmatch(revision):
+            try:
+                commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
+            except (OSError, ValueError):
+                return None
+        snapshot = folder / "snapshots" / commit
+        is_cached = _COMMIT.fullmatch(commit) and snapshot.is_dir()
+        return HubModel(name, "huggingface", revision, commit, snapshot) if is_cached else None
 
-    def listing(self, name: str, revision: str) -> Listing:
+    def all_cached(self) -> Iterator[HubModel]:
+        for folder in sorted(huggingface_cache().glob("models--*--*")):
+            name = folder.name.removeprefix("models--").replace("--", "/")
+            if (model := self.cached(name, self.main_branch)) is not None:
+                yield model
+
+    def listed(self, name: str, revision: str) -> HubModel:
         library = _library()
         with self._translated_errors(name, revision):
             found = library.HfApi(endpoint=self.endpoint).model_info(name, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in found.siblings}
-        folder = huggingface_model(name) / "snapshots" / found.sha
-        return Listing(name, revision, found.sha, folder, sizes, f"{self.endpoint}/{name}")
+        folder = _model_folder(name) / "snapshots" / found.sha
+        return HubModel(name, "huggingface", revision, found.sha, folder, sizes, f"{self.endpoint}/{name}")
 
-    def fetch(self, listing: Listing, files: Sequence[str]) -> None:
-        blobs = huggingface_model(listing.name) / "blobs"
+    def fetch(self, model: HubModel, files: Sequence[str]) -> None:
+        blobs = _model_folder(model.name) / "blobs"
         try:
             blobs.mkdir(parents=True, exist_ok=True)
-            listing.folder.mkdir(parents=True, exist_ok=True)
+            model.folder.mkdir(parents=True, exist_ok=True)
             for file in files:
-                if not (listing.folder / file).exists():
-                    self._fetch_one(listing, file, blobs)
+                if not (model.folder / file).exists():
+                    self._fetch_one(model, file, blobs)
         except PermissionError as error:
             rule = "must be writable; HF_HUB_CACHE names another folder"
             raise ModelError(f"{error.filename or blobs}: {rule}: {error.strerror}") from None
 
-    def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
+    def unfinished_bytes(self, model: HubModel, sizes: Mapping[str, int]) -> int:
         # Partial files are found by content, so a file that another revision shares is resumed too.
         total = 0
-        for path in (huggingface_model(listing.name) / "blobs").glob(f"*{_PARTIAL}"):
+        for path in (_model_folder(model.name) / "blobs").glob(f"*{_PARTIAL}"):
             with contextlib.suppress(OSError):
                 total += path.stat().st_size
-        return min(total, sum(listing.sizes[file] for file in files))
+        return min(total, sum(sizes.values()))
 
-    def settle(self, listing: Listing) -> None:
-        if listing.revision != listing.commit:
-            reference = huggingface_model(listing.name) / "refs" / listing.revision
+    def settle(self, model: HubModel) -> None:
+        if model.revision != model.commit:
+            reference = _model_folder(model.name) / "refs" / model.revision
             reference.parent.mkdir(parents=True, exist_ok=True)
             written = reference.with_name(f"{reference.name}.{os.getpid()}")
-            written.write_text(listing.commit, encoding="ascii")
+            written.write_text(model.commit, encoding="ascii")
             written.replace(reference)
 
-    def _fetch_one(self, listing: Listing, file: str, blobs: Path) -> None:
+    def _fetch_one(self, model: HubModel, file: str, blobs: Path) -> None:
         library = _library()
-        url = library.hf_hub_url(listing.name, file, revision=listing.commit, endpoint=self.endpoint)
-        with self._translated_errors(listing.name, listing.revision):
+        url = library.hf_hub_url(model.name, file, revision=model.commit, endpoint=self.endpoint)
+        with self._translated_errors(model.name, model.revision):
             head = library.get_hf_file_metadata(url, endpoint=self.endpoint)
         if not head.etag or "/" in head.etag or head.etag.startswith("."):
             raise ModelError(
@@ -84,12 +112,12 @@ class HuggingFace:
         if not blob.exists():
             with _partial_file(blobs / f"{head.etag}{_PARTIAL}", blob) as part:
                 if part is not None:
-                    self._fill(part, blob, url, file, head.size, listing)
-        pointer = listing.folder / file
+                    self._fill(part, blob, url, file, head.size, model)
+        pointer = model.folder / file
         pointer.parent.mkdir(parents=True, exist_ok=True)
         _link(pointer, blob)
 
-    def _fill(self, part: BufferedRandom, blob: Path, url: str, file: str, size: int | None, listing: Listing) -> None:
+    def _fill(self, part: BufferedRandom, blob: Path, url: str, file: str, size: int | None, model: HubModel) -> None:
         from huggingface_hub.file_download import http_get
 
         library = _library()
@@ -97,7 +125,7 @@ class HuggingFace:
         if size is not None and num_bytes > size:
             num_bytes = part.truncate(part.seek(0))
         try:
-            with self._translated_errors(listing.name, listing.revision):
+            with self._translated_errors(model.name, model.revision):
                 headers = library.utils.build_hf_headers()
                 http_get(
                     url,

@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.hub.base import Listing, modelscope_cache, modelscope_snapshot
+from llm_serving.hub.base import HubModel, expanded
 
 INSTALL: Final = "pip install modelscope-hub, or the extra `modelscope` of this package"
+
+
+def modelscope_cache() -> Path:
+    return expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope", "MODELSCOPE_CACHE")
+
+
+def _snapshots(name: str) -> Path:
+    return modelscope_cache() / "models" / name.replace("/", "--") / "snapshots"
 
 
 class ModelScope:
     """The hub at MODELSCOPE_ENDPOINT, or www.modelscope.cn."""
 
-    title: ClassVar[str] = "ModelScope"
+    main_branch: ClassVar[str] = "master"
 
-    def snapshot(self, name: str, revision: str) -> Path | None:
-        return modelscope_snapshot(name, revision)
+    def cached(self, name: str, revision: str) -> HubModel | None:
+        cache, (owner, _, model) = modelscope_cache(), name.partition("/")
+        newer, older = _snapshots(name) / revision, Path(owner) / model.replace(".", "___")
+        if newer.is_dir():
+            return HubModel(name, "modelscope", revision, revision, newer)
+        folders = [cache / "models" / older, cache / "hub" / "models" / older, cache / "hub" / older, cache / older]
+        found = [folder for folder in folders if revision == self.main_branch and folder.is_dir()]
+        return HubModel(name, "modelscope", revision, "unknown", found[0]) if found else None
 
-    def listing(self, name: str, revision: str) -> Listing:
+    def all_cached(self) -> Iterator[HubModel]:
+        for folder in sorted(modelscope_cache().glob("models/*--*/snapshots/*")):
+            name = folder.parents[1].name.replace("--", "/")
+            yield HubModel(name, "modelscope", folder.name, folder.name, folder)
+
+    def listed(self, name: str, revision: str) -> HubModel:
         with _translated_errors(name, revision):
             files = _api().list_repo_files(name, "model", revision=revision, recursive=False)
             sizes = {file.path: file.size for file in files if not file.is_dir}
-        owner, _, model = name.partition("/")
-        folder = modelscope_cache() / "models" / f"{owner}--{model}" / "snapshots" / revision
-        return Listing(name, revision, revision, folder, sizes, f"https://www.modelscope.cn/models/{name}")
+        website = f"https://www.modelscope.cn/models/{name}"
+        return HubModel(name, "modelscope", revision, revision, _snapshots(name) / revision, sizes, website)
 
-    def fetch(self, listing: Listing, files: Sequence[str]) -> None:
-        missing = [file for file in files if not (listing.folder / file).exists()]
+    def fetch(self, model: HubModel, files: Sequence[str]) -> None:
+        missing = [file for file in files if not (model.folder / file).exists()]
         if not missing:
             return
-        with _translated_errors(listing.name, listing.revision):
+        with _translated_errors(model.name, model.revision):
             # The folder is explicit, because by default the package would use the folder of an older release.
             _api().download_repo(
-                listing.name,
-                "model",
-                revision=listing.revision,
-                local_dir=listing.folder,
-                allow_patterns=missing,
+                model.name, "model", revision=model.revision, local_dir=model.folder, allow_patterns=missing
             )
 
-    def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
+    def unfinished_bytes(self, model: HubModel, sizes: Mapping[str, int]) -> int:
         return 0
 
-    def settle(self, listing: Listing) -> None:
+    def settle(self, model: HubModel) -> None:
         return
 
 
