@@ -11,10 +11,11 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.mindformers_names import mindformers_name
 from llm_serving.models import chatglm
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.latent_attention import Transposed
@@ -230,12 +231,9 @@ _WEIGHT_NAMES: Final = tuple(
 
 def mindformers_parameter(weight: Weight) -> str | None:
     """Return the parameter in MindFormers' class for a weight from `with_latent_weights`, or None if there is none."""
-    return latent_parameter(weight) or _parameter(weight.names[0], _WEIGHT_NAMES)
-
-
-def _parameter(name: str, parameters: Iterable[tuple[re.Pattern[str], str]]) -> str | None:
-    matches = ((pattern.fullmatch(name), parameter) for pattern, parameter in parameters)
-    return next((found.expand(parameter) for found, parameter in matches if found is not None), None)
+    matches = ((pattern.fullmatch(weight.names[0]), parameter) for pattern, parameter in _WEIGHT_NAMES)
+    known = next((found.expand(parameter) for found, parameter in matches if found is not None), None)
+    return latent_parameter(weight) or known
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
@@ -316,24 +314,12 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
 
 ARCHITECTURE: Final = "LlamaForCausalLM"
 
-_LEGACY_WEIGHT_NAMES: Final = tuple(
-    (re.compile(pattern), parameter)
-    for pattern, parameter in (
-        (r"model\.embed_tokens\.weight", "tok_embeddings.embedding_weight"),
-        (rf"{_LAYER}input_layernorm\.weight", r"layers.\1.attention_norm.weight"),
-        (rf"{_LAYER}self_attn\.([qkvo])_proj\.(weight|bias)", r"layers.\1.attention.w\2.\3"),
-        (rf"{_LAYER}post_attention_layernorm\.weight", r"layers.\1.ffn_norm.weight"),
-        (rf"{_LAYER}mlp\.gate_proj\.weight", r"layers.\1.feed_forward.w1.weight"),
-        (rf"{_LAYER}mlp\.down_proj\.weight", r"layers.\1.feed_forward.w2.weight"),
-        (rf"{_LAYER}mlp\.up_proj\.weight", r"layers.\1.feed_forward.w3.weight"),
-        (r"model\.norm\.weight", "norm_out.weight"),
-    )
-)
-
 
 def mindformers_llama_parameter(name: str) -> str | None:
     """Return a tensor's parameter in MindFormers' `LlamaModel`, or None if it has none, as for the LM head."""
-    return _parameter(name, _LEGACY_WEIGHT_NAMES)
+    theirs = mindformers_name(name)
+    has_none = theirs == name or (".feed_forward." in theirs and not theirs.endswith(".weight"))
+    return None if has_none else theirs.removeprefix("model.")
 
 
 def split_stacked_weights(network: Network) -> Network:
