@@ -21,7 +21,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -126,12 +126,11 @@ def _part_number(found: GgufFile, key: str, default: int, maximum: int) -> int:
 
 def _read_file(file: Path, texts: bool) -> GgufFile:
     with open_regular(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if not size:
+        if not os.fstat(stream.fileno()).st_size:
             raise ModelError(f"{file} is empty")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
-                return _read(file, _HeaderReader(content, size), texts)
+                return _read(file, _HeaderReader(content), texts)
             except (ValueError, struct.error) as error:
                 raise ModelError(f"{file} is not a GGUF file or is cut short: {error}") from None
 
@@ -139,49 +138,40 @@ def _read_file(file: Path, texts: bool) -> GgufFile:
 class _HeaderReader:
     """Reads the items of a header in order. Raises ValueError if the file ends before an item."""
 
-    def __init__(self, content: mmap.mmap, size: int) -> None:
+    def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        self.size = size
+        self.size = len(content)
         self.at = 0
 
-    def number(self, format_: str) -> Any:
-        length = struct.calcsize(format_)
-        self.need(length)
-        (value,) = struct.unpack_from(format_, self._content, self.at)
+    def read(self, length: int) -> bytes:
+        if length > self.size - self.at:
+            raise ValueError(f"{length} bytes must follow byte {self.at}, but only {self.size - self.at} do")
         self.at += length
+        return self._content[self.at - length : self.at]
+
+    def number(self, format_: Literal["<I", "<Q"]) -> int:
+        value: int = struct.unpack(format_, self.read(struct.calcsize(format_)))[0]
         return value
 
     def count(self, maximum: int, what: str) -> int:
-        value: int = self.number("<Q")
+        value = self.number("<Q")
         if value > maximum:
             raise ValueError(f"{value} {what}; at most {maximum} are allowed")
         return value
 
-    def text(self, maximum: int) -> str:
-        length = self.count(maximum, "bytes of a text")
-        data = self.bytes(length)
+    def text(self, maximum: int = _MAX_TEXT_BYTES) -> str:
+        data = self.encoded_text(maximum)
         try:
             return data.decode()
         except UnicodeDecodeError:
             raise ValueError(f"a text is not UTF-8: {shorten(data)}") from None
 
-    def bytes(self, length: int) -> bytes:
-        self.need(length)
-        self.at += length
-        return self._content[self.at - length : self.at]
-
-    def skip_text(self) -> None:
-        length = self.count(_MAX_TEXT_BYTES, "bytes of a text")
-        self.need(length)
-        self.at += length
-
-    def need(self, length: int) -> None:
-        if length > self.size - self.at:
-            raise ValueError(f"{length} bytes must follow byte {self.at}, but only {self.size - self.at} do")
+    def encoded_text(self, maximum: int = _MAX_TEXT_BYTES) -> bytes:
+        return self.read(self.count(maximum, "bytes of a text"))
 
 
 def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
-    if reader.bytes(4) != b"GGUF":
+    if reader.read(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version = reader.number("<I")
     if version not in _VERSIONS:
@@ -215,20 +205,20 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
 def _value(reader: _HeaderReader, kind: int, texts: bool) -> Any:
     """Read a metadata value. Unless `texts`, skip an array of strings and return None for it."""
     if kind in _NUMBERS:
-        return np.frombuffer(reader.bytes(np.dtype(_NUMBERS[kind]).itemsize), _NUMBERS[kind])[0].item()
+        return np.frombuffer(reader.read(np.dtype(_NUMBERS[kind]).itemsize), _NUMBERS[kind])[0].item()
     if kind == _TEXT:
-        return reader.text(_MAX_TEXT_BYTES)
+        return reader.text()
     if kind != _LIST:
         raise ValueError(f"the value at byte {reader.at} has the unknown type {kind}")
     inner, length = reader.number("<I"), reader.count(_MAX_ITEMS, "items of a list")
     if inner in _NUMBERS:
-        return np.frombuffer(reader.bytes(length * np.dtype(_NUMBERS[inner]).itemsize), _NUMBERS[inner])
+        return np.frombuffer(reader.read(length * np.dtype(_NUMBERS[inner]).itemsize), _NUMBERS[inner])
     if inner != _TEXT:
         raise ValueError(f"the list at byte {reader.at} has the unknown type {inner}")
     if texts:
-        return [reader.text(_MAX_TEXT_BYTES) for _ in range(length)]
+        return [reader.text() for _ in range(length)]
     for _ in range(length):
-        reader.skip_text()
+        reader.encoded_text()
     return None
 
 
@@ -244,30 +234,26 @@ class _TensorInfo:
         return _PLAIN.get(self.kind) or BLOCKS[self.kind].name
 
     def located(self, file: Path, start: int, alignment: int, size: int) -> ReadableTensor:
-        at = start + self.offset
-        if (plain := _PLAIN.get(self.kind)) is not None:
-            stored = StoredTensor(file, plain, self.shape, ((at, 0),))
-            stored = StoredTensor(file, plain, self.shape, ((at, stored.num_bytes),))
-            self._check_bounds(file, stored, alignment, size)
-            return stored
-        block = BLOCKS[self.kind]
-        if len(self.shape) not in (2, 3) or self.shape[-1] % block.elements:
-            raise ModelError(
-                f"{file}: tensor {shorten(self.name)} of type {block.name} must have two or three dimensions, the "
-                f"last a multiple of {block.elements}. Found: {list(self.shape)}"
-            )
-        out, row_bytes = math.prod(self.shape[:-1]), self.shape[-1] // block.elements * block.num_bytes
-        stored = StoredTensor(file, "U8", (out, row_bytes), ((at, out * row_bytes),))
-        self._check_bounds(file, stored, alignment, size)
-        return PackedTensor(self.name, self.shape, {BLOCKS_PART: stored}, UnpackedBlocks(block))
-
-    def _check_bounds(self, file: Path, stored: StoredTensor, alignment: int, size: int) -> None:
-        ((at, num_bytes),) = stored.pieces
+        block, dtype, shape = BLOCKS.get(self.kind), _PLAIN.get(self.kind, "U8"), self.shape
+        if block is not None:
+            if len(shape) not in (2, 3) or shape[-1] % block.elements:
+                raise ModelError(
+                    f"{file}: tensor {shorten(self.name)} of type {block.name} must have two or three dimensions, the "
+                    f"last a multiple of {block.elements}. Found: {list(shape)}"
+                )
+            shape = math.prod(shape[:-1]), shape[-1] // block.elements * block.num_bytes
+        at, num_bytes = start + self.offset, StoredTensor(file, dtype, shape, ()).num_bytes
         if self.offset % alignment or num_bytes > size - at:
             raise ModelError(
                 f"{file}: tensor {shorten(self.name)} of {num_bytes} bytes must begin at a multiple of {alignment} "
                 f"bytes and lie within the file of {size} bytes. Found: offset {self.offset} in the data"
             )
+        stored = StoredTensor(file, dtype, shape, ((at, num_bytes),))
+        return (
+            stored
+            if block is None
+            else PackedTensor(self.name, self.shape, {BLOCKS_PART: stored}, UnpackedBlocks(block))
+        )
 
 
 def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
