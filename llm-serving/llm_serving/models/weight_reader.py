@@ -14,10 +14,9 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ MAX_READ_AHEAD_BYTES: Final = 1 << 30
 _AT_ONCE: Final = 1 << 23
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     file: Path
     start: int
     num_bytes: int
@@ -49,16 +47,12 @@ class ReadAhead:
 
     def __init__(self, extents: Iterable[Extent], max_ahead: int = MAX_READ_AHEAD_BYTES) -> None:
         self._max_ahead = max_ahead
-        self._num_read = 0
+        self.num_read = 0
         self._num_consumed = 0
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(list(extents),), name="read-ahead", daemon=True)
         self._thread.start()
-
-    @property
-    def num_read(self) -> int:
-        return self._num_read
 
     def consumed(self, num_bytes: int) -> None:
         """Advance the read-ahead window by the bytes consumed. Never blocks."""
@@ -81,12 +75,12 @@ class ReadAhead:
                             return
                         count = min(_AT_ONCE, extent.num_bytes - start)
                         _load(stream.fileno(), extent.start + start, count, nowhere.fileno())
-                        self._num_read += count
+                        self.num_read += count
 
     def _may_read(self) -> bool:
         """Wait while the thread is more than `max_ahead` bytes ahead. Return False after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._num_read < self._num_consumed + self._max_ahead)
+            self._changed.wait_for(lambda: self._closed or self.num_read < self._num_consumed + self._max_ahead)
             return not self._closed
 
 
