@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, Scheme, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     SYMMETRIC_ZERO,
     QuantizedTensor,
@@ -40,7 +40,7 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
+class CompressedTensors(Scheme):
     """The compressed-tensors scheme with 4-bit and 8-bit integer weights or FP8 weights.
 
     Attributes:

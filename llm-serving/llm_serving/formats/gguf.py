@@ -30,7 +30,7 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf_blocks import BLOCKS, BLOCKS_PART, UnpackedBlocks
 from llm_serving.formats.gguf_layouts import UNKNOWN_HEADS, HeadCounts
 from llm_serving.formats.gguf_weights import named_weights
-from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
 from llm_serving.formats.stored_tensor import StoredTensor, check_apart
 
 _VERSIONS: Final = (2, 3)
@@ -276,7 +276,7 @@ METHOD: Final = "gguf"
 
 
 @dataclass(frozen=True)
-class Gguf:
+class Gguf(Scheme):
     """The GGUF format. `architecture` and `heads` say how to convert tensors to Hugging Face's names and layouts."""
 
     description: str
@@ -284,8 +284,6 @@ class Gguf:
     heads: HeadCounts = UNKNOWN_HEADS
     block_elements: int = 0
     block_bytes: int = 0
-    activation_bits: int | None = None
-    form: None = None
 
     @property
     def stored_types(self) -> str:

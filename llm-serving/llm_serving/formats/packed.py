@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
@@ -78,7 +78,7 @@ def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
 ReadableTensor = StoredTensor | PackedTensor
 
 
-class Scheme(Protocol):
+class Scheme(ABC):
     """The format in which a model stores quantized weights.
 
     Attributes:
@@ -87,18 +87,16 @@ class Scheme(Protocol):
         form: Layout of the stored integers. None if weights are floating point, in GGUF blocks or in several layouts.
     """
 
-    @property
-    def description(self) -> str: ...
+    description: str
+    activation_bits: int | None = None
 
     @property
-    def activation_bits(self) -> int | None: ...
+    def form(self) -> QValuesForm | None:
+        return None
 
-    @property
-    def form(self) -> QValuesForm | None: ...
-
+    @abstractmethod
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Return the weights of the unquantized model, assembled from the stored tensors."""
-        ...
 
 
 def assemble_weights(

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, Scheme, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     QuantizedTensor,
     QValuesForm,
@@ -39,7 +39,7 @@ _AWQ_POSITION_OF_ROW: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(Scheme):
     """The GPTQ scheme.
 
     Attributes:
@@ -53,7 +53,6 @@ class Gptq:
     bits: int
     group_size: int
     zeros_less_one: bool = True
-    activation_bits: int | None = None
     act_order: bool = False
     has_zeros: bool = False
 
@@ -89,12 +88,11 @@ class Gptq:
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(Scheme):
     """The AWQ scheme. `group_size` is the number of columns in a group; 0 means that a row is one group."""
 
     description: str
     group_size: int
-    activation_bits: int | None = None
 
     @property
     def form(self) -> QValuesForm:

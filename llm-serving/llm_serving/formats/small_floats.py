@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_plain, part
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, Scheme, assemble_weights, check_plain, part
 from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm, check_scales, check_values
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor, to_float32
 
@@ -41,9 +41,8 @@ TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(Scheme):
     description: str
-    activation_bits: int | None = None
 
     @property
     def form(self) -> QValuesForm:
@@ -99,13 +98,11 @@ IGNORED: Final = (
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Scheme):
     """The FP8 scheme. `block` is the rows and columns that share a scale, or None if scales are not per block."""
 
     description: str
     block: tuple[int, int] | None = None
-    activation_bits: int | None = None
-    form: None = None
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}
