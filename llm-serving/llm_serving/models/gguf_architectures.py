@@ -7,13 +7,16 @@ from typing import Final
 
 import numpy as np
 
+from llm_serving.errors import ModelError
 from llm_serving.models.config_reader import MAX_LAYERS
-from llm_serving.models.gguf_encoders import ENCODERS, LAYER_NORM
 from llm_serving.models.gguf_gemma import GEMMA, WINDOW, set_layer_windows
 from llm_serving.models.gguf_hybrids import EXPERTS, GRANITE, HYBRIDS, granite, qwen_experts
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
 from llm_serving.models.layers import CONVOLUTION, FULL
 
+_RMS_NORM: Final = "attention.layer_norm_rms_epsilon"
+_LAYER_NORM: Final = "attention.layer_norm_epsilon"
+_CLASSIFIER: Final = "cls.output.weight"
 _SHARED: Final[Mapping[str, str]] = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -234,7 +237,32 @@ def _stablelm(reader: MetadataReader, config: Config) -> None:
     config["use_parallel_residual"] = not reader.has_tensor("blk.0.ffn_norm.weight")
 
 
-_RMS_NORM: Final = "attention.layer_norm_rms_epsilon"
+def _bert(reader: MetadataReader, config: Config) -> None:
+    config["max_position_embeddings"] = _rows(reader, "position_embd.weight")
+    config["type_vocab_size"] = _rows(reader, "token_types.weight")
+    _classifier(reader, config, "BertForSequenceClassification")
+
+
+def _modern_bert(reader: MetadataReader, config: Config) -> None:
+    del config["rope_theta"]  # each kind of layer has its own base
+    config["hidden_activation"] = reader.value(reader.key("hidden_activation"), "gelu")
+    config["classifier_bias"] = reader.has_tensor("cls.bias")
+    pooling = reader.value(reader.key("classifier.pooling_type"), 1)
+    config["classifier_pooling"] = "mean" if pooling == 1 else "cls"
+    _classifier(reader, config, "ModernBertForSequenceClassification")
+
+
+def _rows(reader: MetadataReader, name: str) -> int:
+    tensor = reader.found.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        raise ModelError(f"{reader.found.file}: must have a tensor {name} with two dimensions")
+    return tensor.shape[0]
+
+
+def _classifier(reader: MetadataReader, config: Config, family: str) -> None:
+    if reader.has_tensor(_CLASSIFIER):
+        config |= {"architectures": [family], "num_labels": _rows(reader, _CLASSIFIER)}
+
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
@@ -322,27 +350,27 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=_glm_experts,
         rotates_a_part=True,
     ),
-    "command-r": Architecture("CohereForCausalLM", {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
+    "command-r": Architecture("CohereForCausalLM", {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
-        {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
+        {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
     ),
     "stablelm": Architecture(
         "StableLmForCausalLM",
-        {LAYER_NORM: "layer_norm_eps"},
+        {_LAYER_NORM: "layer_norm_eps"},
         bias={"use_qkv_bias": _QKV},
         complete=_stablelm,
         rotates_a_part=True,
     ),
     "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", {LAYER_NORM: "norm_epsilon"}, bias={"use_bias": ("attn_output.bias",)}
+        "Starcoder2ForCausalLM", {_LAYER_NORM: "norm_epsilon"}, bias={"use_bias": ("attn_output.bias",)}
     ),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", {**_SHARED, **_LATENT}, complete=_deepseek2),
     "deepseek32": Architecture("DeepseekV32ForCausalLM", {**_SHARED, **_LATENT, **_INDEXER}, complete=_deepseek32),
     "glm-dsa": Architecture("GlmMoeDsaForCausalLM", {**_SHARED, **_LATENT, **_INDEXER}, complete=_glm_dsa),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",
-        {LAYER_NORM: "layer_norm_eps", "rope.freq_base": "rotary_emb_base"},
+        {_LAYER_NORM: "layer_norm_eps", "rope.freq_base": "rotary_emb_base"},
         bias={"attention_bias": _QKV},
         complete=_gpt_neox,
         rotates_a_part=True,
@@ -363,5 +391,22 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     **GEMMA,
     **HYBRIDS,
-    **ENCODERS,
+    "bert": Architecture("BertModel", {_LAYER_NORM: "layer_norm_eps"}, complete=_bert),
+    "modern-bert": Architecture(
+        "ModernBertModel",
+        {
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            _LAYER_NORM: "norm_eps",
+            "rope.freq_base": "global_rope_theta",
+            "rope.freq_base_swa": "local_rope_theta",
+            "attention.sliding_window": "local_attention",
+            "attention.sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        bias={
+            "attention_bias": ("attn_qkv.bias",),
+            "mlp_bias": ("ffn_up.bias",),
+            "norm_bias": ("ffn_norm.bias",),
+        },
+        complete=_modern_bert,
+    ),
 }
