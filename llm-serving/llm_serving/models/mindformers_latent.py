@@ -21,6 +21,7 @@ from llm_serving.models.latent_attention import LATENT_EPS, Transposed
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape
 from llm_serving.network.operations import Operation, Weight
+from llm_serving.network.quantization import is_latent
 from llm_serving.network.weights import shared_order
 
 _VALUES: Final = 512
@@ -30,16 +31,12 @@ _STORED: Final = {"q_b_proj": "linear_q_up_proj", "q_proj": "linear_q_proj"}
 
 
 def latent_attentions(network: Network) -> list[Operation]:
-    return [each for each in network.operations if _is_latent(each)]
+    return [each for each in network.operations if is_latent(each)]
 
 
 def is_of_latent_attention(operation: Operation) -> bool:
     """Return whether an operation is latent attention or one of its products with a matrix for each head."""
-    return _is_latent(operation) or _projection(operation) == "kv_b_proj"
-
-
-def _is_latent(operation: Operation) -> bool:
-    return operation.kind == "attention" and "q_rope" in operation.inputs
+    return is_latent(operation) or _projection(operation) == "kv_b_proj"
 
 
 def _projection(operation: Operation) -> str | None:

@@ -67,11 +67,10 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
     }
     if network.head.kind == "lm_head":
         quantized[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
-    return {weight: _with_full_groups(weight, scheme, quantization.group_size) for weight, scheme in quantized.items()}
-
-
-def _with_full_groups(weight: Weight, scheme: QuantizationName, group_size: int) -> QuantizationName:
-    return scheme if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(scheme, scheme)
+    return {
+        weight: _IN_8_BITS.get(scheme, scheme) if weight.shape[-1] % quantization.group_size else scheme
+        for weight, scheme in quantized.items()
+    }
 
 
 def stored_qvalues(
@@ -218,18 +217,15 @@ def unsupported_by_cells(network: Network) -> str | None:
     layers = [each.attributes["layer"] for each in network.operations if each.kind == "attention"]
     if len(set(layers)) < len(layers):
         return "layers that share keys and values"
-    for each in network.operations:
-        if each.kind == "linear" and each.attributes["heads"] > 1:
-            return "products with a weight for each head"
-        if _is_latent(each):
-            return _LATENT
-        if (lacks := _unsupported_by_cells(each)) is not None:
-            return lacks
-    return None
+    return next(filter(None, map(_unsupported_by_cells, network.operations)), None)
 
 
 def _unsupported_by_cells(operation: Operation) -> str | None:
     attributes, weights = operation.attributes, operation.weights
+    if operation.kind == "linear" and attributes["heads"] > 1:
+        return "products with a weight for each head"
+    if is_latent(operation):
+        return _LATENT
     if operation.kind in _WITHOUT_CELL:
         return _WITHOUT_CELL[operation.kind]
     if operation.kind == "activation" or attributes.get("function", "") not in ("", "silu", "gelu_tanh"):
@@ -263,33 +259,28 @@ def unsupported_quantization(quantization: Quantization | None) -> str | None:
 def unsupported_by_int8_cache(network: Network) -> str | None:
     if not network.causal:
         return _BIDIRECTIONAL
-    return _LATENT if any(map(_is_latent, network.operations)) else None
+    return _LATENT if any(map(is_latent, network.operations)) else None
 
 
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
     """Return what Ascend's primitives cannot compute for contexts of `num_positions` tokens, or None."""
-    found = (_unsupported_operation(each, num_positions) for each in network.operations)
-    return unsupported_by_cells(network) or next(filter(None, found), None)
+    if (lacks := unsupported_by_cells(network)) is not None:
+        return lacks
+    for each in network.operations:
+        attributes = each.attributes
+        if each.kind == "route":
+            is_softmax = attributes["score"] == "softmax" and attributes["groups"] == 1
+            if not is_softmax or "correction" in each.weights:
+                return "experts chosen by anything but the largest of a softmax"
+        if each.kind == "attention":
+            if 0 < attributes["window"] < num_positions:
+                return f"attention with a window of {attributes['window']} tokens"
+            if attributes["cap"]:
+                return "attention with a cap on its scores"
+            if "slopes" in each.weights:
+                return "attention with slopes"
+    return None
 
 
-def _unsupported_operation(operation: Operation, num_positions: int) -> str | None:
-    if operation.kind == "route" and not _is_softmax(operation):
-        return "experts chosen by anything but the largest of a softmax"
-    return _unsupported_attention(operation, num_positions) if operation.kind == "attention" else None
-
-
-def _is_latent(operation: Operation) -> bool:
+def is_latent(operation: Operation) -> bool:
     return operation.kind == "attention" and "q_rope" in operation.inputs
-
-
-def _unsupported_attention(operation: Operation, num_positions: int) -> str | None:
-    if 0 < operation.attributes["window"] < num_positions:
-        return f"attention with a window of {operation.attributes['window']} tokens"
-    if operation.attributes["cap"]:
-        return "attention with a cap on its scores"
-    return "attention with slopes" if "slopes" in operation.weights else None
-
-
-def _is_softmax(operation: Operation) -> bool:
-    attributes = operation.attributes
-    return attributes["score"] == "softmax" and attributes["groups"] == 1 and "correction" not in operation.weights
