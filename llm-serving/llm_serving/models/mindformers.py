@@ -131,73 +131,55 @@ def _rotation(reader: ConfigReader) -> tuple[float, dict[str, Any]]:
 
 
 class MindFormersClass(NamedTuple):
-    config_module: str
-    config: str
+    """A network class of MindFormers. `module` and `family` are parts of the names of modules and of classes."""
+
+    package: str
     module: str
-    network: str
+    family: str
     config_arguments: Mapping[str, Any] = {}
     copied: tuple[str, ...] = ()
     """Keys of config.json that MindFormers' class reads as they are."""
     num_experts: str = "num_experts"
     """Argument for the number of experts."""
 
+    @property
+    def config(self) -> tuple[str, str]:
+        """Module and name of the class for the configuration."""
+        return f"mindformers.models.{self.package}.configuration_{self.module}", f"{self.family}Config"
 
-_QWEN2: Final = MindFormersClass(
-    "mindformers.models.qwen2.configuration_qwen2",
-    "Qwen2Config",
-    "mindformers.models.qwen2.modeling_qwen2_infer",
-    "InferenceQwen2ForCausalLM",
-)
-_QWEN3: Final = MindFormersClass(
-    "mindformers.models.qwen3.configuration_qwen3",
-    "Qwen3Config",
-    "mindformers.models.qwen3.modeling_qwen3_infer",
-    "InferenceQwen3ForCausalLM",
-)
-_QWEN3_MOE: Final = MindFormersClass(
-    "mindformers.models.qwen3_moe.configuration_qwen3_moe",
-    "Qwen3MoeConfig",
-    "mindformers.models.qwen3_moe.modeling_qwen3_moe_infer",
-    "InferenceQwen3MoeForCausalLM",
-)
+    @property
+    def network(self) -> tuple[str, str]:
+        """Module and name of the class of the network."""
+        module = f"mindformers.models.{self.package}.modeling_{self.module}_infer"
+        return module, f"Inference{self.family}ForCausalLM"
+
+
+_QWEN2: Final = MindFormersClass("qwen2", "qwen2", "Qwen2")
 _WHOLE_HEADS_ROTATE: Final = {"partial_rotary_factor": 1.0, "rotary_cos_format": "rotate_half"}
 """Queries and keys arrive in the layout in which whole heads rotate; elements that do not rotate have cosine 1."""
-_GLM4: Final = MindFormersClass(
-    "mindformers.models.glm4.configuration_glm4",
-    "Glm4Config",
-    "mindformers.models.glm4.modeling_glm4_infer",
-    "InferenceGlm4ForCausalLM",
-    _WHOLE_HEADS_ROTATE,
-)
-_GLM4_MOE: Final = MindFormersClass(
-    "mindformers.models.glm4_moe.configuration_glm4_moe",
-    "Glm4MoeConfig",
-    "mindformers.models.glm4_moe.modeling_glm4_moe_infer",
-    "InferenceGlm4MoeForCausalLM",
-    {**_WHOLE_HEADS_ROTATE, "n_group": None, "topk_group": None},
-    ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"),
-    "n_routed_experts",
-)
-_DEEPSEEK_V3: Final = MindFormersClass(
-    "mindformers.models.deepseek3.configuration_deepseek_v3",
-    "DeepseekV3Config",
-    "mindformers.models.deepseek3.modeling_deepseek_v3_infer",
-    "InferenceDeepseekV3ForCausalLM",
-    {"q_lora_rank": None, "rope_type": "rope", "n_group": None, "topk_group": None, "moe_router_fusion": False},
-    (
-        *("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor"),
-        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    ),
-    "n_routed_experts",
-)
+_EXPERTS: Final = ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor")
 MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
     "Qwen2ForCausalLM": _QWEN2,
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": _QWEN3_MOE,
-    "Glm4ForCausalLM": _GLM4,
-    "Glm4MoeForCausalLM": _GLM4_MOE,
-    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Qwen3ForCausalLM": MindFormersClass("qwen3", "qwen3", "Qwen3"),
+    "Qwen3MoeForCausalLM": MindFormersClass("qwen3_moe", "qwen3_moe", "Qwen3Moe"),
+    "Glm4ForCausalLM": MindFormersClass("glm4", "glm4", "Glm4", _WHOLE_HEADS_ROTATE),
+    "Glm4MoeForCausalLM": MindFormersClass(
+        "glm4_moe",
+        "glm4_moe",
+        "Glm4Moe",
+        {**_WHOLE_HEADS_ROTATE, "n_group": None, "topk_group": None},
+        (*_EXPERTS, "use_qk_norm"),
+        "n_routed_experts",
+    ),
+    "DeepseekV3ForCausalLM": MindFormersClass(
+        "deepseek3",
+        "deepseek_v3",
+        "DeepseekV3",
+        {"q_lora_rank": None, "rope_type": "rope", "n_group": None, "topk_group": None, "moe_router_fusion": False},
+        (*_EXPERTS, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        "n_routed_experts",
+    ),
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
