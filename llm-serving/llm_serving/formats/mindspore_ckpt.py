@@ -83,25 +83,21 @@ def _joined(file: Path, name: str, pieces: list[_CheckpointPiece]) -> StoredTens
 
 
 def _values(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    at, size = 0, len(content)
-    while at < size:
-        if size - at == _CRC_BYTES and content[at : at + len(_CRC)] == _CRC:
-            return
-        field, start, at = _field(content, at, size)
-        if field != 1 or start == at:
+    size = len(content)
+    has_checksum = content[-_CRC_BYTES:][: len(_CRC)] == _CRC
+    for field, start, end in _fields(content, 0, size - _CRC_BYTES * has_checksum):
+        if field != 1 or start == end:
             raise ValueError(f"the field at byte {start} has the unknown number {field}")
-        yield start, at
+        yield start, end
 
 
 def _piece(content: mmap.mmap, start: int, end: int) -> _CheckpointPiece:
     name, tensor = b"", None
-    at = start
-    while at < end:
-        field, first, at = _field(content, at, end)
+    for field, first, last in _fields(content, start, end):
         if field == 1:
-            name = content[first : min(at, first + _MAX_NAME_BYTES)]
+            name = content[first : min(last, first + _MAX_NAME_BYTES)]
         elif field == 2:
-            tensor = first, at
+            tensor = first, last
         else:
             raise ValueError(f"the value at byte {first} is not a tensor")
     if tensor is None or not name:
@@ -112,35 +108,33 @@ def _piece(content: mmap.mmap, start: int, end: int) -> _CheckpointPiece:
 def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointPiece:
     shape: list[int] = []
     dtype, data = "", (end, 0)
-    at = start
-    while at < end:
-        field, first, at = _field(content, at, end)
+    for field, first, last in _fields(content, start, end):
         if field == 1:
-            position = first
-            while position < at:
-                length, position = _varint(content, position, at)
+            while first < last:
+                length, first = _varint(content, first, last)
                 shape.append(length)
         elif field == 2:
-            dtype = content[first : min(at, first + 64)].decode()
+            dtype = content[first : min(last, first + 64)].decode()
         elif field == 3:
-            data = first, at - first
+            data = first, last - first
     if len(shape) > _MAX_DIMENSIONS or any(length >= 2**62 for length in shape):
         raise ValueError(f"tensor {shorten(name)} has the invalid shape {shorten(shape)}")
     return _CheckpointPiece(name, dtype, tuple(shape), *data)
 
 
-def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return the number of the protobuf field at `at`, and where its content starts and ends."""
-    key, at = _varint(content, at, end)
-    field, kind = key >> 3, key & 7
-    if kind == 0:
-        return field, at, _varint(content, at, end)[1]
-    if kind != 2:
-        raise ValueError(f"the field at byte {at} has the unknown kind {kind}")
-    length, at = _varint(content, at, end)
-    if length > end - at:
-        raise ValueError(f"{length} bytes must follow byte {at}, but only {end - at} do")
-    return field, at, at + length
+def _fields(content: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each protobuf field from `at` to `end`, and where its content starts and ends."""
+    while at < end:
+        key, start = _varint(content, at, end)
+        field, kind = key >> 3, key & 7
+        if kind not in (0, 2):
+            raise ValueError(f"the field at byte {start} has the unknown kind {kind}")
+        length, at = _varint(content, start, end)
+        if kind == 2:
+            start, at = at, at + length
+        if at > end:
+            raise ValueError(f"{length} bytes must follow byte {start}, but only {end - start} do")
+        yield field, start, at
 
 
 def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
