@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-
 from llm_serving.errors import ModelError
-from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_gemma import GEMMA, WINDOW, set_layer_windows
 from llm_serving.models.gguf_hybrids import EXPERTS, GRANITE, HYBRIDS, granite, qwen_experts
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
@@ -109,9 +106,8 @@ def _deepseek32(reader: MetadataReader, config: Config) -> None:
 def _glm_dsa(reader: MetadataReader, config: Config) -> None:
     """Read which layers have an indexer of keys. If the file has no list, a context of 2^20 tokens means GLM-5.2."""
     _deepseek32(reader, config)
-    flags = reader.found.metadata.get(reader.key("attention.indexer.types"))
-    if isinstance(flags, np.ndarray) and len(flags) <= MAX_LAYERS:
-        config["indexer_types"] = ["full" if each else "shared" for each in flags.tolist()]
+    if (flags := reader.of_layers("attention.indexer.types")) is not None:
+        config["indexer_types"] = ["full" if each else "shared" for each in flags]
     elif (config.get("max_position_embeddings") or 0) >= _CONTEXT_OF_GLM_5_2:
         config |= {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import NormalDist
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.gguf_weights import FREQUENCIES
-from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
 from llm_serving.models.layers import FULL, SLIDING
 
@@ -27,9 +24,8 @@ _UNROTATED: Final = 1e29
 
 
 def set_layer_windows(reader: MetadataReader, config: Config) -> None:
-    slides = reader.found.metadata.get(reader.key("attention.sliding_window_pattern"))
-    if isinstance(slides, np.ndarray) and len(slides) <= MAX_LAYERS:
-        config["layer_types"] = [SLIDING if each else FULL for each in slides.tolist()]
+    if (slides := reader.of_layers("attention.sliding_window_pattern")) is not None:
+        config["layer_types"] = [SLIDING if each else FULL for each in slides]
 
 
 def _gemma(reader: MetadataReader, config: Config) -> None:
@@ -56,10 +52,9 @@ def _gemma3n(reader: MetadataReader, config: Config) -> None:
     _set_rows(reader, config)
     if widths := reader.numbers("feed_forward_length"):
         config["intermediate_size"] = widths
-    scales: Any = reader.found.metadata.get(reader.key("activation_sparsity_scale"))
-    if isinstance(scales, np.ndarray) and len(scales) <= MAX_LAYERS:
+    if (scales := reader.of_layers("activation_sparsity_scale")) is not None:
         # The file has quantiles of the normal distribution; a config.json has their probabilities.
-        config["activation_sparsity_pattern"] = [round(NormalDist().cdf(each), 6) for each in scales.tolist()]
+        config["activation_sparsity_pattern"] = [round(NormalDist().cdf(each), 6) for each in scales]
 
 
 def _gemma4(reader: MetadataReader, config: Config) -> None:

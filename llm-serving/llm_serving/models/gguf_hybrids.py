@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-
 from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
 from llm_serving.models.granite import MAMBA_KIND
@@ -125,9 +123,8 @@ def _delta(reader: MetadataReader, config: Config) -> None:
     if heads % config["linear_num_key_heads"] or inner % heads:
         rule = f"must be a multiple of `ssm.group_count` that divides `ssm.inner_size` {inner}"
         raise reader.fail(reader.key("ssm.time_step_rank"), rule)
-    if isinstance(recurrent := reader.found.metadata.get(reader.key("attention.recurrent_layers")), np.ndarray):
-        kinds = [LINEAR if each else FULL for each in recurrent.tolist()[:MAX_LAYERS]]
-        config["layer_types"] = kinds[: config["num_hidden_layers"]]
+    if (recurrent := reader.of_layers("attention.recurrent_layers")) is not None:
+        config["layer_types"] = [LINEAR if each else FULL for each in recurrent[: config["num_hidden_layers"]]]
     if reader.own("expert_count"):
         qwen_experts(reader, config)
 

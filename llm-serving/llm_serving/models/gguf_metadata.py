@@ -45,6 +45,11 @@ class MetadataReader:
     def own(self, name: str) -> int | float | None:
         return self.number(self.key(name))
 
+    def of_layers(self, name: str) -> list[Any] | None:
+        """Return a list with a number or flag for each layer. Return None if there is no list or if it is too long."""
+        value = self.found.metadata.get(self.key(name))
+        return value.tolist() if isinstance(value, np.ndarray) and len(value) <= MAX_LAYERS else None
+
     def numbers(self, name: str) -> list[int] | None:
         """Return the integers, one for each layer, of the key `<architecture>.<name>`, or None if it has no list."""
         value = self.found.metadata.get(self.key(name))
