@@ -133,8 +133,7 @@ def decoder(
     """
     count = c.integer("num_hidden_layers")
     if c.of_mtp and mtp_names is not None and mtp_names.count(c):
-        hidden, at = _begin_mtp(net, mtp_names, f"{layers}.{count}.")
-        return _end_mtp(net, mtp_names, layer(hidden, count, at), at)
+        return _mtp_decoder(net, mtp_names, layer, count, f"{layers}.{count}.")
     hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
     for index in range(count):
         hidden = layer(hidden, index, f"{layers}.{index}.")
@@ -156,18 +155,15 @@ def decoder(
     return net
 
 
-def _begin_mtp(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer: project rows [embedding, hidden state]. Return the result, and the decoder
-    layer's tensor name prefix: `names.layer` or, if that is None, `after` (the prefix after the model's last layer).
+def _mtp_decoder(net: Network, names: MtpNames, layer: Layer, count: int, after: str) -> Network:
+    """Add the network of an MTP layer, which reads rows [embedding, hidden state]. `after`: tensor name prefix of the
+    layer after the model's `count` layers.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)
     x = net.rms_norm(given, [at + name for name in names.inputs], group=net.hidden, of_row=True)
-    return net.linear(x, at + names.projection, net.hidden), after if names.layer is None else names.layer
-
-
-def _end_mtp(net: Network, names: MtpNames, x: Value, at: str) -> Network:
-    net.result(net.rms_norm(x, (at if names.layer is None else "") + names.norm))
+    x = layer(net.linear(x, at + names.projection, net.hidden), count, names.layer or after)
+    net.result(net.rms_norm(x, at + names.norm))
     return net
 
 
