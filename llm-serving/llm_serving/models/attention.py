@@ -112,9 +112,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
         half = rotary_dim // 2
         short, long = reader.numbers("short_factor", half), reader.numbers("long_factor", half)
         factor = reader.number("factor", longest / original)
-        return Scaling(
-            kind=name, factor=factor, original=original, short=short, long=long, attention_factor=attention_factor
-        )
+        return Scaling(name, factor, original, short=short, long=long, attention_factor=attention_factor)
     if not reader.has("factor"):
         raise reader.fail("factor", f"must be given for {name}")
     factor = reader.number("factor")
@@ -122,12 +120,12 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
         low, high = reader.number("low_freq_factor", 1.0), reader.number("high_freq_factor", 4.0)
         if low >= high:
             raise reader.fail("low_freq_factor", f"must be less than `high_freq_factor` {high}")
-        return Scaling(kind=name, factor=factor, original=original, low=low, high=high)
+        return Scaling(name, factor, original, low=low, high=high)
     if name == "yarn":
         return Scaling(
-            kind=name,
-            factor=factor,
-            original=original,
+            name,
+            factor,
+            original,
             low=reader.number("beta_slow", 1.0),
             high=reader.number("beta_fast", 32.0),
             attention_factor=attention_factor,
@@ -135,7 +133,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
             mscale_all_dim=reader.number("mscale_all_dim") if reader.has("mscale_all_dim") else None,
             truncate=reader.boolean("truncate", True),
         )
-    return Scaling(kind=name, factor=factor, original=longest if name == "dynamic" else original)
+    return Scaling(name, factor, longest if name == "dynamic" else original)
 
 
 def self_attention(

@@ -52,9 +52,12 @@ class ConfigReader:
     def is_absent(self, key: str) -> bool:
         return key not in self.config
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def _value(self, key: str, default: Any) -> Any:
         value = self.config.get(key)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self._value(key, default)
         largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
             raise self.fail(key, f"must be an integer >= {least}{_upper(key)}")
@@ -62,8 +65,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number within the key's limits in `_LEAST` and `_LARGEST`, by default 1e-30 to 1e30."""
-        value = self.config.get(key)
-        value = default if value is None else value
+        value = self._value(key, default)
         least, largest = _LEAST.get(key, _LEAST_NUMBER), _LARGEST.get(key, _LARGEST_NUMBER)
         rule = f"must be a number from {least:g} to {largest:g}"
         if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
@@ -76,39 +78,32 @@ class ConfigReader:
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
+        value = self._value(key, default)
+        if not isinstance(value, bool):
             raise self.fail(key, "must be true or false")
-        return default if value is None else value
+        return value
 
     def choice(self, key: str, known: Sequence[str], default: str | None = None) -> str:
-        value = self.config.get(key)
-        value = default if value is None else value
+        value = self._value(key, default)
         if value not in known:
             raise self.fail(key, f"must be {' or '.join(known)}")
         return str(value)
 
-    def choices(self, key: str, known: Sequence[str], count: int) -> list[str] | None:
+    def choices(self, key: str, known: Sequence[Any], count: int) -> list[Any] | None:
         value = self.config.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != count or any(each not in known for each in value):
-            raise self.fail(key, f"must be a list of {count} values, each {' or '.join(known)}")
+            raise self.fail(key, f"must be a list of {count} values, each {' or '.join(map(str, known))}")
         return value
 
     def flags(self, key: str, count: int) -> list[bool] | None:
         """Return `count` flags, which the configuration writes as 0 or 1. Return None if the key is absent."""
-        value = self.config.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) != count or any(each not in (0, 1) for each in value):
-            raise self.fail(key, f"must be a list of {count} values, each 0 or 1")
-        return [bool(each) for each in value]
+        values = self.choices(key, (0, 1), count)
+        return None if values is None else [bool(each) for each in values]
 
     def integers(self, key: str) -> list[int]:
-        value = self.config.get(key)
-        if value is None:
-            return []
+        value = self._value(key, [])
         bad = not isinstance(value, list) or len(value) > MAX_LAYERS
         if bad or any(type(each) is not int or each < 0 for each in value):
             raise self.fail(key, f"must be a list of at most {MAX_LAYERS} integers >= 0")

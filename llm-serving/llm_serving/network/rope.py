@@ -24,7 +24,7 @@ Float64Array = NDArray[np.float64]
 MEAN_POSITIONS: Final = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scaling:
     """RoPE scaling: how the frequencies change for positions beyond the original training length.
 

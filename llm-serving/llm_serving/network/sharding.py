@@ -250,7 +250,9 @@ class _Sharding:
 
     def _part(self, operation: Operation, role: str, weight: Weight) -> Weight:
         if role == "slopes":
-            return _VectorPart.of(weight, self._rank, self._count)
+            assert weight.generate is not None
+            share = weight.shape[0] // self._count
+            return replace(weight, shape=(share,), generate=_VectorPart(weight.generate, self._rank * share, share))
         of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
         if role == "sinks" or of_row:
             return _rows(weight, self._own(weight.shape[0]))
@@ -369,16 +371,10 @@ def _columns(weight: Weight, indices: Indices) -> Weight:
 class _VectorPart:
     whole: Callable[[int], Float32Array]
     start: int
-    stop: int
+    size: int
 
     def __call__(self, num_positions: int) -> Float32Array:
-        return self.whole(num_positions)[self.start : self.stop]
-
-    @classmethod
-    def of(cls, weight: Weight, rank: int, count: int) -> Weight:
-        assert weight.generate is not None
-        share = weight.shape[0] // count
-        return replace(weight, shape=(share,), generate=cls(weight.generate, rank * share, (rank + 1) * share))
+        return self.whole(num_positions)[self.start : self.start + self.size]
 
 
 @lru_cache(64)
