@@ -61,8 +61,7 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
 
     for index in range(c.integer("num_hidden_layers")):
         hidden = layer(hidden, f"encoder.layer.{index}.")
-    for unused in ("pooler.", "lm_head.", "cls."):
-        net.allow_unused(unused)
+    net.allow_unused("pooler.", "lm_head.", "cls.")
     if classifier is None:
         net.lm_head(hidden, at + "word_embeddings")
         return net

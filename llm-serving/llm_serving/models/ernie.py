@@ -8,8 +8,6 @@ from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 
-_PREDICTING = ("block", "emb_norm", "hidden_norm", "linear_proj")
-
 
 def ernie4_5(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
@@ -26,8 +24,7 @@ def ernie4_5(c: ConfigReader) -> Network:
         shared = shared_experts_size(c, "moe_num_shared_experts", 2, least=0)
         return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared, bias=bias)) if shared else routed
 
-    for part in _PREDICTING:
-        net.allow_unused(f"model.mtp_{part}.")
+    net.allow_unused(*(f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")))
     attention = attend(net, heads, rotary, bias=bias, out_bias=bias)
     return block_decoder(net, c, attention, feed_forward, tied=True)
 

@@ -8,7 +8,7 @@ from statistics import NormalDist
 from llm_serving.models.altup import Streams, mix_streams, sparsify
 from llm_serving.models.attention import attention_heads, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.gemma_parts import GELU, LayerInputs, attention, shared_layers, text_decoder, text_prefix
+from llm_serving.models.gemma_parts import GELU, LayerInputs, SharingAttention, text_decoder, text_prefix
 from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value, Weight
@@ -20,13 +20,12 @@ def gemma3n(c: ConfigReader) -> Network:
     full, sliding = rotary_embedding(c, heads, kind=FULL, theta=1e6), rotary_embedding(c, heads, kind=SLIDING)
     if not c.has("rope_parameters"):
         sliding = replace(sliding, theta=c.number("rope_local_base_freq", 10000.0), scaling=None)
-    sources, numbers = shared_layers(c, kinds, 15), list[int]()
-    window, bias = c.integer("sliding_window", 512), c.boolean("attention_bias")
+    attention = SharingAttention(net, c, kinds, dict.fromkeys(kinds, heads), {FULL: full, SLIDING: sliding}, 15)
     sizes, sparsity = _sizes(c, len(kinds)), _sparsity(c, len(kinds))
     cap = c.number("final_logit_softcapping", 30.0)
     c.choice("hidden_activation", (GELU,), GELU)
-    prefix, inputs = text_prefix(c), list[Value]()
-    given, streams, rank = LayerInputs.of(c, prefix, len(kinds)), Streams(net, c, prefix), c.integer("laurel_rank", 64)
+    inputs, streams = LayerInputs(net, c, len(kinds)), Streams(net, c, text_prefix(c))
+    rank = c.integer("laurel_rank", 64)
     half = Weight((), (net.hidden,), generate=Constant(net.hidden, 0.5**0.5))
 
     def feed_forward(x: Value, index: int, at: str) -> Value:
@@ -38,31 +37,20 @@ def gemma3n(c: ConfigReader) -> Network:
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         if not index:
-            inputs.extend(given.embed(net, hidden))
+            inputs.embed(hidden)
             hidden = streams.expand(hidden)
         predicted = streams.predict(hidden, at)
         active = streams.active(predicted)
         x = net.rms_norm(active, at + "input_layernorm")
         low = net.linear(net.linear(x, at + "laurel.linear_left", rank), at + "laurel.linear_right", net.hidden)
         low = net.add(x, net.rms_norm(low, at + "laurel.post_laurel_norm"))
-        kind, source = kinds[index], sources[index]
-        attended, number = attention(
-            net,
-            x,
-            at,
-            heads,
-            full if kind == FULL else sliding,
-            layer=None if source is None else numbers[source],
-            window=window if kind == SLIDING else None,
-            bias=bias,
-        )
-        numbers.append(number)
-        attended = net.add(active, net.rms_norm(attended, at + "post_attention_layernorm"))
+        attended = net.rms_norm(attention(x, index, at), at + "post_attention_layernorm")
+        attended = net.add(active, attended)
         attended = net.scaled(net.add(attended, low), half)
         x = feed_forward(net.rms_norm(attended, at + "pre_feedforward_layernorm"), index, at + "mlp.")
         computed = net.add(attended, net.rms_norm(x, at + "post_feedforward_layernorm"))
         corrected = streams.correct(predicted, active, computed, at)
-        added = given.apply(net, streams.scaled_active(corrected, at), inputs[index], at)
+        added = inputs.apply(streams.scaled_active(corrected, at), index, at)
         return mix_streams(net, corrected, added, None, streams=streams.count, offset=1.0, first=1)
 
     return text_decoder(net, c, layer, cap=cap, normalize=streams.normalize)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.gemma_parts import GELU, LayerInputs, attention, shared_layers, text_decoder, text_prefix
+from llm_serving.models.gemma_parts import GELU, LayerInputs, SharingAttention, text_decoder
 from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, layer_kinds
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
@@ -22,42 +22,29 @@ def gemma4(c: ConfigReader) -> Network:
     kinds = [*kinds[:-1], FULL]
     of_kinds = {SLIDING: attention_heads(c), FULL: _full_heads(c, kinds)}
     rotaries = {kind: _rotary(c, heads, kind) for kind, heads in of_kinds.items()}
-    sources, layer_numbers = shared_layers(c, kinds, 0), list[int]()
-    window, inner, bias = c.integer("sliding_window", 512), c.integer("intermediate_size"), c.boolean("attention_bias")
+    attention, inner = SharingAttention(net, c, kinds, of_kinds, rotaries, 0), c.integer("intermediate_size")
     keys_are_values, wide = c.boolean("attention_k_eq_v"), c.boolean("use_double_wide_mlp")
     cap = c.number("final_logit_softcapping") if c.has("final_logit_softcapping") else None
     c.choice("hidden_activation", (GELU,), GELU)
-    prefix, inputs = text_prefix(c), list[Value]()
     has_inputs = c.is_absent("hidden_size_per_layer_input") or c.integer("hidden_size_per_layer_input", least=0)
-    given = LayerInputs.of(c, prefix, len(kinds)) if has_inputs else None
-    if given and given.stored_rows < net.vocab:
+    inputs = LayerInputs(net, c, len(kinds)) if has_inputs else None
+    if inputs and inputs.stored_rows < net.vocab:
         raise c.fail("vocab_size_per_layer_input", f"must be at least `vocab_size` {net.vocab}")
 
     def layer(hidden: Value, index: int, at: str) -> Value:
-        if given and not index:
-            inputs.extend(given.embed(net, hidden))
-        kind, source = kinds[index], sources[index]
-        attended, number = attention(
-            net,
-            net.rms_norm(hidden, at + "input_layernorm"),
-            at,
-            of_kinds[kind],
-            rotaries[kind],
-            layer=None if source is None else layer_numbers[source],
-            window=window if kind == SLIDING else None,
-            bias=bias,
-            keys_are_values=keys_are_values and kind == FULL,
-        )
-        layer_numbers.append(number)
+        if inputs and not index:
+            inputs.embed(hidden)
+        x = net.rms_norm(hidden, at + "input_layernorm")
+        attended = attention(x, index, at, keys_are_values=keys_are_values and kinds[index] == FULL)
         hidden = net.add(hidden, net.rms_norm(attended, at + "post_attention_layernorm"))
         x = net.rms_norm(hidden, at + "pre_feedforward_layernorm")
-        size = inner * 2 if wide and source is not None else inner
+        size = inner * 2 if wide and attention.sources[index] is not None else inner
         x = gated_mlp(net, x, at + "mlp.", size, function="gelu_tanh")
         if c.boolean("enable_moe_block"):
             x = net.add(net.rms_norm(x, at + "post_feedforward_layernorm_1"), _experts(net, c, hidden, at))
         hidden = net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))
-        if given:
-            hidden = net.add(hidden, given.apply(net, hidden, inputs[index], at))
+        if inputs:
+            hidden = net.add(hidden, inputs.apply(hidden, index, at))
         whole = shared_order((0,) * net.hidden)
         return net.scaled(hidden, Weight((at + "layer_scalar",), (net.hidden,), ((1,),), rows=whole))
 

@@ -51,8 +51,7 @@ def llama4(c: ConfigReader) -> Network:
 
     prefix = "language_model." if c.has(TEXT_CONFIG) else ""
     if prefix:
-        net.allow_unused("vision_model.")
-        net.allow_unused("multi_modal_projector.")
+        net.allow_unused("vision_model.", "multi_modal_projector.")
     parts = {"table": "model.embed_tokens", "head": "lm_head", "layers": "model.layers", "norm": "model.norm"}
     names: dict[str, Any] = {part: prefix + name for part, name in parts.items()}
     return block_decoder(net, c, attention, feed_forward, prefix="feed_forward.", **names)

@@ -11,8 +11,7 @@ from llm_serving.network.operations import Value
 def modernbert(c: ConfigReader) -> Network:
     net = empty_network(c, eps=1e-5, eps_key="norm_eps", causal=False)
     net.lm_head(_hidden_states(net, c), "embeddings.tok_embeddings")
-    for unused in ("head.", "decoder.", "classifier."):
-        net.allow_unused(unused)
+    net.allow_unused("head.", "decoder.", "classifier.")
     return net
 
 

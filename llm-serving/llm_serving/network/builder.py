@@ -78,8 +78,8 @@ class Network:
         before = self.operations[: -len(self.head_operations)]
         return [*before, Operation("hidden_states", {"x": self.head_input}, {}, {}, {})]
 
-    def allow_unused(self, name: str) -> None:
-        self.optional.add(name)
+    def allow_unused(self, *names: str) -> None:
+        self.optional.update(names)
 
     def embedding(
         self, name: str, *, scale: float = 1.0, rounded_scale: bool = False, width: int = 0, stored_rows: int = 0
