@@ -113,36 +113,21 @@ def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
     return rows_in_order(name, tensor, np.arange(tensor.shape[0]).reshape(3, heads.q, own).swapaxes(0, 1).reshape(-1))
 
 
-def queries_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return all queries, all keys, then all values of `in_proj_qkvz`, which the file stores key head by key head."""
-    return rows_in_order(name, tensor, np.concatenate(_grouped(name, tensor, heads)[:3]))
-
-
-def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return all rows of the output gate (z) of `in_proj_qkvz`, which the file stores key head by key head."""
-    return rows_in_order(name, tensor, _grouped(name, tensor, heads)[3])
-
-
-def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array]:
+def parts_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts, *, parts: slice) -> ReadableTensor:
+    """Return some parts of `in_proj_qkvz`, one after another. The file stores the four parts key head by key head."""
     own = head_rows(name, tensor, heads.linear_keys)
     values = heads.linear_values // heads.linear_keys * heads.linear_dim
     key_dim = own // 2 - values
     rows = np.arange(tensor.shape[0]).reshape(heads.linear_keys, own)
-    return [each.reshape(-1) for each in np.split(rows, (key_dim, 2 * key_dim, 2 * key_dim + values), axis=1)]
+    split = np.split(rows, (key_dim, 2 * key_dim, 2 * key_dim + values), axis=1)
+    return rows_in_order(name, tensor, np.concatenate([each.reshape(-1) for each in split[parts]]))
 
 
-def first_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the first half of each key head's rows, for example the b of Qwen3-Next's `in_proj_ba`."""
-    return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 0].reshape(-1))
-
-
-def second_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 1].reshape(-1))
-
-
-def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
+def half_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts, *, half: int) -> ReadableTensor:
+    """Return the first (0) or second (1) half of each key head's rows: the b or the a of Qwen3-Next's `in_proj_ba`."""
     own = head_rows(name, tensor, heads.linear_keys, 2)
-    return np.arange(tensor.shape[0]).reshape(heads.linear_keys, 2, own // 2)
+    rows = np.arange(tensor.shape[0]).reshape(heads.linear_keys, 2, own // 2)
+    return rows_in_order(name, tensor, rows[:, half].reshape(-1))
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:

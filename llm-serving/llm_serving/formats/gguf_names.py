@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 from llm_serving.formats.gguf_layouts import (
     Layout,
-    first_of_groups,
     flat,
-    gates_of_groups,
+    half_of_groups,
     of_each_head,
-    queries_of_groups,
+    parts_of_groups,
     rates,
-    second_of_groups,
     taps,
     untiled,
     untiled_columns,
@@ -163,12 +162,12 @@ _DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_in": (
-        NamedLayout("linear_attn.in_proj_qkv", queries_of_groups),
-        NamedLayout("linear_attn.in_proj_z", gates_of_groups),
+        NamedLayout("linear_attn.in_proj_qkv", partial(parts_of_groups, parts=slice(0, 3))),
+        NamedLayout("linear_attn.in_proj_z", partial(parts_of_groups, parts=slice(3, 4))),
     ),
     "ssm_ba": (
-        NamedLayout("linear_attn.in_proj_b", first_of_groups),
-        NamedLayout("linear_attn.in_proj_a", second_of_groups),
+        NamedLayout("linear_attn.in_proj_b", partial(half_of_groups, half=0)),
+        NamedLayout("linear_attn.in_proj_a", partial(half_of_groups, half=1)),
     ),
     "ssm_conv1d": (NamedLayout("linear_attn.conv1d", taps),),
     "ssm_dt": "linear_attn.dt_bias",
