@@ -5,8 +5,7 @@ import json
 import pytest
 from families import models
 from llm_serving.errors import ModelError
-from llm_serving.models.context_length import ContextLengths, context_lengths
-from llm_serving.models.spec import ModelSpec
+from llm_serving.models.spec import ContextLengths, ModelSpec, context_lengths
 from support.small_model import CONFIG
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.core.files import read_json_object
+from llm_serving.core.files import read_json, read_json_object
 from llm_serving.core.window import LayerWindow
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import how_to_convert
@@ -27,6 +27,7 @@ from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.adapters import AdaptedLinear, with_adapters
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheLayout, CacheShape, StateShape, grouped, ungrouped
+from llm_serving.network.rope import Rotary, Scaling
 from llm_serving.network.sharding import sharded
 
 CONFIG_NAME: Final = "config.json"
@@ -48,6 +49,8 @@ _MATRICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Operation kind -> weights by which a token is multiplied."""
 _UNLIMITED: Final = 2**20
+_MAX_TOKENIZER_CONFIG_BYTES: Final = 2**26
+_MAX_POSITIONS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -257,3 +260,52 @@ def _token_ids(reader: ConfigReader, key: str) -> tuple[int, ...]:
     if any(token_id >= vocab_size for token_id in found):
         raise reader.fail(key, f"must be less than `vocab_size` {vocab_size}")
     return found
+
+
+@dataclass(frozen=True)
+class ContextLengths:
+    """The `default` and `maximum` context length in tokens. `reason`: how RoPE scaling made the maximum longer."""
+
+    default: int
+    maximum: int
+    reason: str = ""
+
+
+def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
+    """Return the context lengths of a model in Hugging Face format. Raise ModelError if a file cannot be read.
+
+    RoPE scaling of kind `linear` or `dynamic` multiplies `max_position_embeddings` by `factor`. `yarn` multiplies the
+    original training length. `dynamic` changes only contexts beyond `max_position_embeddings`, so it raises only the
+    maximum: a user must request longer contexts. For other kinds, and if some layers have no scaling, both lengths are
+    `max_position_embeddings`. `model_max_length` of tokenizer_config.json limits a scaled length.
+    """
+    own = spec.max_position_embeddings
+    scaling = _smallest_scaling(spec.network.rotaries, own)
+    if scaling is None or (scaled := _scaled_length(scaling, own)) <= own:
+        return ContextLengths(own, own)
+    reason = f"{scaling.first(own)} x {scaling.factor:g} by rope scaling {scaling.kind}"
+    path = folder / "tokenizer_config.json"
+    config = read_json(path, _MAX_TOKENIZER_CONFIG_BYTES) if path.exists() else None
+    limit = _positive_number(config.get("model_max_length")) if isinstance(config, dict) else None
+    if limit is not None and limit < scaled:
+        scaled = max(int(limit), own)
+        reason += ", at most model_max_length"
+    if scaled == own:
+        return ContextLengths(own, own)
+    return ContextLengths(own if scaling.kind == "dynamic" else scaled, scaled, reason)
+
+
+def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
+    scalings = [each.scaling for each in rotaries]
+    found = [each for each in scalings if each is not None and each.first(own) is not None]
+    return min(found, key=lambda each: _scaled_length(each, own)) if found and len(found) == len(scalings) else None
+
+
+def _scaled_length(scaling: Scaling, own: int) -> int:
+    first = scaling.first(own)
+    return own if first is None else min(int(first * scaling.factor), _MAX_POSITIONS)
+
+
+def _positive_number(value: Any) -> float | None:
+    given = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if given and 0 < value < _MAX_POSITIONS else None

@@ -31,10 +31,9 @@ from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDty
 from llm_serving.core.window import CacheGroups
 from llm_serving.errors import ConfigError
 from llm_serving.hub import HUBS
-from llm_serving.models.context_length import ContextLengths, context_lengths
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.mindformers import unsupported_by_mindformers, unsupported_by_mindformers_llama
-from llm_serving.models.spec import ModelSpec
+from llm_serving.models.spec import ContextLengths, ModelSpec, context_lengths
 from llm_serving.network.rope import Scaling
 
 BATCHING_STRATEGIES: Final = ("continuous", "static")
