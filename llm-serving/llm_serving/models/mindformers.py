@@ -7,7 +7,6 @@ releases before 2, is still part of 2.1. It computes queries, keys, values, gate
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import re
@@ -27,7 +26,7 @@ from llm_serving.models.mindformers_latent import (
     with_latent_weights,
 )
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Weight
+from llm_serving.network.operations import Operation, Weight
 from llm_serving.network.quantization import unsupported_by_ascend
 
 _FAMILIES: Final[Mapping[str, str]] = {
@@ -229,21 +228,17 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
 
 def without_key_offsets(network: Network) -> Network:
     """Return a network without the weights that only an int8 KV cache uses, which MindFormers' classes do not have."""
-    plain = copy.copy(network)
-    plain.operations = [
+    operations = [
         dataclasses.replace(each, weights={role: weight for role, weight in each.weights.items() if role != "k_offset"})
         for each in network.operations
     ]
-    return plain
+    return network.changed(operations=operations)
 
 
 def _shared_with_native(network: Network) -> Network:
     """Return a network without its latent attention and routing operations: MindFormers' classes have their own."""
-    plain = copy.copy(network)
-    plain.operations = [
-        each for each in network.operations if each.kind != "route" and not is_of_latent_attention(each)
-    ]
-    return plain
+    others = [each for each in network.operations if each.kind != "route" and not is_of_latent_attention(each)]
+    return network.changed(operations=others)
 
 
 def _unsupported_routing(network: Network, *, is_fused: bool) -> str | None:
@@ -308,16 +303,15 @@ def split_stacked_weights(network: Network) -> Network:
     """Return a copy of the network in which each tensor of a stacked weight is a weight of its own. The copy serves to
     read the weights of MindFormers' `LlamaForCausalLM`, which does not stack them. It does not compute the model.
     """
-    apart = copy.copy(network)
-    apart.operations = []
+    operations: list[Operation] = []
     for operation in without_key_offsets(network).operations:
         if all(len(weight.names) < 2 for weight in operation.weights.values()):
-            apart.operations.append(operation)
+            operations.append(operation)
             continue
         for at in range(max(len(weight.names) for weight in operation.weights.values())):
             weights = {role: _part(weight, at) for role, weight in operation.weights.items()}
-            apart.operations.append(dataclasses.replace(operation, weights=weights))
-    return apart
+            operations.append(dataclasses.replace(operation, weights=weights))
+    return network.changed(operations=operations)
 
 
 def _part(weight: Weight, at: int) -> Weight:

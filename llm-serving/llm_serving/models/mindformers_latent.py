@@ -11,7 +11,6 @@ The class has the absorbed form of `models.latent_attention`, with three differe
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from dataclasses import replace
@@ -72,19 +71,18 @@ def with_latent_weights(network: Network, *, transposed_values: bool = False) ->
     """
     if not latent_attentions(network):
         return network
-    changed = copy.copy(network)
-    changed.operations = []
+    operations: list[Operation] = []
     layer: dict[str, Operation] = {}
     for each in network.operations:
         projection = _projection(each)
         if projection is None:
-            changed.operations.append(each)
+            operations.append(each)
         elif projection in layer:  # the second product with kv_b_proj, the last one of a layer
-            changed.operations += _of_layer(layer, each, network, transposed_values=transposed_values)
+            operations += _of_layer(layer, each, network, transposed_values=transposed_values)
             layer = {}
         else:
             layer[projection] = each
-    return changed
+    return network.changed(operations=operations)
 
 
 def _of_layer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -137,16 +136,14 @@ class ModelSpec:
         In an int8 cache, layers with KV heads of different sizes stay in one group. The scales in its blocks make their
         sizes in bytes no multiples of each other, so that such layers could not share memory.
         """
-        network = copy(self.network)
+        network = self.network
         has_groups = network.causal and not (int8 and len(set(network.caches)) > 1)
-        network.layout = grouped(network.caches, self._windows, max_model_len) if has_groups else None
-        return replace(self, network=network)
+        layout = grouped(network.caches, self._windows, max_model_len) if has_groups else None
+        return replace(self, network=network.changed(layout=layout))
 
     def of_mindformers(self) -> ModelSpec:
         """Return the spec for MindFormers' KV cache, which has latent vector and rotary key in one tensor (MLA)."""
-        network = copy(self.network)
-        network.caches = joined_caches(network)
-        return replace(self, network=network)
+        return replace(self, network=self.network.changed(caches=joined_caches(self.network)))
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:
         network, linears = with_adapters(self.network, slots, max_rank, as_program=as_program)

@@ -10,7 +10,6 @@ columns holds the same columns of A.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -92,7 +91,6 @@ def with_adapters(
     classifier gets no slots. Other linear operations get none if their weight is transformed, transposed or separate
     for each head. `as_program`: lay the slots out for the C++ kernels, else for MindSpore Cells.
     """
-    adapted = copy(network)
     head = network.head_operations
     operations: list[Operation] = []
     linears: list[AdaptedLinear] = []
@@ -105,11 +103,7 @@ def with_adapters(
         linears.append(linear)
         weights = {"a": linear.a, "b": linear.b, "ranks": linear.ranks, "parts": linear.parts}
         operations.append(each.changed(weights=weights if as_program else {"a": linear.a, "b": linear.b}))
-    adapted.operations = operations
-    if network._head_start is not None:
-        adapted._head_start = len(operations) - len(head)
-    adapted.num_adapter_slots = slots
-    return adapted, linears
+    return network.changed(operations=operations, num_adapter_slots=slots), linears
 
 
 def experts_modules(network: Network) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -73,6 +74,12 @@ class Network:
     def num_input_ids(self) -> int:
         """Number of input ids. With token types, an input id is `token + type * vocab`."""
         return self.vocab * (1 if self.positions is None else self.positions.num_types)
+
+    def changed(self, **attributes: Any) -> Network:
+        """Return a copy with other attributes, such as `operations`. It shares everything else with this network."""
+        other = copy(self)
+        vars(other).update(attributes)
+        return other
 
     def hidden_states(self) -> list[Operation]:
         before = self.operations[: -len(self.head_operations)]
