@@ -95,7 +95,7 @@ def test_gguf_parts_of_a_tensor_keep_the_bytes_of_their_blocks(tmp_path, name, s
     assert np.array_equal(rows, whole[f"blk.0.{stacked}.weight"].stored["blocks"].read())
     q = weights["model.layers.0.self_attn.q_proj.weight"]
     assert (q.order is not None) == (architecture == "llama")
-    assert q.unpack.block.name == "Q8_0"
+    assert q.unpack.name == "Q8_0"
 
 
 @pytest.mark.parametrize("name", ["llama, biases, tied", "granite", "qwen2moe", "glm4"])

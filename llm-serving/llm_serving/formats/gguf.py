@@ -27,7 +27,7 @@ import numpy as np
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.gguf_blocks import BLOCKS, BLOCKS_PART, UnpackedBlocks
+from llm_serving.formats.gguf_blocks import BLOCKS, BLOCKS_PART
 from llm_serving.formats.gguf_layouts import UNKNOWN_HEADS, HeadCounts
 from llm_serving.formats.gguf_weights import named_weights
 from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
@@ -249,11 +249,7 @@ class _TensorInfo:
                 f"bytes and lie within the file of {size} bytes. Found: offset {self.offset} in the data"
             )
         stored = StoredTensor(file, dtype, shape, ((at, num_bytes),))
-        return (
-            stored
-            if block is None
-            else PackedTensor(self.name, self.shape, {BLOCKS_PART: stored}, UnpackedBlocks(block))
-        )
+        return stored if block is None else PackedTensor(self.name, self.shape, {BLOCKS_PART: stored}, block)
 
 
 def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:

@@ -38,6 +38,8 @@ from llm_serving.formats.stored_tensor import Array
 
 Uint8Array = NDArray[np.uint8]
 
+BLOCKS_PART: Final = "blocks"
+"""Name of the array with the blocks, [rows, bytes of a row], in a `PackedTensor`."""
 _AT_ONCE: Final = 2**24
 _LINE: Final = 64
 
@@ -83,6 +85,10 @@ class BlockType:
         rest = width % UNIT_COLUMNS
         panel = width // UNIT_COLUMNS * chunk(UNIT_COLUMNS) + (chunk(rest) if rest else 0)
         return math.prod(shape[:-2]) * -(-out // PANEL_ROWS) * panel
+
+    def __call__(self, arrays: Mapping[str, Array]) -> BlockTensor:
+        """Unpack the array BLOCKS_PART, as `PackedTensor.unpack`."""
+        return self.unpacked(arrays[BLOCKS_PART])
 
     def unpacked(self, rows: Array) -> BlockTensor:
         """Unpack a matrix from the bytes of its rows, [out, bytes of a row]."""
@@ -240,15 +246,3 @@ BLOCKS: Final[Mapping[int, BlockType]] = {
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs, bits=8, zero=128),
     39: BlockType("MXFP4", 32, 17, _mxfp4, bits=8, zero=128),
 }
-
-
-BLOCKS_PART: Final = "blocks"
-"""Name of the array with the blocks, [rows, bytes of a row], in a `PackedTensor`."""
-
-
-@dataclass(frozen=True)
-class UnpackedBlocks:
-    block: BlockType
-
-    def __call__(self, arrays: Mapping[str, Array]) -> BlockTensor:
-        return self.block.unpacked(arrays[BLOCKS_PART])

@@ -15,7 +15,7 @@ import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.gguf_blocks import BLOCKS_PART, UnpackedBlocks
+from llm_serving.formats.gguf_blocks import BLOCKS_PART, BlockType
 from llm_serving.formats.packed import PackedTensor, ReadableTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, StoredTensor, to_float32
@@ -159,8 +159,8 @@ def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Rea
         raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")
     if isinstance(tensor, StoredTensor):
         return PackedTensor(name, shape, {"rows": tensor}, lambda arrays: arrays["rows"][:, order])
-    assert isinstance(tensor.unpack, UnpackedBlocks)
-    block = tensor.unpack.block
+    block = tensor.unpack
+    assert isinstance(block, BlockType)
     if heads.linear_dim % block.elements:
         return replace(tensor, unpack=lambda arrays: block.unpacked(arrays[BLOCKS_PART]).dequantized()[:, order])
     blocks = order[:: block.elements] // block.elements
