@@ -9,7 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
@@ -40,8 +40,8 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
         header = json.loads(content, object_pairs_hook=_distinct)
         entries = {name: entry for name, entry in header.items() if not _NO_WEIGHT.search(name)}
         dtypes = (*NUMPY_DTYPES, *PACKED_DTYPES) if packed else tuple(NUMPY_DTYPES)
-        layout = _FileLayout(file, 8 + header_bytes, size, dtypes)
-        tensors = {name: _stored_tensor(layout, name, entry) for name, entry in entries.items()}
+        start = 8 + header_bytes
+        tensors = {name: _stored_tensor(file, start, size, dtypes, name, entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
     check_apart(file, tensors.items())
@@ -56,15 +56,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class _FileLayout(NamedTuple):
-    file: Path
-    data_start: int
-    file_size: int
-    dtypes: tuple[str, ...]
-
-
-def _stored_tensor(layout: _FileLayout, name: str, entry: dict[str, Any]) -> StoredTensor:
-    file, data_start, file_size, dtypes = layout
+def _stored_tensor(
+    file: Path, data_start: int, file_size: int, dtypes: tuple[str, ...], name: str, entry: dict[str, Any]
+) -> StoredTensor:
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in dtypes:
         raise ModelError(f"{file}: tensor {name} must be {', '.join(dtypes)}. Found: {shorten(dtype)}")

@@ -184,16 +184,15 @@ def self_attention(
 
     def normalized(parts: Sequence[Value]) -> list[Value]:
         order = _padded(heads) if rotary is None else rotary.order()
+        named = zip(parts, norms or (), (heads.q, heads.kv), strict=True)
         if head_norm is not None:
-            named = zip(parts, norms or (), (heads.q, heads.kv), strict=True)
             return [head_norm(part, at + name, repeated_order(n, heads.own, order)) for part, name, n in named]
         if not whole_norms:
             shape: dict[str, Any] = {"group": heads.dim, "unpadded": heads.own, "rows": order}
-            return [net.rms_norm(part, at + name, **shape) for part, name in zip(parts, norms or (), strict=True)]
-        counts = zip(parts, norms or (), (heads.q, heads.kv), strict=True)
+            return [net.rms_norm(part, at + name, **shape) for part, name, _ in named]
         return [
             net.rms_norm(part, at + name, unpadded=n * heads.own, rows=repeated_order(n, heads.own, order))
-            for part, name, n in counts
+            for part, name, n in named
         ]
 
     if norms is not None and not norms_after_rope:

@@ -5,13 +5,7 @@ Phi-3.5-MoE has layer norms, experts chosen by SparseMixer, and biases.
 from dataclasses import replace
 from functools import partial
 
-from llm_serving.models.attention import (
-    Heads,
-    attention_heads,
-    rope_config,
-    rotary_embedding,
-    sliding_window,
-)
+from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding, sliding_window
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import attend, block_decoder, empty_network, gated
 from llm_serving.models.mixtures import BLOCK_SPARSE, routed_experts

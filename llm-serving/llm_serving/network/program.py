@@ -17,15 +17,7 @@ import numpy as np
 
 from llm_serving.core.step import Int32Array
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import (
-    BY_TOKEN,
-    ELEMENT_BYTES,
-    SIGNATURES,
-    Operation,
-    Value,
-    Weight,
-    rounded_to,
-)
+from llm_serving.network.operations import BY_TOKEN, ELEMENT_BYTES, SIGNATURES, Operation, Value, Weight, rounded_to
 from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 VERSION: Final = 11

@@ -119,9 +119,9 @@ class Rotary:
     def _table(self, function: Callable[[Float64Array], Float64Array], num_positions: int) -> Float32Array:
         fixed = np.zeros((self.head_dim - self.rotary_dim) // 2)
         frequencies = np.concatenate([self.frequencies(num_positions), fixed])
-        angles = np.outer(np.arange(num_positions, dtype=np.float64), frequencies)
-        factors = np.concatenate([np.full(self.rotary_dim // 2, attention_factor(self.scaling)), np.ones_like(fixed)])
         positions = np.arange(num_positions, dtype=np.float64)
+        angles = np.outer(positions, frequencies)
+        factors = np.concatenate([np.full(self.rotary_dim // 2, attention_factor(self.scaling)), np.ones_like(fixed)])
         steps = np.floor((positions + self.growth_start) / self.growth_positions)
         scale = (1 + self.growth * np.log1p(steps))[:, None]
         return np.tile((function(angles) * factors * scale).astype(np.float32), 2)
