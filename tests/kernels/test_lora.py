@@ -54,7 +54,7 @@ class Case(NamedTuple):
             runnable = runnable_of(self.net, arrays, dtype)
         if fused:
             return runnable
-        program = assemble(select_rows(self.net.operations), 0, dtype, num_adapter_slots=len(self.changes))
+        program = assemble(select_rows(self.net.operations), dtype, self.net)
         assert program.weights == runnable.program.weights
         return Runnable(program, runnable.weights, dtype)
 

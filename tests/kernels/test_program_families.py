@@ -100,7 +100,7 @@ def test_program_logits_of_families_equal_the_reference(isa: str, name: str) -> 
 def test_program_rewriting_changes_no_bit(isa: str, name: str, dtype: str) -> None:
     net = network(name)
     short = runnable(name, dtype)
-    program = assemble(select_rows(net.operations), len(net.caches), dtype, num_states=len(net.states))
+    program = assemble(select_rows(net.operations), dtype, net)
     weights = dict(zip(short.program.weights, short.weights, strict=True))
     long = replace(short, program=program, weights=[weights[each] for each in program.weights])
     assert len(program.instructions) > len(short.program.instructions)

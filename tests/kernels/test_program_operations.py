@@ -433,7 +433,7 @@ def test_program_fused_gelu_gate_equals_separate_operations(isa: str, dtype: str
     together = program_with(x, 48, body, {"w.weight": weight})
     net = Network(70, 40, 1e-5)
     net.lm_head(body(net, net.embedding("x")), "one")
-    assert len(assemble(select_rows(net.operations), 0, dtype).instructions) == len(together.program.instructions) + 1
+    assert len(assemble(select_rows(net.operations), dtype).instructions) == len(together.program.instructions) + 1
     y = run(together, step_of_rows(40), [])
     product = result_of(x, 96, lambda net, whole: net.linear(whole, "w", 96), {"w.weight": weight})
     gates = typed(product.array, dtype)

@@ -71,6 +71,11 @@ class Network:
         return self.head_operations[0].inputs["x"]
 
     @property
+    def num_caches(self) -> int:
+        """Number of KV caches: one for each layer, unless layers in groups share them."""
+        return len(self.caches) if self.layout is None else len(self.layout.shapes) + len(self.layout.views)
+
+    @property
     def num_input_ids(self) -> int:
         """Number of input ids. With token types, an input id is `token + type * vocab`."""
         return self.vocab * (1 if self.positions is None else self.positions.num_types)

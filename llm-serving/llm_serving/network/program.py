@@ -17,6 +17,7 @@ import numpy as np
 
 from llm_serving.core.step import Int32Array
 from llm_serving.network.builder import Network
+from llm_serving.network.caches import CacheLayout
 from llm_serving.network.operations import BY_TOKEN, ELEMENT_BYTES, SIGNATURES, Operation, Value, Weight, rounded_to
 from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
@@ -68,62 +69,47 @@ class Program:
 
 
 def build_program(network: Network, dtype: str) -> Program:
-    return _of_network(network, rewrite(select_rows(network.operations)), dtype)
+    return assemble(rewrite(select_rows(network.operations)), dtype, network)
 
 
 def build_hidden_states_program(network: Network, dtype: str) -> Program:
-    return _of_network(network, rewrite(select_rows(network.hidden_states())), dtype)
-
-
-def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
-    states, adapters, layout = len(network.states), network.num_adapter_slots, network.layout
-    num_caches, layer_tensors = len(network.caches), () if layout is None else layout.layer_tensors
-    if layout is not None:
-        num_caches = len(layout.shapes) + len(layout.views)
-    return assemble(plan, num_caches, dtype, num_states=states, num_adapter_slots=adapters, layer_tensors=layer_tensors)
+    return assemble(rewrite(select_rows(network.hidden_states())), dtype, network)
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
     """Build the program that computes logits or scores from given hidden states. The caller passes the hidden states as
     the program's last weight, and their row indices as token ids.
     """
-    return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
+    return _of_given_rows(network.head_input, network.head_operations, dtype)
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
     """Build the program of an MTP layer or the like. The caller passes input rows as in `build_head_program`."""
     assert network.given is not None
-    return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
+    return _of_given_rows(network.given, network.operations, dtype, network)
 
 
 def build_embedding_program(network: Network, dtype: str) -> Program:
     first = network.operations[0]
     result = Operation("hidden_states", {"x": first.outputs["y"]}, {}, {}, {})
-    return assemble(rewrite(select_rows([first, result])), 0, dtype, list(first.weights.values()))
+    return assemble(rewrite(select_rows([first, result])), dtype, first=list(first.weights.values()))
 
 
-def _of_given_rows(given: Value, operations: Sequence[Operation], num_caches: int, dtype: str) -> Program:
+def _of_given_rows(
+    given: Value, operations: Sequence[Operation], dtype: str, network: Network | None = None
+) -> Program:
     table = {"table": Weight(("given_rows",), (0, given.width))}
     lookup = Operation("embedding", {}, table, {"y": given}, BY_TOKEN)
     matrices_first = sorted(operations, key=lambda each: each.kind != "linear")  # weight 0 must be a matrix
     first = [weight for each in matrices_first for weight in each.weights.values()]
-    return assemble(rewrite(select_rows([lookup, *operations])), num_caches, dtype, first)
+    return assemble(rewrite(select_rows([lookup, *operations])), dtype, network, first)
 
 
-def assemble(
-    plan: Plan,
-    num_caches: int,
-    dtype: str,
-    first: Sequence[Weight] = (),
-    *,
-    num_states: int = 0,
-    num_adapter_slots: int = 0,
-    layer_tensors: Sequence[tuple[int, int]] = (),
-) -> Program:
-    """Encode the operations of a plan as a program. `first`: weights that get the lowest numbers, by default those of
-    the last operation. `layer_tensors`: (group, KV cache) of each layer. If it is empty, all layers form one group, and
-    each has its own cache.
+def assemble(plan: Plan, dtype: str, network: Network | None = None, first: Sequence[Weight] = ()) -> Program:
+    """Encode the operations of a plan as a program. `network`: the network with their caches, states and adapter slots,
+    or None if they use none. `first`: weights that get the lowest numbers, by default those of the last operation.
     """
+    layout = None if network is None else network.layout
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
     weights: dict[Weight, int] = {weight: number for number, weight in enumerate(dict.fromkeys(first))}
@@ -147,18 +133,18 @@ def assemble(
             *(operand(each.outputs.get(role)) for role in signature.outputs),
             *(operand(each.inputs.get(role)) for role in signature.inputs),
             *(number(each.weights.get(role)) for role in signature.weights),
-            *(_encode_attribute(role, each, number, dtype, layer_tensors) for role in signature.attributes),
+            *(_encode_attribute(role, each, number, dtype, layout) for role in signature.attributes),
         ]
         row[: len(words)] = words
     instructions[0, :8] = (
         VERSION,
         len(weights),
-        num_caches,
+        0 if network is None else network.num_caches,
         memory.bytes_per_row,
         INSTRUCTION_LENGTH,
         DTYPES.index(dtype),
-        num_states,
-        num_adapter_slots,
+        0 if network is None else len(network.states),
+        0 if network is None else network.num_adapter_slots,
     )
     return Program(instructions, np.array(list(operands), np.int32), tuple(weights))
 
@@ -220,17 +206,13 @@ def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value
 
 
 def _encode_attribute(
-    role: str,
-    operation: Operation,
-    number: Callable[[Weight | None], int],
-    dtype: str,
-    layer_tensors: Sequence[tuple[int, int]],
+    role: str, operation: Operation, number: Callable[[Weight | None], int], dtype: str, layout: CacheLayout | None
 ) -> int:
     if role == "consumer":
         return number(operation.weights.get("consumer"))
     if role in ("layer", "layer_group"):
         layer = operation.attributes["layer"]
-        group, cache = layer_tensors[layer] if layer_tensors else (0, layer)
+        group, cache = (0, layer) if layout is None else layout.layer_tensors[layer]
         return int(group if role == "layer_group" else cache)
     value = operation.attributes[role]
     if role in ("function", "score"):
