@@ -119,30 +119,25 @@ def _flat(qvalues: Uint8Array) -> Uint8Array:
     return qvalues.reshape(len(qvalues), -1)
 
 
-def _q4_0(blocks: Uint8Array) -> _Numbers:
-    return _Numbers(_low_then_high(blocks[:, 2:]), _halves(blocks, 0))
+def _after_halves(
+    qvalues: Callable[[Uint8Array], Uint8Array], *, has_minima: bool = False
+) -> Callable[[Uint8Array], _Numbers]:
+    """Return a function that unpacks blocks of a float16 scale, perhaps a float16 minimum, and then quantized values.
+    `qvalues`: function from the bytes of the quantized values to these values.
+    """
 
+    def unpack(blocks: Uint8Array) -> _Numbers:
+        if has_minima:
+            return _Numbers(qvalues(blocks[:, 4:]), _halves(blocks, 0), -_halves(blocks, 2))
+        return _Numbers(qvalues(blocks[:, 2:]), _halves(blocks, 0))
 
-def _q4_1(blocks: Uint8Array) -> _Numbers:
-    return _Numbers(_low_then_high(blocks[:, 4:]), _halves(blocks, 0), -_halves(blocks, 2))
+    return unpack
 
 
 def _five_bits(blocks: Uint8Array) -> Uint8Array:
     """Unpack bytes [n, 20] to 5-bit values [n, 32]. The fifth bits of all values precede the low four bits."""
     fifth = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
     return _low_then_high(blocks[:, 4:]) | fifth << np.uint8(4)
-
-
-def _q5_0(blocks: Uint8Array) -> _Numbers:
-    return _Numbers(_five_bits(blocks[:, 2:]), _halves(blocks, 0))
-
-
-def _q5_1(blocks: Uint8Array) -> _Numbers:
-    return _Numbers(_five_bits(blocks[:, 4:]), _halves(blocks, 0), -_halves(blocks, 2))
-
-
-def _q8_0(blocks: Uint8Array) -> _Numbers:
-    return _Numbers(blocks[:, 2:] ^ np.uint8(128), _halves(blocks, 0))
 
 
 def _pairs_of_bits(packed: Uint8Array) -> Uint8Array:
@@ -198,10 +193,6 @@ def _q6_k(blocks: Uint8Array) -> _Numbers:
 _TABLE: Final = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
 
 
-def _iq4_nl(blocks: Uint8Array) -> _Numbers:
-    return _Numbers(_TABLE[_low_then_high(blocks[:, 2:])], _halves(blocks, 0))
-
-
 def _iq4_xs(blocks: Uint8Array) -> _Numbers:
     qvalues = _TABLE[_flat(_low_then_high(blocks[:, 8:].reshape(-1, 8, 16)))]
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1)
@@ -232,17 +223,17 @@ _LEAST_EXPONENT, _LARGEST_EXPONENT = -24, 15
 """Minimum and maximum exponent of the powers of two that float16 represents."""
 
 BLOCKS: Final[Mapping[int, BlockType]] = {
-    2: BlockType("Q4_0", 32, 18, _q4_0, bits=4, zero=8),
-    3: BlockType("Q4_1", 32, 20, _q4_1, bits=4, has_minima=True),
-    6: BlockType("Q5_0", 32, 22, _q5_0, bits=5, zero=16),
-    7: BlockType("Q5_1", 32, 24, _q5_1, bits=5, has_minima=True),
-    8: BlockType("Q8_0", 32, 34, _q8_0, bits=8, zero=128),
+    2: BlockType("Q4_0", 32, 18, _after_halves(_low_then_high), bits=4, zero=8),
+    3: BlockType("Q4_1", 32, 20, _after_halves(_low_then_high, has_minima=True), bits=4, has_minima=True),
+    6: BlockType("Q5_0", 32, 22, _after_halves(_five_bits), bits=5, zero=16),
+    7: BlockType("Q5_1", 32, 24, _after_halves(_five_bits, has_minima=True), bits=5, has_minima=True),
+    8: BlockType("Q8_0", 32, 34, _after_halves(lambda values: values ^ np.uint8(128)), bits=8, zero=128),
     10: BlockType("Q2_K", 256, 84, _q2_k, bits=4, group=16, has_minima=True),
     11: BlockType("Q3_K", 256, 110, _q3_k, bits=4, zero=4, group=16),
     12: BlockType("Q4_K", 256, 144, _q4_k, bits=4, has_minima=True),
     13: BlockType("Q5_K", 256, 176, _q5_k, bits=5, has_minima=True),
     14: BlockType("Q6_K", 256, 210, _q6_k, bits=6, zero=32, group=16),
-    20: BlockType("IQ4_NL", 32, 18, _iq4_nl, bits=8, zero=128),
+    20: BlockType("IQ4_NL", 32, 18, _after_halves(lambda nibbles: _TABLE[_low_then_high(nibbles)]), bits=8, zero=128),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs, bits=8, zero=128),
     39: BlockType("MXFP4", 32, 17, _mxfp4, bits=8, zero=128),
 }
