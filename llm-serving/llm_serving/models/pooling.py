@@ -210,16 +210,13 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 def _pooling_mode(path: Path) -> PoolingMode:
     if not path.exists():
         raise ModelError(f"{path}, which {MODULES_NAME} names, is missing: it specifies how vectors are pooled")
-    modes = _modes(read_json_object(path, _MAX_BYTES))
+    config = read_json_object(path, _MAX_BYTES)
+    modes = [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]
+    if isinstance(named := config.get("pooling_mode"), str):
+        modes = [named.removesuffix("_token")]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
             f"{path}: pooling mode {' + '.join(modes) or 'none'} is not supported, only lasttoken, cls and mean; "
             f"set `model_config.pooling: last` to use the last token instead"
         )
     return _MODES[modes[0]]
-
-
-def _modes(config: Mapping[str, Any]) -> list[str]:
-    if isinstance(named := config.get("pooling_mode"), str):
-        return [named.removesuffix("_token")]
-    return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]
