@@ -63,7 +63,6 @@ _METHODS: Final[Mapping[str, str]] = {
     "auto-round": "AutoRound",
     "quanto": "Quanto",
     "torchao": "torchao",
-    "gguf": "GGUF",
 }
 _BITS_OF_METHODS: Final[Mapping[str, int]] = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
 _BITS: Final = ("bits", "w_bit", "weight_bits", "num_bits", "nbits_per_codebook")
@@ -86,8 +85,6 @@ def describe_quantization(config: Mapping[str, Any]) -> str | None:
         parts.append(f"{bits} bits")
     if (size := _first(sections, _GROUPS)) and size > 0:
         parts.append(f"groups of {size}")
-    types = given.get("types")
-    parts += [each for each in types if isinstance(each, str)] if isinstance(types, list) else []
     return ", ".join(parts)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf_blocks import BLOCKS, BLOCKS_PART
-from llm_serving.formats.gguf_layouts import UNKNOWN_HEADS, HeadCounts
+from llm_serving.formats.gguf_layouts import HeadCounts
 from llm_serving.formats.gguf_weights import named_weights
 from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
 from llm_serving.formats.stored_tensor import StoredTensor, check_apart
@@ -267,19 +267,15 @@ def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
     return _TensorInfo(name, shape, kind, offset)
 
 
-METHOD: Final = "gguf"
-"""Value of `quant_method` in a configuration that was read from a GGUF file."""
-
-
 @dataclass(frozen=True)
 class Gguf(Scheme):
     """The GGUF format. `architecture` and `heads` say how to convert tensors to Hugging Face's names and layouts."""
 
     description: str
-    architecture: str = ""
-    heads: HeadCounts = UNKNOWN_HEADS
-    block_elements: int = 0
-    block_bytes: int = 0
+    architecture: str
+    heads: HeadCounts
+    block_elements: int
+    block_bytes: int
 
     @property
     def stored_types(self) -> str:

@@ -36,7 +36,6 @@ class HeadCounts(NamedTuple):
     linear_dim: int = 0
 
 
-UNKNOWN_HEADS: Final = HeadCounts()
 Layout = Callable[[str, ReadableTensor, HeadCounts], ReadableTensor]
 """Function of (name in the file, tensor, numbers of heads) that returns the tensor in the layout of Hugging Face."""
 

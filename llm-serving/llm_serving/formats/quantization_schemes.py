@@ -8,9 +8,6 @@ from typing import Any, Final
 from llm_serving.core.dtypes import describe_quantization, groups_of
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.compressed_tensors import CompressedTensors
-from llm_serving.formats.gguf import METHOD, Gguf
-from llm_serving.formats.gguf_layouts import HeadCounts
-from llm_serving.formats.gguf_names import NAMINGS
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.packed_words import Awq, Gptq
 from llm_serving.formats.quantized_tensor import QValuesForm
@@ -132,20 +129,6 @@ def _mxfp4(given: Mapping[str, Any], description: str) -> Scheme:
     return Mxfp4(description)
 
 
-def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
-    architecture = given.get("architecture")
-    if not isinstance(architecture, str) or architecture not in NAMINGS:
-        raise _RefusedError(
-            f"is supported only for the architectures {', '.join(NAMINGS)}. Given: {shorten(architecture)}"
-        )
-    counts = tuple(given.get(key, 0) for key in HeadCounts._fields)
-    if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in counts):
-        rule = f"must have {', '.join(HeadCounts._fields)} from 0 to {_MAX_GROUP}"
-        raise _RefusedError(f"{rule}. Given: {shorten(counts)}")
-    heads = HeadCounts(*counts)
-    return Gguf(description, architecture, heads, given.get("block_elements", 0), given.get("block_bytes", 0))
-
-
 _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -154,7 +137,6 @@ _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
     "fbgemm_fp8": _fp8,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
-    METHOD: _gguf,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.gguf import METHOD, GgufFile, files_of, read_gguf
+from llm_serving.formats.gguf import Gguf, files_of, read_gguf
 from llm_serving.formats.gguf_layouts import HeadCounts
 from llm_serving.formats.gguf_weights import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
 from llm_serving.formats.stored_tensor import StoredTensor
@@ -52,12 +52,11 @@ def gguf_name(path: Path) -> str:
     return path.stem.removesuffix(f"-00001-of-{len(files_of(path)):05}")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json that describes a GGUF model. Raise ModelError if it is unreadable or not supported."""
-    return config_of(read_gguf(path))
-
-
-def config_of(found: GgufFile) -> dict[str, Any]:
+def read_config(path: Path) -> tuple[dict[str, Any], Gguf]:
+    """Return the config.json that describes a GGUF model, and the format of its weights. Raise ModelError if the file
+    is unreadable or not supported.
+    """
+    found = read_gguf(path)
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
@@ -89,14 +88,13 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     ids = {key: reader.number(f"tokenizer.ggml.{key}") for key in ("bos_token_id", *_END_IDS, "padding_token_id")}
     config["bos_token_id"], config["pad_token_id"] = ids["bos_token_id"], ids["padding_token_id"]
     config["eos_token_id"] = list(dict.fromkeys(ids[key] for key in _END_IDS if ids[key] is not None)) or None
-    blocks = {"block_elements": found.block_elements, "block_bytes": found.block_bytes}
-    types = {"quant_method": METHOD, "architecture": reader.architecture, "types": list(found.types)}
-    linear = (config.get(f"linear_{key}", 0) for key in ("num_key_heads", "num_value_heads", "value_head_dim"))
-    counts = HeadCounts(heads, config.get("num_key_value_heads", heads), *linear)
-    config["quantization_config"] = {**types, **counts._asdict(), **blocks}
     if (pooling := reader.own("pooling_type")) in _POOLING:
         config[POOLING] = _POOLING[pooling]
-    return config
+    kv_heads = config.get("num_key_value_heads", heads)
+    linear = (config.get(f"linear_{key}", 0) for key in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    counts = HeadCounts(heads, kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else 0, *linear)
+    description = ", ".join(["GGUF", *found.types])
+    return config, Gguf(description, reader.architecture, counts, found.block_elements, found.block_bytes)
 
 
 def _check_heads(reader: MetadataReader, architecture: Architecture, config: Config) -> int:

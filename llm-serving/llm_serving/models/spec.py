@@ -190,7 +190,8 @@ class ModelSpec:
     def from_folder(cls, folder: Path) -> ModelSpec:
         """Read `config.json` of a Hugging Face folder, or a GGUF file. Raise ModelError if it is not supported."""
         if is_gguf(folder):
-            return cls.from_hugging_face(read_config(folder), str(folder))
+            config, scheme = read_config(folder)
+            return cls.from_hugging_face(config, str(folder), scheme)
         path = folder / CONFIG_NAME
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")
@@ -211,14 +212,17 @@ class ModelSpec:
         return replace(spec, max_position_embeddings=min(longest, spec.max_position_embeddings))
 
     @classmethod
-    def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
+    def from_hugging_face(
+        cls, config: Mapping[str, Any], where: str = CONFIG_NAME, scheme: Scheme | None = None
+    ) -> ModelSpec:
+        """Return the spec of a config.json. `scheme`: format of the weights, by default the one that it states."""
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.normalized_config(ConfigReader(config, where))
         if config.get(TEXT_CONFIG) is not None:
             config = {**config, **ConfigReader(config, where).inner(TEXT_CONFIG).config}
         reader = ConfigReader(config, where)
-        scheme = scheme_of(config, where)
+        scheme = scheme or scheme_of(config, where)
         network = describe(architecture, reader)
         longest = reader.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
         longest = reader.integer("max_position_embeddings", longest)
