@@ -61,7 +61,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], Gguf]:
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
         raise reader.fail("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}")
-    if not (architecture.has_experts or "expert_count" in architecture.numbers) and reader.own("expert_count"):
+    if "expert_count" not in architecture.numbers and reader.own("expert_count"):
         raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts")
     for name in (*_NEEDED, *(() if reader.own("expert_count") else ("feed_forward_length",))):
         if not (architecture.has_lists and reader.numbers(name)):

@@ -39,12 +39,10 @@ _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bia
 
 def _llama(reader: MetadataReader, config: Config) -> None:
     """Set `architectures`: Mixtral for a file with experts, Mistral with a window, InternLM3 with only QKV biases."""
-    if experts := reader.own("expert_count"):
+    if experts := config.get("num_local_experts"):
         config["architectures"] = ["MixtralForCausalLM"]
-        config["num_local_experts"] = experts
-        config["num_experts_per_tok"] = reader.needed("expert_used_count")
-    window = reader.own("attention.sliding_window")
-    if window:
+        reader.needed("expert_used_count")
+    if window := reader.own("attention.sliding_window"):
         config["sliding_window"] = window
         if not experts:
             config["architectures"] = ["MistralForCausalLM"]
@@ -261,7 +259,7 @@ def _classifier(reader: MetadataReader, config: Config, family: str) -> None:
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
+    "llama": Architecture("LlamaForCausalLM", _LOCAL, bias=_LLAMA_BIAS, complete=_llama),
     "qwen2": Architecture("Qwen2ForCausalLM", bias={"qkv_bias": _QKV}),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",

@@ -95,7 +95,6 @@ class Architecture:
         fixed: Keys and values of the config.json that are the same for all models of the architecture.
         bias: Key of a config.json -> tensors of a layer. The value is true if some layer has one of these tensors.
         complete: Function that adds further keys to the config.json, or changes its values.
-        has_experts: Whether a model may have experts although `numbers` lacks `expert_count`.
         rotates: Whether the model has a rotary embedding.
         rotates_a_part: Whether the rotary embedding may rotate only a part of a head.
         has_lists: Whether a file may store a list, with a number for each layer, in place of one number. `complete`
@@ -108,6 +107,5 @@ class Architecture:
     bias: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     complete: Callable[[MetadataReader, Config], None] | None = None
     rotates_a_part: bool = False
-    has_experts: bool = False
     has_lists: bool = False
     rotates: bool = True
