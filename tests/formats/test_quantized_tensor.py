@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from llm_serving.errors import ModelError
 from llm_serving.formats import quantized_tensor
-from llm_serving.formats.quantized_tensor import STEPS, QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import STEPS, QuantizedTensor, group_of_columns, quantize_w4, quantize_w8
 from support.model_factories import from_bfloat16, to_bfloat16
 
 
@@ -135,24 +135,28 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"bits": 8}, "quantized values must be"),
-        ({"bits": 3}, "quantized values must be"),
-        ({"qvalues": np.zeros(8, np.uint8)}, "quantized values must be"),
-        ({"qvalues": np.zeros((2, 8), np.int8), "bits": 8}, "zeros must be int8"),
-        ({"group_size": 0}, "scales must be"),
-        ({"group_size": 3}, "scales must be"),
-        ({"scales": np.ones((2, 2))}, "scales must be float32"),
-        ({"zeros": np.zeros((2, 1), np.uint8)}, "zeros must be"),
-        ({"zeros": np.zeros((2, 2), np.int8)}, "zeros must be"),
-        ({"g_idx": np.full(8, 2, np.int32)}, "g_idx must have an int32 group number"),
-        ({"g_idx": np.full(8, -1, np.int32)}, "g_idx must have an int32 group number"),
-        ({"g_idx": np.zeros(8)}, "g_idx must have an int32 group number"),
-        ({"g_idx": np.zeros(7, np.int32)}, "g_idx must have an int32 group number"),
+        {"bits": 8},
+        {"bits": 3},
+        {"qvalues": np.zeros(8, np.uint8)},
+        {"qvalues": np.zeros((2, 8), np.int8), "bits": 8},
+        {"group_size": 0},
+        {"group_size": 3},
+        {"scales": np.ones((2, 2))},
+        {"zeros": np.zeros((2, 1), np.uint8)},
+        {"zeros": np.zeros((2, 2), np.int8)},
+        {"g_idx": np.zeros(8)},
+        {"g_idx": np.zeros(7, np.int32)},
     ],
 )
-def test_quantized_tensor_refuses_mismatched_arrays(changes, message):
+def test_quantized_tensor_asserts_that_its_arrays_match(changes):
     QuantizedTensor(**GOOD)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(AssertionError):
         QuantizedTensor(**GOOD | changes)
+
+
+@pytest.mark.parametrize("group", [2, -1])
+def test_group_of_columns_refuses_unknown_groups(group):
+    with pytest.raises(ModelError, match="g_idx must have groups from 0 to 1"):
+        group_of_columns(np.full(8, group, np.int32), 4, 2)

@@ -75,7 +75,7 @@ class Gptq(Scheme):
     def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor:
         qvalues = unpack_words(np.asarray(arrays["qweight"]).T, self.bits)
         out, width = qvalues.shape
-        group_size = self.group_size or width
+        group_size = self.group_size or max(1, width)
         scales = np.ascontiguousarray(to_float32(arrays["scales"]).T)
         zeros = unpack_words(arrays["qzeros"], self.bits)[:, :out].T
         if self.zeros_less_one:
@@ -110,7 +110,7 @@ class Awq(Scheme):
     def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor:
         qvalues, zeros = (_unpack_awq_rows(arrays[name]) for name in ("qweight", "qzeros"))
         scales = np.ascontiguousarray(to_float32(arrays["scales"]).T)
-        return from_unsigned(qvalues, scales, zeros, 4, self.group_size or qvalues.shape[1], None)
+        return from_unsigned(qvalues, scales, zeros, 4, self.group_size or max(1, qvalues.shape[1]), None)
 
 
 def _unpack_awq_rows(words: Array) -> Uint8Array:
