@@ -7,7 +7,7 @@ import psutil
 import pytest
 from llm_serving.core.step import BlockMoveKind
 from llm_serving.errors import ConfigError, ModelError, WorkerError
-from llm_serving.worker.block_guard import check_block_moves
+from llm_serving.worker.block_guard import BlockGuard, BlockTags
 from llm_serving.worker.kv_cache import KVTensors, block_bytes, group_by_kind, num_blocks_for
 from support.graph_model import GraphModel, backend
 from support.model_factories import tiny_spec, write_model
@@ -216,12 +216,16 @@ def test_two_sequences_continue_from_a_copied_partial_block(make_model, name, dt
 COPY, OUT, IN, TAKE = BlockMoveKind.COPY, BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN, BlockMoveKind.IMPORT
 
 
+def a_guard():
+    return BlockGuard(num_blocks=10, num_swap_blocks=3, block_size=4, transfer=BlockTags.of_empty(4))
+
+
 def test_the_last_blocks_of_cache_and_host_pool_may_move():
-    check_block_moves(block_moves((COPY, 9, 0), (OUT, 9, 2), (IN, 2, 9)), num_blocks=10, num_swap_blocks=3)
+    a_guard().check_ids(block_moves((COPY, 9, 0), (OUT, 9, 2), (IN, 2, 9)))
 
 
 def test_step_without_block_moves_needs_no_host_pool():
-    check_block_moves(block_moves(), num_blocks=1, num_swap_blocks=0)
+    BlockGuard(num_blocks=1, num_swap_blocks=0, block_size=4).check_ids(block_moves())
 
 
 @pytest.mark.parametrize(
@@ -264,25 +268,25 @@ def test_step_without_block_moves_needs_no_host_pool():
         ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT, 6 IMPORT_STATE\. Given: -1"),
     ],
 )
-def test_check_block_moves_names_the_wrong_move(move, message):
+def test_check_ids_names_the_wrong_move(move, message):
     good = (COPY, 1, 2)
     for moves in ([move], [good, move], [move, good]):
         with pytest.raises(WorkerError, match=message):
-            check_block_moves(block_moves(*moves), num_blocks=10, num_swap_blocks=3, num_transfer_blocks=4)
+            a_guard().check_ids(block_moves(*moves))
 
 
 def test_exports_must_stay_inside_the_transfer_pool():
-    check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 3)), 10, 3, 4, exports=True)
+    a_guard().check_ids(block_moves((BlockMoveKind.EXPORT, 9, 3)), exports=True)
     with pytest.raises(WorkerError, match="target of EXPORT must be a block of the transfer pool"):
-        check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 4)), 10, 3, 4, exports=True)
+        a_guard().check_ids(block_moves((BlockMoveKind.EXPORT, 9, 4)), exports=True)
     with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT, 5 EXPORT_STATE\. Given: 0"):
-        check_block_moves(block_moves((COPY, 9, 3)), 10, 3, 4, exports=True)
+        a_guard().check_ids(block_moves((COPY, 9, 3)), exports=True)
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 3), (1, 1, 6)])
-def test_check_block_moves_rejects_another_shape(shape):
+def test_check_ids_rejects_another_shape(shape):
     with pytest.raises(WorkerError, match=r"block_moves must be \[N, 6\]\. Given: "):
-        check_block_moves(np.zeros(shape, np.int32), num_blocks=10, num_swap_blocks=3)
+        a_guard().check_ids(np.zeros(shape, np.int32))
 
 
 def test_group_by_kind_yields_runs_of_one_kind():

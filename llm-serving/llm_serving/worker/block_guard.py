@@ -42,46 +42,6 @@ _SIZES: Final = {
 _EXPORTS: Final = (BlockMoveKind.EXPORT, BlockMoveKind.EXPORT_STATE)
 
 
-def check_block_moves(
-    block_moves: Int32Array,
-    num_blocks: int,
-    num_swap_blocks: int,
-    num_transfer_blocks: int = 0,
-    num_state_slots: int = 0,
-    *,
-    exports: bool = False,
-) -> None:
-    """Raise WorkerError if a block move (a copy of a KV block or recurrent state) has an unknown kind, or an id that
-    its source or target memory lacks (see `SOURCE_AND_TARGET`). If `exports`, each move must copy to the transfer pool,
-    the memory that WorkAgents share. Otherwise, no move may copy to it.
-    """
-    if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
-        raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
-    if not len(block_moves):
-        return
-    kinds = block_moves[:, 0]
-    allowed = [kind for kind in BlockMoveKind if (kind in _EXPORTS) == exports]
-    if (unknown := ~np.isin(kinds, allowed)).any():
-        known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
-        raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
-    sizes = {
-        BlockLocation.CACHE: num_blocks,
-        BlockLocation.HOST: num_swap_blocks,
-        BlockLocation.TRANSFER: num_transfer_blocks,
-        BlockLocation.STATES: num_state_slots,
-    }
-    for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
-        moves = block_moves[kinds == kind]
-        for column, end, memory in zip((1, 2), ("source", "target"), SOURCE_AND_TARGET[kind], strict=True):
-            ids, size = moves[:, column], sizes[memory]
-            outside = (ids < 0) | (ids >= size)
-            if outside.any():
-                raise WorkerError(
-                    f"block_moves: the {end} of {kind.name} must be a block of the {memory} with an id below "
-                    f"`{_SIZES[memory]}` = {size}. Given: {ids[outside][0]}"
-                )
-
-
 class BlockTags(NamedTuple):
     epochs: Int32Array
     num_written: Int32Array
@@ -121,6 +81,31 @@ class BlockGuard:
             BlockLocation.TRANSFER: BlockTags.of_empty(0) if transfer is None else transfer,
             BlockLocation.STATES: BlockTags.of_empty(0) if states is None else states,
         }
+
+    def check_ids(self, block_moves: Int32Array, *, exports: bool = False) -> None:
+        """Raise WorkerError if a block move (a copy of a KV block or recurrent state) has an unknown kind, or an id
+        that its source or target memory lacks (see `SOURCE_AND_TARGET`). If `exports`, each move must copy to the
+        transfer pool, the memory that WorkAgents share. Otherwise, no move may copy to it.
+        """
+        if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
+            raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
+        if not len(block_moves):
+            return
+        kinds = block_moves[:, 0]
+        allowed = [kind for kind in BlockMoveKind if (kind in _EXPORTS) == exports]
+        if (unknown := ~np.isin(kinds, allowed)).any():
+            known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
+            raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
+        for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
+            moves = block_moves[kinds == kind]
+            for column, end, memory in zip((1, 2), ("source", "target"), SOURCE_AND_TARGET[kind], strict=True):
+                ids, size = moves[:, column], len(self._memories[memory].epochs)
+                outside = (ids < 0) | (ids >= size)
+                if outside.any():
+                    raise WorkerError(
+                        f"block_moves: the {end} of {kind.name} must be a block of the {memory} with an id below "
+                        f"`{_SIZES[memory]}` = {size}. Given: {ids[outside][0]}"
+                    )
 
     def move(self, block_moves: Int32Array) -> None:
         """Check the source of each copy before it starts, and tag its target. Raise WorkerError for a wrong source."""

@@ -151,10 +151,6 @@ class KVTensors:
     def block_bytes(self) -> int:
         return sum(bytes_of_block(cache) for layer in self.layers for cache in layer)
 
-    @property
-    def num_transfer_blocks(self) -> int:
-        return 0 if self.transfer is None else self.transfer.num_blocks
-
     @classmethod
     def allocate(
         cls,
@@ -194,7 +190,7 @@ class KVTensors:
             release_pages(blocks.ctypes.data, blocks.nbytes)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Execute moves of whole blocks, in all layers and in the given order. Call `check_block_moves` before."""
+        """Execute moves of whole blocks, in all layers and in the given order. Call `BlockGuard.check_ids` before."""
         for kind, pairs in group_by_kind(block_moves):
             if kind in (BlockMoveKind.EXPORT_STATE, BlockMoveKind.IMPORT_STATE):
                 self._move_states(kind, pairs)
@@ -213,10 +209,6 @@ class KVTensors:
                 _bytes_of(array[block]) for block in blocks[slots == slot].tolist() for array in self.transfer.arrays
             ]
             _copy_bytes(states, memory) if exports else _copy_bytes(memory, states)
-
-    @property
-    def num_state_slots(self) -> int:
-        return len(self.states[0].storage) if self.states else 0
 
     def _layers_of(self, memory: BlockLocation) -> Sequence[tuple[BlockMemory, BlockMemory]]:
         if memory is BlockLocation.CACHE:

@@ -32,7 +32,7 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.adapters import AdaptedLinear, AdapterLimits, experts_modules
 from llm_serving.network.quantization import Quantization
 from llm_serving.worker.adapters import AdapterMemory
-from llm_serving.worker.block_guard import NO_SLOT, BlockGuard, BlockTags, StateGuard, check_block_moves
+from llm_serving.worker.block_guard import NO_SLOT, BlockGuard, BlockTags, StateGuard
 from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile_networks
 from llm_serving.worker.hidden_states import HiddenStates, newest_tokens
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
@@ -239,10 +239,8 @@ class ModelRunner:
         check_sampling(step.sampling, network.vocab)
         check_scoring(step.scoring, network.vocab)
         inputs = with_token_types(build_model_inputs(step, previous, self._limits), network.vocab, network.positions)
-        tensors = self.kv_tensors
-        sizes = tensors.num_blocks, tensors.num_swap_blocks, tensors.num_transfer_blocks, tensors.num_state_slots
-        check_block_moves(step.block_moves, *sizes)
-        check_block_moves(step.exports, *sizes, exports=True)
+        self._guard.check_ids(step.block_moves)
+        self._guard.check_ids(step.exports, exports=True)
         self._guard.move(step.block_moves)
         self._guard.check(step)
         if self._state_guard is not None:
@@ -252,7 +250,7 @@ class ModelRunner:
             inputs = replace(inputs, adapter_slots=(slots,))
         elif len(step.adapters):
             raise WorkerError("adapters must be empty: the model was loaded without adapter slots")
-        tensors.move_blocks(step.block_moves)
+        self.kv_tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
         if self.hidden_states is not None:
             self.hidden_states.drop(step.block_moves, inputs.slot_mapping)
