@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol, get_args, get_type_hints
+from typing import Any, Final, NamedTuple, Protocol, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,7 @@ class BlockMove(NamedTuple):
     """Number of valid tokens in the block. For a state: number of tokens that the state covers."""
 
 
-def no_block_moves() -> Int32Array:
-    return np.empty((0, len(BlockMove._fields)), np.int32)
+NO_BLOCK_MOVES: Final[Int32Array] = np.empty((0, len(BlockMove._fields)), np.int32)
 
 
 STATE_BEFORE: Final = -1
@@ -62,12 +61,8 @@ class StateAccess(NamedTuple):
     """Number of the slot's allocation. It shows the WorkAgent whether the slot was allocated again."""
 
 
-def no_state_accesses() -> Int32Array:
-    return np.empty((0, len(StateAccess._fields)), np.int32)
-
-
-def no_adapters() -> Int32Array:
-    return np.empty((0, 2), np.int32)
+NO_STATE_ACCESSES: Final[Int32Array] = np.empty((0, len(StateAccess._fields)), np.int32)
+NO_ADAPTERS: Final[Int32Array] = np.empty((0, 2), np.int32)
 
 
 class ResultKind(enum.IntEnum):
@@ -134,43 +129,33 @@ class SamplingInput:
     allowed_words: Int32Array
 
     @classmethod
-    def plain(
-        cls,
-        num_samples: int,
-        *,
-        temperature: Float32Array | None = None,
-        top_k: Int32Array | None = None,
-        top_p: Float32Array | None = None,
-        min_p: Float32Array | None = None,
-        seed: NDArray[np.uint64] | None = None,
-        position: Int32Array | None = None,
-        num_logprobs: Int32Array | None = None,
-    ) -> SamplingInput:
+    def plain(cls, num_samples: int, **given: NDArray[Any]) -> SamplingInput:
         """Return parameters without penalties, biases and constraints. By default, sampling is greedy."""
         zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
         whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
         nothing = np.empty(0, np.int32)
-        return cls(
-            temperature=zeros if temperature is None else temperature,
-            top_k=whole if top_k is None else top_k,
-            top_p=ones if top_p is None else top_p,
-            min_p=zeros if min_p is None else min_p,
-            typical_p=ones,
-            repetition_penalty=ones,
-            presence_penalty=zeros,
-            frequency_penalty=zeros,
-            seed=np.zeros(num_samples, np.uint64) if seed is None else seed,
-            position=whole if position is None else position,
-            num_logprobs=np.full(num_samples, -1, np.int32) if num_logprobs is None else num_logprobs,
-            history_offsets=offsets,
-            history_token_ids=nothing,
-            history_prompt_lens=whole,
-            bias_offsets=offsets,
-            bias_token_ids=nothing,
-            bias_values=np.empty(0, np.float32),
-            allowed_offsets=offsets,
-            allowed_words=nothing,
-        )
+        values: dict[str, Any] = {
+            "temperature": zeros,
+            "top_k": whole,
+            "top_p": ones,
+            "min_p": zeros,
+            "typical_p": ones,
+            "repetition_penalty": ones,
+            "presence_penalty": zeros,
+            "frequency_penalty": zeros,
+            "seed": np.zeros(num_samples, np.uint64),
+            "position": whole,
+            "num_logprobs": np.full(num_samples, -1, np.int32),
+            "history_offsets": offsets,
+            "history_token_ids": nothing,
+            "history_prompt_lens": whole,
+            "bias_offsets": offsets,
+            "bias_token_ids": nothing,
+            "bias_values": np.empty(0, np.float32),
+            "allowed_offsets": offsets,
+            "allowed_words": nothing,
+        }
+        return cls(**{**values, **given})
 
     @property
     def num_samples(self) -> int:
@@ -202,8 +187,7 @@ class ScoringInput:
         return len(self.num_logprobs)
 
 
-def no_scoring() -> ScoringInput:
-    return ScoringInput(np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32))
+NO_SCORING: Final = ScoringInput(np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +208,13 @@ class StepInput:
     block_epochs: Int32Array  # [G * B, W], for each entry of block_tables the epoch of its block
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # of the S results of kind TOKEN
-    scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS
-    block_moves: Int32Array = field(default_factory=no_block_moves)
+    scoring: ScoringInput = NO_SCORING  # of the P results of kind LOGPROBS
+    block_moves: Int32Array = field(default_factory=lambda: NO_BLOCK_MOVES)
     """[N, 6], each row a `BlockMove`. They are executed in order before the tokens are computed."""
-    exports: Int32Array = field(default_factory=no_block_moves)
+    exports: Int32Array = field(default_factory=lambda: NO_BLOCK_MOVES)
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
-    states: Int32Array = field(default_factory=no_state_accesses)
-    adapters: Int32Array = field(default_factory=no_adapters)
+    states: Int32Array = field(default_factory=lambda: NO_STATE_ACCESSES)
+    adapters: Int32Array = field(default_factory=lambda: NO_ADAPTERS)
     """[B, 2], adapter (0: none) and slot of each row, or empty. A slot with another adapter is filled beforehand."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""

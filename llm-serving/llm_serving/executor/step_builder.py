@@ -13,6 +13,10 @@ from llm_serving.core.enums import PoolingMode
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import RULES
 from llm_serving.core.step import (
+    NO_ADAPTERS,
+    NO_BLOCK_MOVES,
+    NO_SCORING,
+    NO_STATE_ACCESSES,
     SAMPLE_FIELDS,
     SAMPLING_DTYPES,
     AllowedTokens,
@@ -23,10 +27,6 @@ from llm_serving.core.step import (
     SamplingInput,
     ScoringInput,
     StepInput,
-    no_adapters,
-    no_block_moves,
-    no_scoring,
-    no_state_accesses,
     reference_to_previous_step,
 )
 from llm_serving.kvcache import BlockManager
@@ -38,10 +38,6 @@ _FORBIDDEN = float("-inf")
 _NO_WORDS: Int32Array = np.empty(0, np.int32)
 _NO_IDS: Int32Array = np.empty(0, np.int32)
 _NO_VALUES: Float32Array = np.empty(0, np.float32)
-_NO_SCORING = no_scoring()
-_NO_MOVES = no_block_moves()
-_NO_STATES = no_state_accesses()
-_NO_ADAPTERS = no_adapters()
 _Sample = tuple[Request, int]
 """A token to be sampled: (request, number of draft tokens before it)."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
@@ -97,14 +93,14 @@ class StepBuilder:
                     following.append(start + offset + 1)
             positions = np.array(following, np.int32)
             result_tokens = np.array(chosen, np.int32).reshape(-1, len(ResultToken._fields))
-        scoring = _NO_SCORING
+        scoring = NO_SCORING
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule, self._pooling)
             result_tokens = np.concatenate([result_tokens, of_prompts])
         all_tables = list(map(self._blocks.tables.__getitem__, map(REQUEST_ID, requests)))
         groups = range(len(all_tables[0]))
         block_tables, block_epochs = self._tables.packed([each[group] for group in groups for each in all_tables])
-        adapters = _NO_ADAPTERS
+        adapters = NO_ADAPTERS
         if (slots := self._blocks.adapters) is not None:
             adapters = np.array(
                 [(of.adapter, slots.slot_of(of.adapter) if of.adapter else -1) for of, *_ in schedule.rows], np.int32
@@ -119,9 +115,9 @@ class StepBuilder:
             result_tokens=result_tokens,
             sampling=self._sampling(sampled, positions),
             scoring=scoring,
-            block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else _NO_MOVES,
-            exports=np.array(schedule.exports, np.int32) if schedule.exports else _NO_MOVES,
-            states=np.array(schedule.states, np.int32) if schedule.states else _NO_STATES,
+            block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else NO_BLOCK_MOVES,
+            exports=np.array(schedule.exports, np.int32) if schedule.exports else NO_BLOCK_MOVES,
+            states=np.array(schedule.states, np.int32) if schedule.states else NO_STATE_ACCESSES,
             adapters=adapters,
             allowed_follow=self._params.has_matchers,
         )

@@ -22,13 +22,14 @@ from llm_serving.core.step import (
     MAX_DRAFT_REQUESTS,
     MAX_DRAFT_TOKENS,
     MAX_PROPOSED_TOKENS,
+    NO_BLOCK_MOVES,
+    SAMPLING_DTYPES,
     DraftRequest,
     Float32Array,
     ResultKind,
     SamplingInput,
     StepInput,
     blocks_per_draft_request,
-    no_block_moves,
 )
 from llm_serving.errors import ModelError
 from llm_serving.lowering.lower import LoweredMtp, lower_mtp
@@ -160,15 +161,11 @@ class DraftModel:
 
 
 def _sampling(requests: Sequence[DraftRequest], positions: Sequence[int]) -> SamplingInput:
-    return SamplingInput.plain(
-        len(requests),
-        temperature=np.array([each.temperature for each in requests], np.float32),
-        top_k=np.array([each.top_k for each in requests], np.int32),
-        top_p=np.array([each.top_p for each in requests], np.float32),
-        min_p=np.array([each.min_p for each in requests], np.float32),
-        seed=np.array([each.seed for each in requests], np.uint64),
-        position=np.array(positions, np.int32),
-    )
+    given = {
+        name: np.array([getattr(each, name) for each in requests], SAMPLING_DTYPES[name])
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+    }
+    return SamplingInput.plain(len(requests), position=np.array(positions, np.int32), **given)
 
 
 MAX_TOKENS: Final = DRAFT_WINDOW + MAX_DRAFT_TOKENS
@@ -221,7 +218,7 @@ class MtpModel(DraftModel):
         slots = np.arange(1, dtype=np.int32)
         self._states.keep(slots, np.zeros((1, self._runner.spec.network.hidden), np.float32))
         self.propose([DraftRequest(0, 0, [0, 0], 1, 0.0, 0, 1.0, 0.0, 0, [0])])
-        self._states.drop(no_block_moves(), slots)
+        self._states.drop(NO_BLOCK_MOVES, slots)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Propose as `DraftModel.propose` does, but nothing for a request whose hidden states are not kept."""
