@@ -98,15 +98,16 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
         check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
     adapters = AdapterRegistry(config, spec)
     metrics = Metrics(config.model.model_name, config.request_classes)
-    consistency, files = ConsistencyCheck(), ServedFiles(config)
+    consistency, same_files = ConsistencyCheck(), SameFiles(config.model)
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         logged_model.set(log_name)
 
         def start(previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-            served = files.config
-            agent = files.same_files.start_checked(
+            files = same_files  # `set_weights` may replace it meanwhile
+            served = replace(config, model=files.model)
+            agent = files.start_checked(
                 partial(start_work_agent, served, index, on_progress, previous, timeout_s, cancellation, placement)
             )
             return consistency.check(agent)
@@ -143,27 +144,19 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
         finally:
             executor.close()
 
+    def set_weights(folder: Path) -> None:
+        nonlocal same_files
+        same_files = SameFiles(replace(config.model, model_path=folder))
+
     # A cluster sends the files of one folder to its machines, and exported graphs contain the weights.
     is_replaceable = config.cluster.engine == EngineName.LOCAL and config.model.mindir_path is None
-    set_weights = files.use if is_replaceable else None
-    return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=set_weights, adapters=adapters)
+    replaces = set_weights if is_replaceable else None
+    return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=replaces, adapters=adapters)
 
 
 def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:
     for number, folder in adapters.folders.items():
         executor.set_adapter(number, folder)
-
-
-class ServedFiles:
-    """The configuration, whose model folder may change, and a check that all WorkAgents read the same files."""
-
-    def __init__(self, config: ServingConfig) -> None:
-        self.config = config
-        self.same_files = SameFiles(config.model)
-
-    def use(self, folder: Path) -> None:
-        self.config = replace(self.config, model=replace(self.config.model, model_path=folder))
-        self.same_files = SameFiles(self.config.model)
 
 
 def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: SupervisedExecutor) -> WorkAgentMemory:

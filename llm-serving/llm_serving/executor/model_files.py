@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.files import open_regular
@@ -20,7 +20,9 @@ from llm_serving.models.spec import CONFIG_NAME
 from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.text.tokenizer.tokenizer import find_vocabulary, parts_of
 from llm_serving.text.tokenizer.vocabulary import config_files
-from llm_serving.transport.messages import Loaded
+
+if TYPE_CHECKING:
+    from llm_serving.executor.supervisor import WorkAgentProcess
 
 CHUNK_BYTES: Final = 2**20
 
@@ -140,16 +142,6 @@ def _file_hash(state: FileState, on_progress: Callable[[int], None]) -> str:
     return digest.hexdigest()
 
 
-class LoadedAgent(Protocol):
-    machine: str
-    loaded: Loaded
-
-    def kill(self) -> None: ...
-
-
-Agent = TypeVar("Agent", bound=LoadedAgent)
-
-
 class SameFiles:
     """Checks that all WorkAgents of a server read the same model, because one may continue the answer of another.
     Thread-safe.
@@ -159,14 +151,14 @@ class SameFiles:
     """
 
     def __init__(self, model: ModelConfig) -> None:
-        self._model = model
+        self.model = model
         self._lock = threading.Lock()
         self._reference: tuple[FileState, ...] = ()
         self._fingerprint = ""
 
-    def start_checked(self, start: Callable[[], Agent]) -> Agent:
+    def start_checked(self, start: Callable[[], WorkAgentProcess]) -> WorkAgentProcess:
         """Start a WorkAgent. If its files differ from those of the first one, kill it and raise ModelError."""
-        files = served_weights(self._model)
+        files = served_weights(self.model)
         self._check(files)
         agent = start()
         try:
@@ -181,10 +173,10 @@ class SameFiles:
             raise
         return agent
 
-    def _check_other_machine(self, agent: LoadedAgent) -> None:
+    def _check_other_machine(self, agent: WorkAgentProcess) -> None:
         if not agent.loaded.model:
             return
-        path = self._model.model_path
+        path = self.model.model_path
         assert path is not None
         self._fingerprint = self._fingerprint or weight_fingerprint(path)
         if agent.loaded.model != self._fingerprint:
