@@ -193,7 +193,7 @@ def test_recovery_finds_a_culprit_that_fails_by_its_vector() -> None:
     poison.wants_vector = True
 
     def spoil(step: StepInput) -> None:
-        if step.num_vectors:
+        if len(step.result_tokens) > step.sampling.num_samples:
             raise StepFailedError("poison")
 
     harness.executor.spoil = spoil

@@ -227,10 +227,6 @@ class StepInput:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def num_vectors(self) -> int:
-        return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
-
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:

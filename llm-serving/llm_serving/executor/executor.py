@@ -169,34 +169,31 @@ class LocalExecutor(Executor):
         self._adapters.set(number, folder)
 
 
-class _ExpectedResults(NamedTuple):
-    num_samples: int
-    num_scores: int
-    num_scored_tokens: int
-    num_vectors: int
-
-    @classmethod
-    def of(cls, step: StepInput) -> _ExpectedResults:
-        num_samples, num_scores = len(step.sampling.temperature), len(step.scoring.num_logprobs)
-        return cls(
-            num_samples, num_scores, len(step.scoring.token_ids), len(step.result_tokens) - num_samples - num_scores
+def _check_results(step: StepInput, output: StepOutput) -> None:
+    """Raise ProtocolError if a WorkAgent's output has other results than the step requested, or impossible tokens."""
+    num_samples, num_scores = len(step.sampling.temperature), len(step.scoring.num_logprobs)
+    requested = {
+        "num_samples": num_samples,
+        "num_scores": num_scores,
+        "num_scored_tokens": len(step.scoring.token_ids),
+        "num_vectors": len(step.result_tokens) - num_samples - num_scores,
+    }
+    scores = output.scores
+    counts = len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
+    received = dict(zip(requested, counts, strict=True))
+    if received != requested:
+        raise ProtocolError(
+            f"the reply to step {output.step} has other results than requested. Requested: {requested}. "
+            f"Received: {received}"
         )
+    lowest = -1 if output.row_errors else 0
+    if len(output.token_ids) and not lowest <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
+        raise ProtocolError(f"the reply to step {output.step} has token ids outside {lowest} to {MAX_VOCAB_SIZE - 1}")
 
-    def check(self, output: StepOutput) -> None:
-        scores = output.scores
-        given = _ExpectedResults(
-            len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
-        )
-        if given != self:
-            raise ProtocolError(
-                f"the reply to step {output.step} has other results than requested. Requested: {self._asdict()}. "
-                f"Received: {given._asdict()}"
-            )
-        lowest = -1 if output.row_errors else 0
-        if self.num_samples and not lowest <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
-            raise ProtocolError(
-                f"the reply to step {output.step} has token ids outside {lowest} to {MAX_VOCAB_SIZE - 1}"
-            )
+
+class _InFlight(NamedTuple):
+    step: StepInput
+    message: RunStep
 
 
 class RemoteExecutor(Executor):
@@ -220,8 +217,7 @@ class RemoteExecutor(Executor):
         self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._buffers = buffers
-        self._in_flight: deque[RunStep] = deque()
-        self._expected: deque[_ExpectedResults] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._replies: deque[AgentMessage] = deque()
         self._ending = -1
         self._waited_s = 0.0
@@ -232,31 +228,30 @@ class RemoteExecutor(Executor):
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         buffer = step.step % self._num_buffers
-        self._check_unused(buffer)
+        for _, each in self._in_flight:
+            assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
         written = self._buffers.write(buffer, step_arrays(step))
         message = RunStep(step.step, buffer, written.layout, announce_ending, step.allowed_follow, written.content)
-        try:
-            self._channel.send(message)
-        except ChannelClosedError as error:
-            raise WorkerDiedError(str(error)) from error
-        self._in_flight.append(message)
-        self._expected.append(_ExpectedResults.of(step))
+        self._send(message)
+        self._in_flight.append(_InFlight(step, message))
         self.next_step += 1
 
     @property
     def needs_allowed_tokens(self) -> bool:
-        oldest = self._in_flight[0] if self._in_flight else None
-        return oldest is not None and oldest.allowed_follow and oldest.step != self._allowed
+        if not self._in_flight:
+            return False
+        oldest = self._in_flight[0].step
+        return oldest.allowed_follow and oldest.step != self._allowed
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:
-        oldest = self._in_flight[0]
+        oldest = self._in_flight[0].message
         self._allowed = oldest.step
         written = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=oldest.layout)
         with contextlib.suppress(ChannelClosedError):
             self._channel.send(SetAllowedTokens(oldest.step, written.layout, written.content))
 
     def await_ending(self) -> None:
-        while self._in_flight and (newest := self._in_flight[-1]).announce_ending:
+        while self._in_flight and (newest := self._in_flight[-1].message).announce_ending:
             if self._ending == newest.step or len(self._replies) == len(self._in_flight):
                 return
             self._receive()
@@ -266,18 +261,14 @@ class RemoteExecutor(Executor):
             self._receive()
         reply = self._replies.popleft()
         step = self._in_flight.popleft().step if self._in_flight else None
-        if not isinstance(reply, StepDone | StepFailed) or reply.step != step:
-            awaited = "nothing" if step is None else f"the reply to step {step}"
-            raise StepMismatchError(
-                f"the WorkAgent sent an unexpected message: expected {awaited}, got {str(reply)[:100]}"
-            )
-        expected = self._expected.popleft()
+        if step is None or not isinstance(reply, StepDone | StepFailed) or reply.step != step.step:
+            raise _unexpected("nothing" if step is None else f"the reply to step {step.step}", reply)
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
         self.num_compilations = reply.num_compilations
         try:
             output = decode_output(reply)
-            expected.check(output)
+            _check_results(step, output)
         except ProtocolError as error:
             raise WorkerDiedError(str(error)) from error
         self.num_restarts = 0
@@ -289,17 +280,12 @@ class RemoteExecutor(Executor):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         assert not self._in_flight
-        try:
-            self._channel.send(Propose(list(requests)))
-        except ChannelClosedError as error:
-            raise WorkerDiedError(str(error)) from error
+        self._send(Propose(list(requests)))
         while not self._replies:
             self._receive()
         reply = self._replies.popleft()
         if not isinstance(reply, Proposed):
-            raise StepMismatchError(
-                f"the WorkAgent sent an unexpected message: expected draft tokens, got {str(reply)[:100]}"
-            )
+            raise _unexpected("draft tokens", reply)
         if reply.error:
             logger.warning("the draft model failed: %s", reply.error)
             return [[] for _ in requests]
@@ -321,9 +307,11 @@ class RemoteExecutor(Executor):
     def fileno(self) -> int | None:
         return self._channel.fileno()
 
-    def _check_unused(self, buffer: int) -> None:
-        for each in self._in_flight:
-            assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
+    def _send(self, message: RunStep | Propose) -> None:
+        try:
+            self._channel.send(message)
+        except ChannelClosedError as error:
+            raise WorkerDiedError(str(error)) from error
 
     def _receive(self) -> None:
         began = self._clock()
@@ -336,10 +324,7 @@ class RemoteExecutor(Executor):
         except (ChannelClosedError, ProtocolError) as error:
             raise WorkerDiedError(str(error)) from error
         if isinstance(message, StepEnding):
-            for each in self._in_flight:
-                if each.step == message.step and each.announce_ending:
-                    break
-            else:
+            if not any(each.step == message.step and each.announce_ending for _, each in self._in_flight):
                 raise StepMismatchError(
                     f"the WorkAgent announced the end of step {message.step}, which the master did not request"
                 )
@@ -348,3 +333,7 @@ class RemoteExecutor(Executor):
             return
         self._replies.append(message)
         self._waited_s = 0.0
+
+
+def _unexpected(expected: str, reply: AgentMessage) -> StepMismatchError:
+    return StepMismatchError(f"the WorkAgent sent an unexpected message: expected {expected}, got {str(reply)[:100]}")
