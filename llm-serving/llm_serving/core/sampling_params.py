@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from llm_serving.core.files import read_json_object
 from llm_serving.errors import ModelError, RequestError, shorten
@@ -107,9 +107,7 @@ class Real:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    @property
-    def text(self) -> str:
-        return "must be true or false"
+    text: ClassVar[str] = "must be true or false"
 
     def checked(self, field: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -118,28 +116,8 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    max_count: int
-    max_chars: int
-
-    @property
-    def text(self) -> str:
-        return f"must hold at most {self.max_count} strings"
-
-    def checked(self, field: str, value: Any) -> tuple[str, ...]:
-        if len(value) > self.max_count:
-            raise RequestError(field, self.text, len(value))
-        for text in value:
-            if not 1 <= len(text) <= self.max_chars:
-                raise RequestError(field, f"must hold strings of 1 to {self.max_chars} characters", len(text))
-        return tuple(value)
-
-
-@dataclass(frozen=True, slots=True)
 class GrammarText:
-    @property
-    def text(self) -> str:
-        return "must be a grammar"
+    text: ClassVar[str] = "must be a grammar"
 
     def checked(self, field: str, value: Any) -> str | None:
         if value is not None and not (isinstance(value, str) and value):
@@ -151,68 +129,74 @@ _TOKEN_ID: Final = Whole(0)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIds:
-    """A tuple of token ids. Admission control checks later whether they are in the vocabulary."""
+class _Items:
+    """A list, stored as a tuple. Admission control checks later whether token ids in it are in the vocabulary."""
 
     max_count: int
+    noun: ClassVar[str] = "ids"
 
     @property
     def text(self) -> str:
-        return f"must hold at most {self.max_count} ids"
+        return f"must hold at most {self.max_count} {self.noun}"
 
-    def checked(self, field: str, value: Any) -> tuple[int, ...]:
+    def checked(self, field: str, value: Any) -> Any:
         if len(value) > self.max_count:
             raise RequestError(field, self.text, len(value))
-        return tuple([_TOKEN_ID.checked(field, token_id) for token_id in value])
+        return tuple([self.checked_item(field, each) for each in value])
+
+    def checked_item(self, field: str, item: Any) -> Any:
+        return _TOKEN_ID.checked(field, item)
 
 
-@dataclass(frozen=True, slots=True)
-class SomeTokenIds:
-    max_count: int
+class TokenIds(_Items):
+    __slots__ = ()
+
+
+class SomeTokenIds(_Items):
+    __slots__ = ()
 
     @property
     def text(self) -> str:
         return f"must hold 1 to {self.max_count} ids"
 
-    def checked(self, field: str, value: Any) -> tuple[int, ...] | None:
+    def checked(self, field: str, value: Any) -> Any:
         if value is None:
             return None
-        if not 1 <= len(value) <= self.max_count:
-            raise RequestError(field, self.text, len(value))
-        return tuple([_TOKEN_ID.checked(field, token_id) for token_id in value])
+        if not value:
+            raise RequestError(field, self.text, 0)
+        return super().checked(field, value)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSequences:
-    max_count: int
+class Texts(_Items):
+    max_chars: int
+    noun = "strings"
+
+    def checked_item(self, field: str, item: Any) -> Any:
+        if not 1 <= len(item) <= self.max_chars:
+            raise RequestError(field, f"must hold strings of 1 to {self.max_chars} characters", len(item))
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequences(_Items):
     max_len: int
+    noun = "words"
 
-    @property
-    def text(self) -> str:
-        return f"must hold at most {self.max_count} words"
-
-    def checked(self, field: str, value: Any) -> tuple[tuple[int, ...], ...]:
-        if len(value) > self.max_count:
-            raise RequestError(field, self.text, len(value))
-        for sequence in value:
-            if not 1 <= len(sequence) <= self.max_len:
-                raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", len(sequence))
-        return tuple([tuple([_TOKEN_ID.checked(field, token_id) for token_id in sequence]) for sequence in value])
+    def checked_item(self, field: str, item: Any) -> tuple[int, ...]:
+        if not 1 <= len(item) <= self.max_len:
+            raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", len(item))
+        return tuple([_TOKEN_ID.checked(field, token_id) for token_id in item])
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBiases:
-    max_count: int
+class TokenBiases(_Items):
     bias: Real
+    noun = "tokens"
 
-    @property
-    def text(self) -> str:
-        return f"must hold at most {self.max_count} tokens"
-
-    def checked(self, field: str, value: Any) -> tuple[tuple[int, float], ...]:
-        if len(value) > self.max_count:
-            raise RequestError(field, self.text, len(value))
-        return tuple([(_TOKEN_ID.checked(field, token), self.bias.checked(field, bias)) for token, bias in value])
+    def checked_item(self, field: str, item: Any) -> tuple[int, float]:
+        token, bias = item
+        return _TOKEN_ID.checked(field, token), self.bias.checked(field, bias)
 
 
 LOGIT_BIAS = Real(-100.0, 100.0)
