@@ -11,10 +11,10 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 if __name__ == "__main__":
     gc.disable()  # imports create no garbage
@@ -62,8 +62,8 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, transfer_memory
 from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
-from llm_serving.worker.disk_store import DiskStore, open_disk_store
-from llm_serving.worker.kv_transfer import BackgroundThrottle, BlockStore, serve_blocks
+from llm_serving.worker.disk_store import open_disk_store
+from llm_serving.worker.kv_transfer import BackgroundThrottle, serve_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.token_graph import StartedStep
@@ -171,14 +171,11 @@ def serve(
         channel.send(Failed(f"model_config.model_path {rule}: there is none here. Given: {settings.model_path}"))
         return
     try:
-        load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd, group_port=group_port)
-        with (
-            transfer_memory()
-            if transfer_fd is None and blocks is not None
-            else contextlib.nullcontext(transfer_fd) as memory
-        ):
-            load = load if memory is None else partial(load, transfer_fd=memory)
-            runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
+        has_own_memory = transfer_fd is None and blocks is not None
+        with transfer_memory() if has_own_memory else contextlib.nullcontext(transfer_fd) as memory:
+            runner, notice = load_runner(
+                settings, lambda text: channel.send(Progress(text)), ranks_fd, memory, group_port
+            )
         fingerprint = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
         disk, transfer = None, runner.kv_tensors.transfer
         if settings.disk_cache_path is not None and transfer is not None:
@@ -202,8 +199,10 @@ def serve(
     throttle = BackgroundThrottle()
     if blocks is not None:
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
-        arguments = blocks, tensors.transfer, channel, throttle, disk, settings.block_size
-        threading.Thread(target=_serve_blocks, args=arguments, name="blocks", daemon=True).start()
+        assert transfer is not None
+        block_size = settings.block_size
+        serving = partial(serve_blocks, blocks, transfer, throttle.pause_after, disk=disk, block_size=block_size)
+        threading.Thread(target=_serve_blocks, args=(serving, channel), name="blocks", daemon=True).start()
     windows = runner.spec.layout.windows
     channel.send(Loaded(*sizes, notice, runner.compute_fingerprint, tensors.block_bytes, fingerprint, windows))
     buffers: SharedBuffers | InlineArrays
@@ -215,17 +214,10 @@ def serve(
     run_steps(channel, runner, buffers, throttle)
 
 
-def _serve_blocks(
-    blocks: Channel[MasterMessage],
-    pool: BlockStore,
-    steps: Channel[MasterMessage],
-    throttle: BackgroundThrottle,
-    disk: DiskStore | None,
-    block_size: int,
-) -> None:
-    """Answer requests for KV blocks. If `blocks` ends, end `steps` too, so that the master restarts the WorkAgent."""
+def _serve_blocks(serving: Callable[[], None], steps: Channel[MasterMessage]) -> None:
+    """Answer requests for KV blocks. When this ends, end `steps` too, so that the master restarts the WorkAgent."""
     try:
-        serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
+        serving()
     except ChannelClosedError:
         pass
     except Exception:
@@ -238,56 +230,55 @@ def run_steps(
     channel: Channel[MasterMessage],
     runner: ModelRunner,
     buffers: SharedBuffers | InlineArrays,
-    throttle: BackgroundThrottle | None = None,
+    throttle: BackgroundThrottle,
 ) -> None:
     """Run steps and propose draft tokens until Shutdown. Raise TransportError or RankLostError if a peer is lost."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
-    replies = _Replies(channel, runner)
-    for message in _requests(channel, replies):
-        if isinstance(message, Propose):
-            replies.flush()
-            channel.send(_propose(runner, message))
-            continue
-        if isinstance(message, DropCache):
-            replies.flush()
-            runner.kv_tensors.clear()
-            continue
-        if isinstance(message, LoadAdapter):
-            if runner.adapters is not None:
-                runner.adapters.set(message.number, message.folder)
-            continue
-        output: StepOutput | StartedStep | Exception
-        try:
-            arrays = buffers.read(message.buffer, message.layout, message.content)
-            step = step_from_arrays(message.step, arrays, message.allowed_follow)
-            _announce_ending(runner, channel, message)
-            with contextlib.nullcontext() if throttle is None else throttle.step_running():
-                output = runner.start(step, partial(_await_allowed_tokens, channel, buffers, message))
-        except (TransportError, RankLostError):
-            raise
-        except Exception as error:
-            logger.exception("step %d failed", message.step)
-            output = error
-        replies.add(message.step, output)
-        if message.allowed_follow:  # finishing the step reads the next message, SetAllowedTokens
-            replies.flush()
+    steps = _Steps(channel, runner, buffers, throttle)
+    while True:
+        steps.await_message()
+        match channel.receive():
+            case RunStep() as message:
+                steps.run(message)
+            case Propose() as message:
+                steps.flush()
+                channel.send(_propose(runner, message))
+            case DropCache():
+                steps.flush()
+                runner.kv_tensors.clear()
+            case LoadAdapter() as message:
+                if runner.adapters is not None:
+                    runner.adapters.set(message.number, message.folder)
+            case SetAllowedTokens():  # a failed step has not read its allowed tokens
+                pass
+            case _:
+                return
 
 
-class _Replies:
-    """Sends the replies to steps, in order. While a device computes a step, the next step can be started."""
+class _Steps:
+    """Runs steps and sends the replies, in order. While a device computes a step, the next step can be started."""
 
-    def __init__(self, channel: Channel[MasterMessage], runner: ModelRunner) -> None:
-        self._channel, self._runner = channel, runner
+    def __init__(
+        self,
+        channel: Channel[MasterMessage],
+        runner: ModelRunner,
+        buffers: SharedBuffers | InlineArrays,
+        throttle: BackgroundThrottle,
+    ) -> None:
+        self._channel, self._runner, self._buffers, self._throttle = channel, runner, buffers, throttle
         self._started: tuple[int, StartedStep] | None = None
 
-    def add(self, step: int, output: StepOutput | StartedStep | Exception) -> None:
-        """Wait for the previous step and send its reply. If this step has ended, send its reply too."""
+    def run(self, message: RunStep) -> None:
+        """Start a step. Wait for the previous one and send its reply. If this step has ended too, send its reply."""
+        output = _attempt(message.step, lambda: self._start(message))
         self.flush()
         if isinstance(output, StartedStep):
-            self._started = step, output
+            self._started = message.step, output
+            if message.allowed_follow:  # finishing the step reads the next message, SetAllowedTokens
+                self.flush()
         else:
-            self._send(step, output)
+            self._reply(message.step, output)
 
     def await_message(self) -> None:
         """Wait until the next message arrives. If the started step ends before that, send its reply."""
@@ -295,50 +286,61 @@ class _Replies:
             self.flush()
 
     def flush(self) -> None:
-        if self._started is None:
-            return
-        (step, started), self._started = self._started, None
-        output: StepOutput | Exception
-        try:
-            output = started.output()
-        except (TransportError, RankLostError):
-            raise
-        except Exception as error:
-            logger.exception("step %d failed", step)
-            output = error
-        self._send(step, output)
+        if self._started is not None:
+            (step, started), self._started = self._started, None
+            self._reply(step, _attempt(step, started.output))
 
     def _has_ended(self) -> bool:
         return self._started is None or self._started[1].is_done
 
-    def _send(self, step: int, output: StepOutput | Exception) -> None:
+    def _start(self, message: RunStep) -> StepOutput | StartedStep:
+        arrays = self._buffers.read(message.buffer, message.layout, message.content)
+        step = step_from_arrays(message.step, arrays, message.allowed_follow)
+        self._announce_ending(message)
+        with self._throttle.step_running():
+            return self._runner.start(step, lambda: self._await_allowed_tokens(message))
+
+    def _announce_ending(self, step: RunStep) -> None:
+        """Send `StepEnding` shortly before the step ends, if requested, or now if the backend cannot report the end."""
+
+        def announce() -> None:
+            with contextlib.suppress(ChannelClosedError):  # the master has exited
+                self._channel.send(StepEnding(step.step))
+
+        if not self._runner.announce_ending(announce if step.announce_ending else None) and step.announce_ending:
+            announce()
+
+    def _await_allowed_tokens(self, step: RunStep) -> AllowedTokens:
+        """Wait for a step's allowed tokens. Raise TransportError if the master exits or sends a different message."""
+        message = self._channel.receive()
+        while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
+            message = self._channel.receive()
+        if isinstance(message, Shutdown):
+            raise ChannelClosedError("the master shuts down")
+        if not isinstance(message, SetAllowedTokens) or message.step != step.step:
+            raise ProtocolError(f"expected the allowed tokens of step {step.step}, got {str(message)[:100]}")
+        arrays = self._buffers.read(step.buffer, message.layout, message.content, behind=step.layout)
+        return allowed_from_arrays(step.step, arrays)
+
+    def _reply(self, step: int, output: StepOutput | Exception) -> None:
         if isinstance(output, StepOutput):
             self._channel.send(encode_output(output, self._runner.num_compilations))
         else:
             self._channel.send(StepFailed(step, f"{type(output).__name__}: {output}"[:2000]))
 
 
-def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding` shortly before the step ends, if requested, or now if the backend cannot report the end."""
-
-    def announce() -> None:
-        with contextlib.suppress(ChannelClosedError):  # the master has exited
-            channel.send(StepEnding(step.step))
-
-    if not runner.announce_ending(announce if step.announce_ending else None) and step.announce_ending:
-        announce()
+Output = TypeVar("Output")
 
 
-def _requests(
-    channel: Channel[MasterMessage], replies: _Replies
-) -> Iterator[RunStep | Propose | DropCache | LoadAdapter]:
-    while True:
-        replies.await_message()
-        message = channel.receive()
-        if isinstance(message, RunStep | Propose | DropCache | LoadAdapter):
-            yield message
-        elif not isinstance(message, SetAllowedTokens):  # a failed step has not read its allowed tokens
-            return
+def _attempt(step: int, compute: Callable[[], Output]) -> Output | Exception:
+    """Return the output of `compute`, or the error that makes the step fail. Raise errors that end the WorkAgent."""
+    try:
+        return compute()
+    except (TransportError, RankLostError):
+        raise
+    except Exception as error:
+        logger.exception("step %d failed", step)
+        return error
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:
@@ -349,21 +351,6 @@ def _propose(runner: ModelRunner, message: Propose) -> Proposed:
     except Exception as error:
         logger.exception("the draft model failed")
         return Proposed([], f"{type(error).__name__}: {error}"[:2000])
-
-
-def _await_allowed_tokens(
-    channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep
-) -> AllowedTokens:
-    """Wait for the allowed tokens of a step. Raise TransportError if the master exits or sends a different message."""
-    message = channel.receive()
-    while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
-        message = channel.receive()
-    if isinstance(message, Shutdown):
-        raise ChannelClosedError("the master shuts down")
-    if not isinstance(message, SetAllowedTokens) or message.step != step.step:
-        raise ProtocolError(f"expected the allowed tokens of step {step.step}, got {str(message)[:100]}")
-    arrays = buffers.read(step.buffer, message.layout, message.content, behind=step.layout)
-    return allowed_from_arrays(step.step, arrays)
 
 
 def _exit_with_the_master() -> None:

@@ -117,7 +117,7 @@ def work_agents(monkeypatch):
     with ThreadPoolExecutor() as pool:
 
         def start(load_runner=lambda settings, on_progress: (Runner(), ""), config=None, **where):
-            monkeypatch.setattr(work_agent, "load_runner", load_runner)
+            monkeypatch.setattr(work_agent, "load_runner", lambda *given: load_runner(*given[:2]))
             masters.append(Master(config or ServingConfig(), pool, **where))
             return masters[-1]
 
