@@ -116,7 +116,7 @@ class SimulatedNetwork:
             self._earlier.append((token, answers))
             if not late_connections_first:
                 self._deliver_late_connections(make)  # including this start's connection, a second time
-            made: Any = arrival.wait(0.0)
+            made: Any = arrival.get(block=False)
             return made()
 
     def _deliver_late_connections(self, make: Make) -> None:

@@ -48,7 +48,7 @@ def test_listener_hands_connections_to_the_start_of_their_token(listener: Listen
     with listener.expect("a") as first, listener.expect("b") as second:
         agents = {token: come_in(listener, token) for token in ("b", "a")}
         for token, arrival in (("a", first), ("b", second)):
-            channel = arrival.wait(DEADLINE_S)
+            channel = arrival.get(timeout=DEADLINE_S)
             assert channel is not None
             channel.send(Hello(7))
             assert agents[token].receive(DEADLINE_S) == Hello(7)
@@ -63,7 +63,7 @@ def test_listener_rejects_unknown_used_and_expired_tokens(listener: Listener) ->
         strangers = [come_in(listener, "b")]
         assert is_closed(strangers[0]._socket)
         agent = come_in(listener, "a")
-        channel = arrival.wait(DEADLINE_S)
+        channel = arrival.get(timeout=DEADLINE_S)
         assert channel is not None
         strangers.append(come_in(listener, "a"))
         assert is_closed(strangers[1]._socket)
@@ -84,7 +84,7 @@ def test_listener_limits_the_first_frame(listener: Listener, monkeypatch: pytest
 def test_a_connection_after_the_end_of_its_start_is_closed(listener: Listener) -> None:
     with listener.expect("a") as arrival:
         agent = come_in(listener, "a")
-        arrival._queue.put(arrival._queue.get(timeout=DEADLINE_S))  # it has arrived, and no start waits for it
+        arrival.put(arrival.get(timeout=DEADLINE_S))  # it has arrived, and no start waits for it
     assert is_closed(agent._socket)
     agent.close()
 
@@ -110,7 +110,7 @@ def test_silent_connections_do_not_delay_others(listener: Listener) -> None:
     silent = [socket.create_connection(listener.address) for _ in range(8)]
     with listener.expect("a") as arrival:
         agent = come_in(listener, "a")
-        channel = arrival.wait(DEADLINE_S)
+        channel = arrival.get(timeout=DEADLINE_S)
         assert channel is not None
     for each in (*silent, agent, channel):
         each.close()
@@ -160,7 +160,7 @@ def test_an_authenticated_connection_is_not_dropped(monkeypatch: pytest.MonkeyPa
             assert is_closed(stranger)
         channels: list[Channel[MasterMessage]] = [Channel(each, MasterMessage) for each in agents]  # type: ignore[arg-type]
         channels[0].send(Attach("a"))
-        taken = arrival.wait(DEADLINE_S)
+        taken = arrival.get(timeout=DEADLINE_S)
         assert taken is not None
     for each in (*channels, taken):
         each.close()
@@ -170,7 +170,7 @@ def test_an_authenticated_connection_is_not_dropped(monkeypatch: pytest.MonkeyPa
 def check_that_one_is_let_in(listener: Listener) -> None:
     with listener.expect("a") as arrival:
         agent = come_in(listener, "a")
-        channel = arrival.wait(DEADLINE_S)
+        channel = arrival.get(timeout=DEADLINE_S)
         assert channel is not None
     agent.close()
     channel.close()
@@ -253,7 +253,7 @@ def test_a_failed_accept_does_not_block_later_connections(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "ACCEPT_RETRY_S", 0.0)
     with contextlib.closing(Listener("127.0.0.1", IDENTITY)) as listener, listener.expect("a") as arrival:
         agent = come_in(listener, "a")
-        channel = arrival.wait(DEADLINE_S)
+        channel = arrival.get(timeout=DEADLINE_S)
         assert channel is not None
         channel.close()
         agent.close()

@@ -89,12 +89,13 @@ class PendingStarts:
         self._expected: dict[str, SimpleQueue[AgentChannel]] = {}
 
     @contextmanager
-    def expect(self, token: str) -> Iterator[ExpectedConnection]:
+    def expect(self, token: str) -> Iterator[SimpleQueue[AgentChannel]]:
+        """Return a context with a queue, which gets the connection that presents `token`."""
         queue: SimpleQueue[AgentChannel] = SimpleQueue()
         with self._lock:
             self._expected[token] = queue
         try:
-            yield ExpectedConnection(queue)
+            yield queue
         finally:
             with self._lock:
                 self._expected.pop(token, None)
@@ -107,17 +108,6 @@ class PendingStarts:
             if queue is not None:
                 queue.put(channel)
         return queue is not None
-
-
-class ExpectedConnection:
-    def __init__(self, queue: SimpleQueue[AgentChannel]) -> None:
-        self._queue = queue
-
-    def wait(self, timeout_s: float) -> AgentChannel | None:
-        try:
-            return self._queue.get(timeout=timeout_s)
-        except Empty:
-            return None
 
 
 class Listener:
@@ -133,7 +123,7 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="cluster-listener", daemon=True)
         self._thread.start()
 
-    def expect(self, token: str) -> AbstractContextManager[ExpectedConnection]:
+    def expect(self, token: str) -> AbstractContextManager[SimpleQueue[AgentChannel]]:
         return self._pending_starts.expect(token)
 
     def close(self) -> None:

@@ -7,10 +7,11 @@ import ipaddress
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from queue import Empty, SimpleQueue
+from typing import Final
 
 import msgspec
 
@@ -18,7 +19,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import EngineName, WeightsName
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import ConfigError, WorkerDiedError
-from llm_serving.executor.cluster.listener import ExpectedConnection, Listener
+from llm_serving.executor.cluster.listener import Listener
 from llm_serving.executor.cluster.ray_starter import RayRequirements, RayStarter, RayWeights
 from llm_serving.executor.cluster.weight_files import DEFAULT_CACHE
 from llm_serving.executor.placement import LocalPlacement, Placement, StartedAgent
@@ -36,15 +37,6 @@ WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
 POLL_INTERVAL_S: Final = 0.2
 
 
-class AgentStarter(Protocol):
-    def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent` on one machine, once with each list of arguments in `ranks`. Raise
-        WorkerDiedError if that fails.
-        """
-
-    def close(self) -> None: ...
-
-
 class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections. Each connection presents its own random token.
 
@@ -57,7 +49,7 @@ class ClusterPlacement:
         self,
         host: str,
         identity: ClusterIdentity,
-        starter: AgentStarter,
+        starter: RayStarter,
         num_threads: int | None = None,
         own_devices: bool = False,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -127,14 +119,16 @@ class ClusterPlacement:
     def _await(
         self,
         index: int,
-        expected: ExpectedConnection,
+        expected: SimpleQueue[AgentChannel],
         process: AgentProcess,
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> AgentChannel:
         limit_s = self._connect_timeout_s if timeout_s is None else min(timeout_s, self._connect_timeout_s)
         deadline = self._clock() + limit_s
-        while (channel := expected.wait(POLL_INTERVAL_S)) is None:
+        while True:
+            with contextlib.suppress(Empty):
+                return expected.get(timeout=POLL_INTERVAL_S)
             if process.has_exited:
                 raise WorkerDiedError(f"WorkAgent {index} exited ({process.exit_description}) before it was ready")
             if cancellation is not None and cancellation.is_cancelled:
@@ -142,7 +136,6 @@ class ClusterPlacement:
             if self._clock() > deadline:
                 why = "it has not connected to the cluster's port"
                 raise WorkerDiedError(f"WorkAgent {index} was not ready within {limit_s:g} s: {why}")
-        return channel
 
 
 def _peer_of(index: int, channel: AgentChannel) -> str:

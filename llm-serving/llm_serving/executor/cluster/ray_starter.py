@@ -95,6 +95,9 @@ class RayStarter:
                 logger.warning("Ray failed to start; retrying: %s", error)
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> RayAgent:
+        """Run `python -m llm_serving.work_agent` on one machine, once with each list of arguments in `ranks`. Raise
+        WorkerDiedError if that fails.
+        """
         with self._lock:
             if self._connection.is_gone:
                 self._connection.close()
