@@ -61,6 +61,7 @@ class StartedAgent(NamedTuple):
     process: AgentProcess
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
+    settings: LoadModel
     machine: str = ""
     blocks: AgentChannel | None = None
 
@@ -72,13 +73,11 @@ class Placement(Protocol):
         settings: LoadModel,
         log_level: str,
         timeout_s: float | None,
-        cancellation: StartCancellation | None,
+        cancellation: StartCancellation,
     ) -> StartedAgent:
-        """Start WorkAgent `index`. Raise WorkerDiedError if it exits, is cancelled, or does not connect in time."""
-
-    def settings(self, settings: LoadModel) -> LoadModel: ...
-
-    def close(self) -> None: ...
+        """Start WorkAgent `index`, and return it with the settings for its machine. Raise WorkerDiedError if it exits,
+        is cancelled, or does not connect in time.
+        """
 
 
 class LocalPlacement:
@@ -97,7 +96,7 @@ class LocalPlacement:
         settings: LoadModel,
         log_level: str,
         timeout_s: float | None,
-        cancellation: StartCancellation | None,
+        cancellation: StartCancellation,
     ) -> StartedAgent:
         with contextlib.ExitStack() as undo:
             try:
@@ -107,13 +106,7 @@ class LocalPlacement:
             except OSError as error:
                 raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             undo.pop_all()
-        return StartedAgent(process, link, buffers, blocks=blocks)
-
-    def settings(self, settings: LoadModel) -> LoadModel:
-        return settings
-
-    def close(self) -> None:
-        pass
+        return StartedAgent(process, link, buffers, settings, blocks=blocks)
 
     def _start(
         self, undo: contextlib.ExitStack, index: int, settings: LoadModel, memory_fd: int, log_level: str

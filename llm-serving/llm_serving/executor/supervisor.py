@@ -117,9 +117,9 @@ def start_work_agent(
             num_swap_blocks=previous.num_swap_blocks,
             has_group_blocks=True,
         )
-    settings = placement.settings(settings)
+    cancellation = cancellation or StartCancellation()
     started = placement.start(index, settings, config.serving.log_level, timeout_s, cancellation)
-    process, channel, buffers, machine, blocks = started
+    process, channel, buffers, settings, machine, blocks = started
     with contextlib.ExitStack() as undo:
         undo.callback(buffers.close)
         undo.callback(channel.close)
@@ -127,9 +127,9 @@ def start_work_agent(
             undo.callback(blocks.close)
         undo.callback(_kill_and_wait, process)
         try:
-            with contextlib.nullcontext() if cancellation is None else cancellation.on_cancel(process.kill):
+            with cancellation.on_cancel(process.kill):
                 loaded = _load(index, channel, settings, on_progress, timeout_s, config.serving.load_timeout_s)
-            if cancellation is not None and cancellation.is_cancelled:  # after `Loaded` arrived
+            if cancellation.is_cancelled:  # after `Loaded` arrived
                 raise WorkerDiedError(f"the start of WorkAgent {index} was cancelled")
         except ChannelClosedError as error:
             _kill_and_wait(process)

@@ -41,6 +41,7 @@ def test_a_replica_requires_resources_for_all_its_ranks(
     monkeypatch.setattr(placement_module, "RayStarter", Starter)
     config = load_config(None, ["cluster_config.engine=ray", *given])
     with placement_module.open_placement(config) as placement:
+        assert isinstance(placement, placement_module.ClusterPlacement)
         settings = placement.settings(load_settings(config, 1))
     (requirements,) = Starter.requirements
     assert (requirements.cpus, requirements.num_devices) == (cpus, num_devices)

@@ -83,8 +83,9 @@ class ClusterPlacement:
         settings: LoadModel,
         log_level: str,
         timeout_s: float | None,
-        cancellation: StartCancellation | None,
+        cancellation: StartCancellation,
     ) -> StartedAgent:
+        settings = self.settings(settings)
         tokens, blocks_token = [secrets.token_hex(16) for _ in range(settings.num_ranks)], secrets.token_hex(16)
         host, port = self._listener.address
         arguments = ["--index", str(index), "--log-level", log_level, "--connect", f"{host}:{port}"]
@@ -110,7 +111,7 @@ class ClusterPlacement:
         for channel in channels:
             channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
             channel.send_timeout_s = settings.step_timeout_s
-        return StartedAgent(process, link, InlineArrays(settings.num_buffers), machine, blocks)
+        return StartedAgent(process, link, InlineArrays(settings.num_buffers), settings, machine, blocks)
 
     def close(self) -> None:
         self._listener.close()
@@ -122,7 +123,7 @@ class ClusterPlacement:
         expected: SimpleQueue[AgentChannel],
         process: AgentProcess,
         timeout_s: float | None,
-        cancellation: StartCancellation | None,
+        cancellation: StartCancellation,
     ) -> AgentChannel:
         limit_s = self._connect_timeout_s if timeout_s is None else min(timeout_s, self._connect_timeout_s)
         deadline = self._clock() + limit_s
@@ -131,7 +132,7 @@ class ClusterPlacement:
                 return expected.get(timeout=POLL_INTERVAL_S)
             if process.has_exited:
                 raise WorkerDiedError(f"WorkAgent {index} exited ({process.exit_description}) before it was ready")
-            if cancellation is not None and cancellation.is_cancelled:
+            if cancellation.is_cancelled:
                 raise WorkerDiedError(f"the start of WorkAgent {index} was cancelled")
             if self._clock() > deadline:
                 why = "it has not connected to the cluster's port"
