@@ -85,7 +85,7 @@ def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite, monk
 
 
 def test_block_moves_are_rejected_with_an_exported_graph():
-    caches = GraphOwnedCache.of(backend("ascend", "bfloat16"), NUM_BLOCKS, 16)
+    caches = GraphOwnedCache(backend("ascend", "bfloat16"), (), (), NUM_BLOCKS, 0, 16)
     caches.move_blocks(np.zeros((0, 6), np.int32))
     move = BlockMove(BlockMoveKind.COPY, 3, 1, 5, 1, 16)
     with pytest.raises(WorkerError, match="a graph, which cannot copy blocks: n, best_of and beams"):

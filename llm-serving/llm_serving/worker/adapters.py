@@ -52,7 +52,7 @@ class AdapterMemory:
         in a slot of the network stays.
         """
         if folder:
-            self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
+            self._host[number] = self._reader.submit(self._read, Path(folder), number)
         else:
             self._host.pop(number, None)
 
@@ -60,17 +60,11 @@ class AdapterMemory:
         self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
 
-    def _read_same(self, number: int, folder: Path) -> list[_Stored]:
+    def _read(self, folder: Path, number: int | None = None) -> list[_Stored]:
         """Read an adapter. Raise ModelError if its files have changed since the server derived `number` from them."""
         adapter = read_adapter(folder)
-        if number_of(adapter.fingerprint) != number:
+        if number is not None and number_of(adapter.fingerprint) != number:
             raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")
-        return self._converted(adapter)
-
-    def _read(self, folder: Path) -> list[_Stored]:
-        return self._converted(read_adapter(folder))
-
-    def _converted(self, adapter: PeftAdapter) -> list[_Stored]:
         check_adapter(adapter, self._linears, self._experts, self.limits.max_rank)
         return [self._matrices(adapter, linear) for linear in self._linears]
 

@@ -52,21 +52,19 @@ class TransferMemory:
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
         """Map the file `fd`, which the caller keeps open, for blocks with the shapes of `layers`."""
         self.num_blocks = num_blocks
-        sizes = list(_sizes(num_blocks, layers))
-        length = _whole_pages(8 * num_blocks) + sum(sizes)
+        caches = list(chain(*layers))
+        offset = _whole_pages(8 * num_blocks)
+        length = offset + sum(_whole_pages(num_blocks * bytes_of_block(cache)) for cache in caches)
         os.ftruncate(fd, length)
         self._memory = memory = mmap.mmap(fd, length)
         tags: Int32Array = np.frombuffer(memory, np.int32, 2 * num_blocks).reshape(num_blocks, 2)
         self.epochs: Int32Array = tags[:, 0]
         self.num_written: Int32Array = tags[:, 1]
-        offset, arrays = _whole_pages(8 * num_blocks), list[Array]()
-        for cache, size in zip((each for layer in layers for each in layer), sizes, strict=True):
-            shape = num_blocks, *cache.shape[1:]
-            elements = np.frombuffer(memory, storage_dtype(cache), math.prod(shape), offset)
-            arrays.append(elements.reshape(shape))
-            offset += size
-        self.layers: tuple[tuple[Array, Array], ...] = tuple(zip(arrays[::2], arrays[1::2], strict=True))
-        self.arrays = arrays
+        self.arrays: list[Array] = []
+        for cache in caches:
+            self.arrays.append(np.ndarray((num_blocks, *cache.shape[1:]), storage_dtype(cache), memory, offset))
+            offset += _whole_pages(self.arrays[-1].nbytes)
+        self.layers = tuple(zip(self.arrays[::2], self.arrays[1::2], strict=True))
 
     @property
     def block_bytes(self) -> int:
@@ -122,11 +120,6 @@ class TransferMemory:
             )
 
 
-def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:
-    for cache in (each for layer in layers for each in layer):
-        yield _whole_pages(num_blocks * bytes_of_block(cache))
-
-
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
@@ -149,7 +142,7 @@ class KVTensors:
 
     @property
     def block_bytes(self) -> int:
-        return sum(bytes_of_block(cache) for layer in self.layers for cache in layer)
+        return sum(map(bytes_of_block, chain(*self.layers)))
 
     @classmethod
     def allocate(
@@ -238,10 +231,6 @@ def _view(
 
 
 class GraphOwnedCache(KVTensors):
-    @classmethod
-    def of(cls, backend: Backend, num_blocks: int, block_size: int) -> GraphOwnedCache:
-        return cls(backend, (), (), num_blocks, 0, block_size)
-
     def move_blocks(self, block_moves: Int32Array) -> None:
         if len(block_moves):
             raise WorkerError(

@@ -119,7 +119,7 @@ class ModelRunner:
                 transfer = TransferMemory(transfer_fd, num_transfer_blocks, self.kv_tensors.layers)
                 self.kv_tensors = replace(self.kv_tensors, transfer=transfer)
         else:
-            self.kv_tensors = GraphOwnedCache.of(backend, num_blocks, block_size)
+            self.kv_tensors = GraphOwnedCache(backend, (), (), num_blocks, 0, block_size)
         groups = CacheGroups.of(spec.layout.windows, 1, max_model_len)
         max_positions = min(max_model_len, groups.max_request_tokens(block_size, num_blocks))
         self.max_positions = max_positions
