@@ -31,6 +31,8 @@ from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape
 from llm_serving.network.quantization import unsupported_by_ascend
 
+_ROTATE_HALF = 2
+
 
 class AscendBackend(Backend):
     """A backend of Ascend primitives. Weights and KV caches are in row-major order."""
@@ -41,7 +43,7 @@ class AscendBackend(Backend):
     rms_norm = cells.AscendRmsNorm
     add_rms_norm = cells.AscendAddRmsNorm
     split = cells.AscendSplit
-    store_kv = cells.AscendStoreKV
+    store_kv = gen_ops_prim.ReshapeAndCache
     largest_logits = cells.AscendLargestLogits
     columns = cells.AscendColumns
     swiglu = cells.AscendSwiglu
@@ -58,7 +60,7 @@ class AscendBackend(Backend):
         return unsupported_by_ascend(network, num_positions)
 
     def linear(self) -> nn.Cell:
-        return cells.AscendLinear()
+        return ops.MatMul(transpose_b=True)
 
     def logits(self) -> nn.Cell:
         return cells.AscendLogits()
@@ -82,7 +84,7 @@ class AscendBackend(Backend):
         return ascend_experts.AscendQuantizedExperts(num_experts, self.swiglu(), self.activation_dtype)
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        return cells.AscendRotary()
+        return gen_ops_prim.ApplyRotaryPosEmb(_ROTATE_HALF)
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
         return cells.AscendCausalMask(max_positions, block_size, self.activation_dtype)

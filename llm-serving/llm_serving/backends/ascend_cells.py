@@ -15,7 +15,6 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size
 from mindspore.ops.auto_generate import gen_ops_prim
 
-_ROTATE_HALF = 2
 _MASK_SIZE = 128
 _MASKED = -10000.0
 _LAST = 2**31 - 1
@@ -48,15 +47,6 @@ class AscendAddRmsNorm(nn.Cell):
     def construct(self, x: ms.Tensor, y: ms.Tensor, gamma: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         normed, _, total = self.add_rms_norm(x, y, gamma, self.eps)
         return normed, total
-
-
-class AscendLinear(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matmul = ops.MatMul(transpose_b=True)
-
-    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
-        return self.matmul(x, weight)
 
 
 class AscendLogits(nn.Cell):
@@ -105,17 +95,6 @@ class AscendQuantizedEmbedding(nn.Cell):
         return self.cast(self.mul(rows, of_rows), self.dtype)
 
 
-class AscendRotary(nn.Cell):
-    """Rotates queries and keys (RoPE). The primitive requires context lengths, which have no effect here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotate = gen_ops_prim.ApplyRotaryPosEmb(_ROTATE_HALF)
-
-    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor, context_lens: ms.Tensor) -> Any:
-        return self.rotate(q, k, cos, sin, context_lens)
-
-
 class AscendCausalMask(nn.Cell):
     """Returns the attention mask [T, keys]: 0 up to a row's own position, -10,000 after it. It has a column for each
     token of the widest block table. Each step computes it: a table of all positions would grow with their square.
@@ -136,17 +115,6 @@ class AscendCausalMask(nn.Cell):
         keys = self.slice(self.keys, (0, 0), (1, num_keys), (1, 1))
         hidden = self.greater(keys, self.reshape(positions, (-1, 1)))
         return self.cast(self.mul(self.cast(hidden, ms.float32), self.masked), self.dtype)
-
-
-class AscendStoreKV(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reshape_and_cache = gen_ops_prim.ReshapeAndCache()
-
-    def construct(
-        self, k: ms.Tensor, v: ms.Tensor, key_cache: ms.Tensor, value_cache: ms.Tensor, slot_mapping: ms.Tensor
-    ) -> ms.Tensor:
-        return self.reshape_and_cache(k, v, key_cache, value_cache, slot_mapping)
 
 
 class AscendPagedAttention(nn.Cell):

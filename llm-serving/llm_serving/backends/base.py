@@ -42,8 +42,8 @@ class AttentionShape:
 
 
 class Backend(Protocol):
-    """One implementation of a decoder's operations, each as a Cell (a MindSpore module). Cells are cheap to create and
-    take weights as arguments.
+    """One implementation of a decoder's operations, each as a Cell (a MindSpore module) or as a primitive, which is
+    called like a Cell. Both are cheap to create and take weights as arguments.
 
     A backend that lacks an operation inherits the method of this class, which raises an error or returns None.
     Docstrings of methods that return a Cell state what the Cell computes, as (arguments) -> result.
@@ -107,7 +107,8 @@ class Backend(Protocol):
 
     def rotary(self, head_dim: int) -> nn.Cell:
         """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k). Element
-        i of a head is paired with element i + D/2. Rows of cos and sin have two equal halves.
+        i of a head is paired with element i + D/2. Rows of cos and sin have two equal halves. The primitive for Ascend
+        requires context lengths, which have no effect.
         """
 
     def store_kv(self) -> nn.Cell:

@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from llm_serving.backends.ascend_cells import AscendLinear, AscendSplit
+from llm_serving.backends.ascend_cells import AscendSplit
 from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
@@ -233,8 +233,6 @@ class PlainBackend(Backend):
     embedding = PlainEmbedding
     rms_norm = PlainRmsNorm
     add_rms_norm = PlainAddRmsNorm
-    linear = AscendLinear
-    logits = AscendLinear
     route = PlainRouter
     split = AscendSplit
     rotary = PlainRotary
@@ -249,6 +247,12 @@ class PlainBackend(Backend):
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
         return unsupported_by_cells(network)
+
+    def linear(self) -> nn.Cell:
+        return ops.MatMul(transpose_b=True)
+
+    def logits(self) -> nn.Cell:
+        return self.linear()
 
     def experts(self, num_experts: int) -> nn.Cell:
         return PlainExperts(self.linear(), self.swiglu())
