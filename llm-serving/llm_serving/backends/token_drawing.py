@@ -105,26 +105,25 @@ class _Weights(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add, self.sub, self.mul, self.exp = ops.Add(), ops.Sub(), ops.Mul(), ops.Exp()
-        self.maximum, self.minimum = ops.Maximum(), ops.Minimum()
+        self.exp, self.maximum, self.minimum = ops.Exp(), ops.Maximum(), ops.Minimum()
         self.lowest, self.to_integer, self.to_quantum = map(_float, (_LOWEST, _ROUND_TO_INTEGER, _ROUND_TO_QUANTUM))
         self.first, *others = map(_float, _COEFFICIENTS)
         self.others = tuple(others)
         self.one, self.log2, self.near_power, self.step = map(_float, (1.0, math.log(2), 1.75 * 2**22, 2.0**-23))
 
     def construct(self, logits: ms.Tensor, largest: ms.Tensor, scale: ms.Tensor) -> ms.Tensor:
-        y = self.maximum(self.mul(self.sub(logits, largest), scale), self.lowest)
-        n = self.sub(self.add(y, self.to_integer), self.to_integer)
-        f = self.sub(y, n)
-        power = self.mul(f, self.first)
+        y = self.maximum((logits - largest) * scale, self.lowest)
+        n = (y + self.to_integer) - self.to_integer
+        f = y - n
+        power = f * self.first
         for coefficient in self.others:
-            power = self.mul(self.add(power, coefficient), f)
-        power = self.add(power, self.one)
-        near = self.mul(self.exp(self.mul(n, self.log2)), self.near_power)
-        power = self.mul(power, self.sub(self.add(near, self.mul(near, self.step)), near))
+            power = (power + coefficient) * f
+        power = power + self.one
+        near = self.exp(n * self.log2) * self.near_power
+        power = power * ((near + near * self.step) - near)
         small = self.minimum(power, self.to_quantum)
-        rounded = self.sub(self.add(small, self.to_quantum), self.to_quantum)
-        return self.add(self.sub(power, small), rounded)
+        rounded = (small + self.to_quantum) - self.to_quantum
+        return (power - small) + rounded
 
 
 class _Sums(nn.Cell):
@@ -133,7 +132,7 @@ class _Sums(nn.Cell):
     def __init__(self, cumulative_sum: nn.Cell) -> None:
         super().__init__()
         self.cumulative_sum = cumulative_sum
-        self.add, self.sub, self.mul, self.floor, self.cast = ops.Add(), ops.Sub(), ops.Mul(), ops.Floor(), ops.Cast()
+        self.floor, self.cast = ops.Floor(), ops.Cast()
         self.split, self.concat = gen_ops_prim.SplitWithSize(), ops.Concat(-1)
         self.upper_unit, self.lower_unit = _float(2.0**_UPPER_BITS), _float(2.0**_LOWER_BITS)
         self.lower_base = _int64(2**_LOWER_BITS)
@@ -142,34 +141,34 @@ class _Sums(nn.Cell):
 
     def parts(self, weights: ms.Tensor) -> Any:
         """Return the upper 17 bits of each weight as an integer, and its lower 16 bits as a fraction below 1."""
-        scaled = self.mul(weights, self.upper_unit)
+        scaled = weights * self.upper_unit
         upper = self.floor(scaled)
-        return upper, self.sub(scaled, upper)
+        return upper, scaled - upper
 
     def joined(self, upper: ms.Tensor, lower: ms.Tensor, base: ms.Tensor) -> ms.Tensor:
-        return self.add(self.mul(self.cast(upper, ms.int64), base), self.cast(lower, ms.int64))
+        return self.cast(upper, ms.int64) * base + self.cast(lower, ms.int64)
 
     def of_weights(self, weights: ms.Tensor) -> ms.Tensor:
         upper, lower = self.parts(weights)
-        lower = self.mul(lower, self.lower_unit)
+        lower = lower * self.lower_unit
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.lower_base)
 
     def of_blocks(self, upper: ms.Tensor, lower: ms.Tensor) -> ms.Tensor:
-        lower = self.mul(lower, self.lower_unit)
+        lower = lower * self.lower_unit
         return self.joined(self.of_integers(upper), self.of_integers(lower), self.lower_base)
 
     def of_integers(self, x: ms.Tensor) -> ms.Tensor:
         """Return exact cumulative sums of x, integers up to 2^24. Upper and lower 12 bits are summed separately."""
-        upper = self.floor(self.mul(x, self.inverse_digit))
-        lower = self.sub(x, self.mul(upper, self.digit))
+        upper = self.floor(x * self.inverse_digit)
+        lower = x - upper * self.digit
         return self.joined(self.cumulative_sum(upper), self.cumulative_sum(lower), self.digit_base)
 
     def before_and_total(self, cumulative: ms.Tensor, width: int) -> Any:
         """Return the sum of all elements before each element, and the total [S, 1]. `cumulative`: sums [S, width]."""
         if width == 1:
-            return self.sub(cumulative, cumulative), cumulative
+            return cumulative - cumulative, cumulative
         others, total = self.split(cumulative, (width - 1, 1), 1)
-        return self.concat((self.sub(total, total), others)), total
+        return self.concat((total - total, others)), total
 
 
 class _Share(nn.Cell):
@@ -184,8 +183,7 @@ class _Share(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.split, self.cast, self.max = gen_ops_prim.SplitWithSize(), ops.Cast(), ops.ReduceMax(keep_dims=True)
-        self.add, self.sub, self.mul, self.divide = ops.Add(), ops.Sub(), ops.Mul(), ops.FloorDiv()
-        self.reaches, self.select = ops.GreaterEqual(), gen_ops_prim.Select()
+        self.select = gen_ops_prim.Select()
         self.piece, self.two, self.four = _int64(2**PIECE_BITS), _int64(2), _int64(4)
         self.b26, self.b27, self.b53 = _int64(2**26), _int64(2**27), _int64(2**_FRACTION_BITS)
         powers = 2 ** np.arange(52, dtype=np.int64).reshape(1, -1)
@@ -193,21 +191,18 @@ class _Share(nn.Cell):
 
     def construct(self, pieces: ms.Tensor, total: ms.Tensor) -> Any:
         a, b, c, d = self.split(self.cast(pieces, ms.int64), (1,) * NUM_PIECES, 1)
-        high, low = self.add(self.mul(a, self.piece), b), self.add(self.mul(c, self.piece), d)
-        upper = self.divide(total, self.b26)
-        lower = self.sub(total, self.mul(upper, self.b26))
+        high, low = a * self.piece + b, c * self.piece + d
+        upper = total // self.b26
+        lower = total - upper * self.b26
         # (2^28 high + low) (2^26 upper + lower) / 2^53
-        middle = self.add(self.mul(self.mul(high, lower), self.four), self.mul(low, upper))
-        carried = self.divide(middle, self.b27)
-        rest = self.add(
-            self.mul(self.sub(middle, self.mul(carried, self.b27)), self.b26),
-            self.mul(low, lower),
-        )
-        more = self.divide(rest, self.b53)
-        whole = self.add(self.add(self.mul(self.mul(high, upper), self.two), carried), more)
-        reached = self.select(self.reaches(whole, self.powers), self.float_powers, self.zero)
+        middle = high * lower * self.four + low * upper
+        carried = middle // self.b27
+        rest = (middle - carried * self.b27) * self.b26 + low * lower
+        more = rest // self.b53
+        whole = high * upper * self.two + carried + more
+        reached = self.select(whole >= self.powers, self.float_powers, self.zero)
         step = self.cast(self.max(reached, -1), ms.int64)
-        return whole, self.sub(rest, self.mul(more, self.b53)), step
+        return whole, rest - more * self.b53, step
 
 
 class TokenDrawing(nn.Cell):
@@ -224,11 +219,8 @@ class TokenDrawing(nn.Cell):
         self.num_blocks = -(-vocab_size // _BLOCK)
         self.num_candidates = min(num_candidates, vocab_size)
         self.weights, self.sums, self.share = _Weights(), _Sums(cumulative_sum), _Share()
-        self.add, self.sub, self.mul, self.cast = ops.Add(), ops.Sub(), ops.Mul(), ops.Cast()
-        self.divide, self.sum = ops.FloorDiv(), gen_ops_prim.SumExt()
+        self.cast, self.sum, self.select = ops.Cast(), gen_ops_prim.SumExt(), gen_ops_prim.Select()
         self.split, self.reshape, self.concat = gen_ops_prim.SplitWithSize(), ops.Reshape(), ops.Concat(-1)
-        self.exceeds, self.reaches, self.is_equal = ops.Greater(), ops.GreaterEqual(), ops.Equal()
-        self.within, self.below, self.select = ops.LessEqual(), ops.Less(), gen_ops_prim.Select()
         self.maximum, self.minimum = ops.Maximum(), ops.Minimum()
         self.gather, self.gather_rows = gen_ops_prim.GatherD(), gen_ops_prim.Gather()
         self.cumulative_sum, self.largest_values = cumulative_sum, largest_values(self.num_candidates)
@@ -246,12 +238,12 @@ class TokenDrawing(nn.Cell):
         integers = self.cast(integers, ms.float32)
         row, greedy, top_k, number, top_p, digits = self.split(integers, tuple(PARAMETERS.values())[:-1], 1)
         powers = self.gather_rows(self.powers, self.reshape(powers, (-1,)), 0)
-        scale, min_p = self.split(self.mul(digits, self.reshape(powers, (-1, 2))), (1, 1), 1)
+        scale, min_p = self.split(digits * self.reshape(powers, (-1, 2)), (1, 1), 1)
         weights = self.weights(logits, value, scale)
-        weights = self.select(self.reaches(weights, min_p), weights, self.zero)
+        weights = self.select(weights >= min_p, weights, self.zero)
         limits = self.limits(weights, row, top_k, top_p) if self.num_candidates else None
         drawn = self.draw(weights, row, limits, number)
-        ids = self.select(self.exceeds(greedy, self.zero), likeliest, drawn)
+        ids = self.select(greedy > self.zero, likeliest, drawn)
         return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((ids, value))
 
     def number_of(self, conditions: ms.Tensor) -> ms.Tensor:
@@ -265,26 +257,26 @@ class TokenDrawing(nn.Cell):
         the threshold. Of the weights that equal it, they keep the first `number` in the order of token ids.
         """
         descending = self.largest_values(weights)
-        candidates = self.select(self.below(self.order, top_k), descending, self.zero)
+        candidates = self.select(self.order < top_k, descending, self.zero)
         if self.num_candidates <= _BLOCK:
             sums = self.sums.of_weights(candidates)
             _, total = self.sums.before_and_total(sums, self.num_candidates)
-            count = self.number_of(self.within(sums, self.reached(top_p, total)))
+            count = self.number_of(sums <= self.reached(top_p, total))
         else:
             candidates = self.padded(candidates, row)
             before, total = self.sums_of_blocks(*self.parts_of(candidates))
             index, target = self.block_at(before, self.reached(top_p, total))
             sums = self.sums.of_weights(self.block_of(candidates, row, index))
-            count = self.add(self.mul(index, self.block), self.number_of(self.within(sums, target)))
-        count = self.minimum(self.add(count, self.one), top_k)
-        threshold = self.at(descending, self.maximum(self.sub(count, self.one), self.zero))
-        num_equal = self.sub(count, self.number_of(self.exceeds(descending, threshold)))
-        return self.sub(threshold, self.cast(self.below(top_k, self.one), ms.float32) * 2.0), num_equal
+            count = index * self.block + self.number_of(sums <= target)
+        count = self.minimum(count + self.one, top_k)
+        threshold = self.at(descending, self.maximum(count - self.one, self.zero))
+        num_equal = count - self.number_of(descending > threshold)
+        return threshold - self.cast(top_k < self.one, ms.float32) * 2.0, num_equal
 
     def reached(self, top_p: ms.Tensor, total: ms.Tensor) -> ms.Tensor:
         """Return the largest integer below `top_p` * `total`, where the product is rounded to float64."""
         whole, rest, step = self.share(top_p, total)
-        return self.sub(whole, self.cast(self.within(rest, step), ms.int64))
+        return whole - self.cast(rest <= step, ms.int64)
 
     def draw(self, weights: ms.Tensor, row: ms.Tensor, limits: Any, number: ms.Tensor) -> ms.Tensor:
         """Return the first token, float32 [S, 1], whose cumulative weight exceeds `number` times the total weight.
@@ -296,36 +288,36 @@ class TokenDrawing(nn.Cell):
             upper, lower = self.parts_of(weights)
         else:
             threshold, num_equal = limits
-            upper, lower = self.parts_of(self.select(self.exceeds(weights, threshold), weights, self.zero))
-            equal = self.reshape(self.is_equal(weights, threshold), (-1, self.num_blocks, _BLOCK))
+            upper, lower = self.parts_of(self.select(weights > threshold, weights, self.zero))
+            equal = self.reshape(weights == threshold, (-1, self.num_blocks, _BLOCK))
             equal = self.sum(equal, (-1,), False, ms.float32)
-            equal_before = self.sub(self.cast(self.cumulative_sum(equal), ms.float32), equal)
-            room = self.maximum(self.sub(num_equal, equal_before), self.zero)
+            equal_before = self.cast(self.cumulative_sum(equal), ms.float32) - equal
+            room = self.maximum(num_equal - equal_before, self.zero)
             num_kept = self.minimum(room, equal)
             upper_threshold, lower_threshold = self.sums.parts(threshold)
-            upper = self.add(upper, self.mul(num_kept, upper_threshold))
-            lower = self.add(lower, self.mul(num_kept, lower_threshold))
+            upper = upper + num_kept * upper_threshold
+            lower = lower + num_kept * lower_threshold
         before, total = self.sums_of_blocks(upper, lower)
         whole, rest, step = self.share(number, total)
         # The reference compares sums with the product rounded to float64. Because sums are integers, its rounding
         # matters only if it reaches the next integer.
-        target = self.add(whole, self.divide(self.add(rest, step), self.share.b53))
+        target = whole + (rest + step) // self.share.b53
         index, target = self.block_at(before, target)
         of_block = self.block_of(weights, row, index)
         if limits is not None:
-            equal = self.is_equal(of_block, threshold)
+            equal = of_block == threshold
             rank = self.cast(self.cumulative_sum(self.cast(equal, ms.float32)), ms.float32)
             first_equal = self.select(equal, rank, self.block + 1.0)
-            kept = self.within(first_equal, self.at(room, index))
-            above = self.select(self.exceeds(of_block, threshold), of_block, self.zero)
+            kept = first_equal <= self.at(room, index)
+            above = self.select(of_block > threshold, of_block, self.zero)
             of_block = self.select(kept, of_block, above)
-        token = self.number_of(self.within(self.sums.of_weights(of_block), target))
-        return self.minimum(self.add(self.mul(index, self.block), token), self.last_token)
+        token = self.number_of(self.sums.of_weights(of_block) <= target)
+        return self.minimum(index * self.block + token, self.last_token)
 
     def padded(self, weights: ms.Tensor, row: ms.Tensor) -> ms.Tensor:
         if self.missing is None:
             return weights
-        return self.concat((weights, self.mul(self.sub(row, row), self.missing)))
+        return self.concat((weights, (row - row) * self.missing))
 
     def parts_of(self, weights: ms.Tensor) -> Any:
         upper, lower = self.sums.parts(self.reshape(weights, (-1, self.num_blocks, _BLOCK)))
@@ -337,11 +329,11 @@ class TokenDrawing(nn.Cell):
 
     def block_at(self, before: ms.Tensor, target: ms.Tensor) -> Any:
         """Return the index of the last block whose sum in `before` is at most `target`, and `target` minus that sum."""
-        index = self.sub(self.number_of(self.within(before, target)), self.one)
+        index = self.number_of(before <= target) - self.one
         index = self.minimum(self.maximum(index, self.zero), self.last_block)
-        return index, self.sub(target, self.at(before, index))
+        return index, target - self.at(before, index)
 
     def block_of(self, weights: ms.Tensor, row: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
-        indices = self.add(self.mul(row, self.num_blocks_of_row), index)  # below 2^24
+        indices = row * self.num_blocks_of_row + index  # below 2^24
         blocks = self.reshape(weights, (-1, _BLOCK))
         return self.gather_rows(blocks, self.reshape(self.cast(indices, ms.int32), (-1,)), 0)
