@@ -200,23 +200,16 @@ class RayAgent:
     def __init__(self, connection: RayConnection, number: int) -> None:
         self._connection, self._number = connection, number
         self._exited = threading.Event()
-        self._exit_description = "unknown"
-
-    @property
-    def pids(self) -> list[int]:
-        return []
+        self.exit_description = "unknown"
+        self.pids: list[int] = []
 
     @property
     def has_exited(self) -> bool:
         return self._exited.is_set()
 
-    @property
-    def exit_description(self) -> str:
-        return self._exit_description
-
     def set_exited(self, description: str) -> None:
         if not self._exited.is_set():
-            self._exit_description = description
+            self.exit_description = description
             self._exited.set()
 
     def kill(self) -> None:
