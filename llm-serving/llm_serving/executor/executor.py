@@ -20,7 +20,8 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.executor.cluster.block_link import BlockLink
-from llm_serving.executor.worker_process import AgentLink, RestartStatus
+from llm_serving.executor.tensor_parallel import AgentLink
+from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.log import get_logger
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays

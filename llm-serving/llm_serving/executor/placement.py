@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from llm_serving.core.process import command_of
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.tensor_parallel import RankProcesses, join_channels
-from llm_serving.executor.worker_process import AgentChannel, AgentLink, AgentProcess, LocalProcess, StartCancellation
+from llm_serving.executor.tensor_parallel import AgentLink, RankProcesses, join_channels
+from llm_serving.executor.worker_process import AgentChannel, AgentProcess, LocalProcess, StartCancellation
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import AgentMessage, LoadModel
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, rank_memory

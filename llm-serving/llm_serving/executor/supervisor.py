@@ -29,7 +29,8 @@ from llm_serving.errors import (
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.placement import LocalPlacement, Placement
-from llm_serving.executor.worker_process import AgentLink, AgentProcess, RestartStatus, StartCancellation
+from llm_serving.executor.tensor_parallel import AgentLink
+from llm_serving.executor.worker_process import AgentProcess, RestartStatus, StartCancellation
 from llm_serving.log import get_logger
 from llm_serving.network.caches import MAX_GROUPS
 from llm_serving.transport.channel import Channel

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from llm_serving.errors import DeadlineExceededError, ProtocolError
-from llm_serving.executor.worker_process import AgentChannel, AgentLink, LocalProcess
+from llm_serving.executor.worker_process import AgentChannel, LocalProcess
 from llm_serving.transport.messages import (
     AgentMessage,
     Failed,
@@ -82,6 +82,9 @@ class RankChannels:
         self._poll.close()
         for channel in self._channels:
             channel.close()
+
+
+AgentLink = AgentChannel | RankChannels
 
 
 def join_channels(channels: Sequence[AgentChannel]) -> AgentLink:

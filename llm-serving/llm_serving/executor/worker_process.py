@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import msgspec
-
 from llm_serving.core.enums import describe_exit
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
@@ -25,16 +23,6 @@ KILL_TIMEOUT_S: Final = 10.0
 """Seconds to wait until a killed process has exited. It may be stuck in the kernel, for example in a driver."""
 SLOW_FACTOR: Final = 2.0
 """No remaining time is predicted once an attempt has taken this many times as long as the first start."""
-
-
-class AgentLink(Protocol):
-    def fileno(self) -> int: ...
-
-    def send(self, message: msgspec.Struct) -> None: ...
-
-    def receive(self, timeout_s: float | None = None) -> AgentMessage: ...
-
-    def close(self) -> None: ...
 
 
 class AgentProcess(Protocol):

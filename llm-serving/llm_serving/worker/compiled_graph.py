@@ -6,7 +6,7 @@ import importlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -64,8 +64,8 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph and return its result. The arrays must not change during the call. If one CPU operator computes
-        the whole network, the next call overwrites the result.
+        """Run the graph and return its result. The arrays (or results of `submit`) must not change during the call. If
+        one CPU operator computes the whole network, the next call overwrites the result.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -161,15 +161,7 @@ def _describe_argument(lite: Any, tensor: Any) -> str:
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 
 
-class StepNetwork(Protocol):
-    @property
-    def num_compilations(self) -> int: ...
-
-    def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph and return its result. The arrays (or results of `submit`) must not change meanwhile."""
-
-    def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph. Return its result, which a device may still be computing."""
+StepNetwork = CompiledNetwork | LiteNetwork
 
 
 class StepNetworks(NamedTuple):

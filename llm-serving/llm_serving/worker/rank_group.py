@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import mindspore as ms
 import numpy as np
@@ -22,6 +22,7 @@ from mindspore.communication import init
 
 from llm_serving.core.enums import describe_exit
 from llm_serving.core.process import command_of, die_with_parent
+from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -33,17 +34,6 @@ POLL_INTERVAL_S: Final = 1
 """Seconds between two polls of MindSpore's scheduler process. MindSpore's default of 3 to 5 s is for large clusters."""
 RECEIVE_TIMEOUT_S: Final = 24 * 3600
 """Seconds that MCCL waits for another rank. The shorter `serving_config.step_timeout_s` takes effect first."""
-
-
-class RankGroup(Protocol):
-    def start_step(self, step: int, timeout_s: float) -> None:
-        """Start step number `step`, which must be the same on all ranks. Wait at most `timeout_s` for another rank."""
-
-    def check(self) -> None:
-        """Raise RankLostError if another rank has exited or computes a different step."""
-
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send `numbers` (below 2^31, as many as every other rank sends). Return the list of each rank, by rank."""
 
 
 class CollectiveGroup:
@@ -77,8 +67,12 @@ class CollectiveGroup:
     def check(self) -> None: ...
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Do what `Ranks.exchange` does, for integers below 2^31."""
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()
         return gathered.tolist()  # type: ignore[no-any-return]
+
+
+RankGroup = Ranks | CollectiveGroup
 
 
 class _Gather(nn.Cell):
