@@ -19,7 +19,7 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
-from llm_serving.backends.base import Array, BlockMemory
+from llm_serving.backends.base import Array
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
     parameter_over,
@@ -31,7 +31,6 @@ from llm_serving.backends.parameters import (
 from llm_serving.backends.token_drawing import TokenDrawing
 from llm_serving.backends.weight_packing import BlockSegments
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError, ModelError, NotFiniteError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
@@ -158,16 +157,13 @@ class CpuBackend(AscendBackend):
     swiglu = CpuSwiglu
     columns = CpuColumns
     program = CpuProgram
+    logits = CpuLogits
+    quantized_logits = CpuQuantizedLogits
+    copy_blocks = staticmethod(copy_blocks_in_memory)
 
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)
         load_plugin()
-
-    def logits(self) -> nn.Cell:
-        return CpuLogits()
-
-    def quantized_logits(self) -> nn.Cell:
-        return CpuQuantizedLogits()
 
     def token_drawing(self, vocab_size: int, num_candidates: int) -> nn.Cell | None:
         return TokenDrawing(vocab_size, CpuCumulativeSum(), CpuLargestValues, num_candidates)
@@ -216,12 +212,7 @@ class CpuBackend(AscendBackend):
         return parameter
 
     def packed_quantized_weight(
-        self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
-    ) -> ms.Parameter:
-        return self._packed_qvalues(weight, weight_only, name)
-
-    def _packed_qvalues(
-        self, weight: QuantizedTensor, weight_only: bool, name: str | None, num_experts: int | None = None
+        self, weight: QuantizedTensor, weight_only: bool, name: str | None = None, num_experts: int | None = None
     ) -> ms.Parameter:
         _require_dispatch()
         kernels = library.load()
@@ -250,7 +241,7 @@ class CpuBackend(AscendBackend):
         return self.packed_quantized_weight(weight, False, name)
 
     def _expert_qvalues(self, weight: QuantizedTensor, num_experts: int, name: str) -> ms.Parameter:
-        return self._packed_qvalues(weight, False, name, num_experts)
+        return self.packed_quantized_weight(weight, False, name, num_experts)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
@@ -268,9 +259,6 @@ class CpuBackend(AscendBackend):
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
         return parameter_over(zeroed_array((num_slots, *shape.shape), "float32"), "float32", name)
-
-    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        copy_blocks_in_memory(source, target, pairs)
 
     def _check_cache(self, block_size: int, shape: CacheShape) -> None:
         for field, value in (

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from llm_serving.backends.ascend_cells import AscendSplit
-from llm_serving.backends.base import Array, AttentionShape, Backend, BlockMemory, model_dtype
+from llm_serving.backends.base import Array, AttentionShape, Backend, model_dtype
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
     parameter_over,
@@ -23,7 +23,6 @@ from llm_serving.backends.parameters import (
     zeroed_parameter,
 )
 from llm_serving.core.dtypes import from_bfloat16
-from llm_serving.core.step import Int32Array
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape
 from llm_serving.network.quantization import unsupported_by_cells
@@ -104,7 +103,7 @@ class PlainVisiblePositions(nn.Cell):
 class PlainPagedAttention(nn.Cell):
     """Paged attention that gathers the keys and values of each row's request, and computes each row separately."""
 
-    def __init__(self, shape: AttentionShape, slopes: ms.Parameter | None) -> None:
+    def __init__(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> None:
         super().__init__()
         self.num_kv_heads = shape.num_kv_heads
         self.group = shape.num_heads // shape.num_kv_heads
@@ -237,8 +236,10 @@ class PlainBackend(Backend):
     split = AscendSplit
     rotary = PlainRotary
     store_kv = PlainStoreKV
+    paged_attention = PlainPagedAttention
     swiglu = PlainSwiglu
     add = PlainAdd
+    copy_blocks = staticmethod(copy_blocks_in_memory)
 
     def __init__(self, dtype: str) -> None:
         model_dtype(dtype)
@@ -260,9 +261,6 @@ class PlainBackend(Backend):
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
         return PlainVisiblePositions()
 
-    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        return PlainPagedAttention(shape, slopes)
-
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
 
@@ -272,9 +270,6 @@ class PlainBackend(Backend):
         sizes = num_blocks + 1, block_size, shape.kv_heads
         keys = zeroed_parameter((*sizes, shape.key_width), "float32", f"{name}.key")
         return keys, zeroed_parameter((*sizes, shape.value_width), "float32", f"{name}.value")
-
-    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        copy_blocks_in_memory(source, target, pairs)
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)
