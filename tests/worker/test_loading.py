@@ -93,7 +93,7 @@ def test_a_draft_model_with_states_is_refused(folder, tmp_path):
     models.write("lfm2", tmp_path)
     given = msgspec.structs.replace(settings(folder, None), draft_model_path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"must name a model without recurrent states\. Given: Lfm2ForCausalLM"):
-        loading._draft_model(given, None, None, None, lambda text: None)
+        loading._draft_model(given, None, None, lambda text: None)
 
 
 LLAMA_2_7B = {

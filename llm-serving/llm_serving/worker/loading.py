@@ -14,7 +14,6 @@ import msgspec
 import psutil
 
 from llm_serving.backends import Backend, create_backend
-from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_DRAFT_TOKENS, blocks_per_draft_request
@@ -71,45 +70,34 @@ def load_runner(
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
-    device = DeviceConfig(
-        device_target=settings.device_target,
-        kernels=settings.kernels,
-        exactness=settings.exactness,
-        enable_graph_kernel=settings.enable_graph_kernel,
-        graph_kernel_flags=settings.graph_kernel_flags,
-        save_graphs=settings.save_graphs,
-        save_graphs_path=Path(settings.save_graphs_path),
-        jit_level=settings.jit_level,
-        max_device_memory=settings.max_device_memory,
-    )
     if settings.mindir_path is not None:
         return _load_exported(settings, Path(settings.mindir_path), on_progress)
     implementation = ImplementationName(settings.implementation)
     by_mindformers = implementation != ImplementationName.NATIVE
-    configure_device(device, settings.device_id)
+    configure_device(settings, settings.device_id)
     ranks: RankGroup | None = None
-    if settings.num_ranks > 1 and (device.device_target != "CPU" or device.kernels == "primitives"):
+    if settings.num_ranks > 1 and (settings.device_target != "CPU" or settings.kernels == "primitives"):
         on_progress("waiting for the other ranks")
         ranks = CollectiveGroup(
-            settings.rank, settings.num_ranks, group_port, device.device_target, settings.rank_table
+            settings.rank, settings.num_ranks, group_port, settings.device_target, settings.rank_table
         )
     on_progress("preparing the kernels")
-    if device.device_target != "CPU" or device.kernels != "plain":
+    if settings.device_target != "CPU" or settings.kernels != "plain":
         with suppress(KernelError):  # `backend_for` or the sampler raises it again or falls back
             library_path(on_progress)
-    backend, notice = backend_for(device, settings.dtype, is_native=not by_mindformers)
+    backend, notice = backend_for(settings, settings.dtype, is_native=not by_mindformers)
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
     folder = Path(settings.model_path)
     spec = check_folder(folder)
     if settings.uses_mtp:
         mtp_layer(spec, WeightReader(folder, spec.scheme), folder)
     has_experts = has_experts_in_dtype(spec.network, settings.quantization)
-    guaranteed = guarantee(device.exactness, backend.name, has_experts)
+    guaranteed = guarantee(settings.exactness, backend.name, has_experts)
     if guaranteed == OF_EXPERTS:
         notice = guaranteed
     check_block_size(backend.attention_rows, settings.block_size)
-    level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # not verified on Ascend
-    logger.log(level, "device_config.exactness: %s: %s", device.exactness, guaranteed)
+    level = logging.INFO if settings.device_target == "CPU" else logging.WARNING  # not verified on Ascend
+    logger.log(level, "device_config.exactness: %s: %s", settings.exactness, guaranteed)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
         if isinstance(spec.scheme, Gguf) and keeps_blocks(_quantization(settings, backend)):
@@ -143,9 +131,9 @@ def load_runner(
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
         num_state_slots=_num_state_slots(settings, spec),
-        as_program=device.kernels != "primitives",
+        as_program=settings.kernels != "primitives",
         implementation=implementation,
-        num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
+        num_prompt_rows=settings.max_num_seqs if settings.exactness == ExactnessName.FAST else 0,
         quantization=_quantization(settings, backend),
         ranks=ranks,
         step_timeout_s=settings.step_timeout_s,
@@ -155,11 +143,11 @@ def load_runner(
         num_transfer_blocks=settings.num_transfer_blocks,
         adapters=AdapterLimits(settings.max_loras, settings.max_lora_rank) if settings.max_loras else None,
     )
-    runner.compute_fingerprint = _compute_fingerprint(backend, device, framework, settings.num_ranks)
+    runner.compute_fingerprint = _compute_fingerprint(settings, backend, framework)
     on_progress("compiling the network")
     runner.warm_up()
     if settings.draft_model_path is not None:
-        runner.draft_model = _draft_model(settings, spec, backend, device, on_progress)
+        runner.draft_model = _draft_model(settings, spec, backend, on_progress)
     elif settings.uses_mtp:
         on_progress(f"reading the layer for multi-token prediction of {folder.name}")
         reported_at = limit_progress_reports(on_progress, folder.name)
@@ -168,7 +156,7 @@ def load_runner(
 
 
 def _draft_model(
-    settings: LoadModel, spec: ModelSpec, backend: Backend, device: DeviceConfig, on_progress: Callable[[str], None]
+    settings: LoadModel, spec: ModelSpec, backend: Backend, on_progress: Callable[[str], None]
 ) -> DraftModel:
     folder = Path(settings.draft_model_path or "")
     draft = check_folder(folder)
@@ -177,7 +165,7 @@ def _draft_model(
         raise ConfigError(f"scheduler_config.draft_model_path {rule}. Given: {draft.architecture}")
     on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")
     size = settings.block_size
-    as_program = device.kernels != "primitives"
+    as_program = settings.kernels != "primitives"
     blocks = MAX_DRAFT_REQUESTS * blocks_per_draft_request(size)
     reported_at = limit_progress_reports(on_progress, folder.name)
     length = DRAFT_WINDOW + MAX_DRAFT_TOKENS
@@ -230,17 +218,17 @@ def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
     return ranks
 
 
-def _compute_fingerprint(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputeFingerprint:
+def _compute_fingerprint(settings: LoadModel, backend: Backend, framework: str) -> ComputeFingerprint:
     if backend.name != "cpu":
-        return ComputeFingerprint(kernels=backend.name, framework=framework, ranks=num_ranks)
+        return ComputeFingerprint(kernels=backend.name, framework=framework, ranks=settings.num_ranks)
     sources, compiler = library.loaded_path().stem.split("_")[-2:]
     return ComputeFingerprint(
-        kernels="primitives" if device.kernels == "primitives" else "program",
+        kernels="primitives" if settings.kernels == "primitives" else "program",
         instruction_set=library.load().llm_isa().decode(),
         sources=sources,
         compiler=compiler,
         framework=framework,
-        ranks=num_ranks,
+        ranks=settings.num_ranks,
     )
 
 
