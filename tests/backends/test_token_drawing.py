@@ -39,7 +39,7 @@ def draw(request):
 
     def drawn(logits, sampling):
         parameters = ms.Tensor(drawing_parameters(sampling))
-        computed = DeviceLogits(ms.Tensor(logits), *largest.submit([logits]), parameters, choice_of(sampling))
+        computed = DeviceLogits(ms.Tensor(logits), largest.submit([logits])[1], parameters, choice_of(sampling))
         return graph.choose(computed).asnumpy()[:, 0]
 
     drawn.size, drawn.graph = size, graph

@@ -150,8 +150,7 @@ def test_a_row_without_a_token_ends_and_the_next_step_computes_the_other_rows(tm
         found = computed(*arguments)
         logits, largest = found.logits.asnumpy().copy(), found.largest.asnumpy().copy()
         logits[0], largest[0] = np.nan, np.nan
-        found.logits, found.largest = ms.Tensor(logits), ms.Tensor(largest)
-        return found
+        return found._replace(logits=ms.Tensor(logits), largest=ms.Tensor(largest))
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_computed", without_a_number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -327,13 +327,12 @@ class _Schedule:
         return cells.PromptAttentionCell(prompts)
 
 
-class _ScheduledOperation:
+class _ScheduledOperation(NamedTuple):
     """An operation, and what it reads and writes: values, column ranges of values, or the KV caches of layers."""
 
-    def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
-        self.operation = operation
-        self.reads = tuple(reads)
-        self.writes = tuple(writes)
+    operation: Operation
+    reads: Sequence[object]
+    writes: Sequence[object]
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -113,22 +113,16 @@ class StartedStep:
         return self._output
 
 
-class DeviceLogits:
-    """Logits [S, V], float32, in the memory of the device, which computes them while the host continues. `token_ids`
-    and `largest` are the results of `Backend.largest_logits`. `parameters`, int32 [S, 15], says how `TokenDrawing`
-    draws tokens on the device. All three are None if no `TokenGraph` computed the step.
+class DeviceLogits(NamedTuple):
+    """Logits [S, V], float32, in the memory of the device, which computes them while the host continues. `largest` is
+    the second result of `Backend.largest_logits`. `parameters`, int32 [S, 15], says how `TokenDrawing` draws tokens on
+    the device. Both are None if no `TokenGraph` computed the step.
     """
 
-    def __init__(
-        self,
-        logits: ms.Tensor,
-        token_ids: ms.Tensor | None = None,
-        largest: ms.Tensor | None = None,
-        parameters: ms.Tensor | None = None,
-        choice: TokenChoice = TokenChoice.HOST,
-    ) -> None:
-        self.logits, self.token_ids, self.largest = logits, token_ids, largest
-        self.parameters, self.choice = parameters, choice
+    logits: ms.Tensor
+    largest: ms.Tensor | None = None
+    parameters: ms.Tensor | None = None
+    choice: TokenChoice = TokenChoice.HOST
 
     def copy(self) -> Float32Array:
         """Wait for the step. Return a copy of the logits on the host, [S, V]."""
@@ -239,11 +233,8 @@ class TokenGraph:
         else:
             step[:, NUM_TOKEN_COLUMNS:] = inputs.block_tables
             arguments = step, self._latest, inputs.context_lens
-        computed = DeviceLogits(*self._network.submit(arguments))
-        computed.choice = choice
-        assert computed.token_ids is not None
-        self._latest = computed.token_ids
-        return computed
+        logits, self._latest, largest, parameters = self._network.submit(arguments)
+        return DeviceLogits(logits, largest, parameters, choice)
 
     def _arguments_of_rows(self, step: Int32Array, inputs: ModelInputs) -> tuple[Any, ...]:
         step[:, NUM_TOKEN_COLUMNS:] = np.repeat(inputs.block_tables, inputs.query_lens, axis=0)
