@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -29,15 +28,8 @@ ACCEPT_RETRY_S: Final = 0.2
 MAX_HANDSHAKES: Final = 64
 
 
-@dataclass
-class _PendingConnection:
-    peer: str
-    thread: threading.Thread
-    is_authenticated: bool = False
-
-
 class PendingHandshakes:
-    """Connections that have not presented a token yet. Thread-safe.
+    """Connections whose clients have not proved yet that they know the cluster's secret. Thread-safe.
 
     If there are too many, a new connection replaces the oldest one of the address with the most connections. So silent
     connections cannot keep other clients out.
@@ -46,39 +38,28 @@ class PendingHandshakes:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
+        self._connections: dict[ssl.SSLSocket, tuple[str, threading.Thread]] = {}
 
-    def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection; `thread` must `remove` it before closing. Return False if full and none can be replaced."""
+    def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> None:
+        """Add a connection, which `thread` must `remove` after the handshake, and before closing it."""
         with self._lock:
-            dropped = None if len(self._connections) < self._limit else self._next_to_drop()
-            if dropped is not None:
-                before = self._connections.pop(dropped)
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(dropped, socket.SHUT_RDWR)  # wakes its thread
-            elif len(self._connections) >= self._limit:
-                return False
-            self._connections[connection] = _PendingConnection(peer, thread)
+            dropped = self._drop_one() if len(self._connections) >= self._limit else None
+            self._connections[connection] = peer, thread
         if dropped is not None:
-            before.thread.join()
-        return True
-
-    def mark_authenticated(self, connection: ssl.SSLSocket) -> bool:
-        """Protect a connection from being replaced. Return False if it was replaced already."""
-        with self._lock:
-            if (pending := self._connections.get(connection)) is None:
-                return False
-            pending.is_authenticated = True
-            return True
+            dropped.join()
 
     def remove(self, connection: ssl.SSLSocket) -> bool:
+        """Return False if the connection was replaced."""
         with self._lock:
             return self._connections.pop(connection, None) is not None
 
-    def _next_to_drop(self) -> ssl.SSLSocket | None:
-        peers = {each: pending.peer for each, pending in self._connections.items() if not pending.is_authenticated}
-        counts = Counter(peers.values())
-        return max(peers, key=lambda each: counts[peers[each]], default=None)  # among equals the oldest
+    def _drop_one(self) -> threading.Thread:
+        counts = Counter(peer for peer, _ in self._connections.values())
+        dropped = max(self._connections, key=lambda each: counts[self._connections[each][0]])  # among equals the oldest
+        _, thread = self._connections.pop(dropped)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(dropped, socket.SHUT_RDWR)  # wakes its thread
+        return thread
 
 
 class PendingStarts:
@@ -153,9 +134,7 @@ class Listener:
         # Takes ownership of the socket.
         secured = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=self._handshake, args=(secured, peer), daemon=True)
-        if not self._handshakes.add(secured, peer, thread):
-            secured.close()
-            return
+        self._handshakes.add(secured, peer, thread)
         try:
             thread.start()
         except RuntimeError:
@@ -164,15 +143,15 @@ class Listener:
             raise
 
     def _handshake(self, connection: ssl.SSLSocket, peer: str) -> None:
-        attached, error = False, None
+        is_authenticated, attached, error = False, False, None
         try:
             connection.do_handshake()
-            if self._handshakes.mark_authenticated(connection):
-                attached = self._attach(connection, peer)
+            is_authenticated = self._handshakes.remove(connection)
+            attached = is_authenticated and self._attach(connection, peer)
         except (OSError, LLMServingError) as caught:
             error = caught
         finally:
-            was_dropped = not self._handshakes.remove(connection)
+            was_dropped = not (is_authenticated or self._handshakes.remove(connection))
             if not attached:
                 connection.close()
         if error is not None and not was_dropped:
