@@ -399,13 +399,22 @@ class TestAwaitEnding:
     "reply",
     [
         encode_output(output(7, 50)),
-        StepDone(0, bytes(4), b"", b"", b"", 0, {}),
-        StepDone(0, bytes(4), bytes(4), bytes(4), b"", 1, {}),
-        StepDone(0, bytes(3), bytes(4), b"", b"", 0, {}),
-        StepDone(0, bytes(8), bytes(8), b"", b"", 0, {}),
-        StepDone(0, b"", b"", b"", b"", 0, {}),
+        StepDone(0, (bytes(4), b""), {}),
+        StepDone(0, (bytes(4), bytes(4), bytes(4)), {}),
+        StepDone(0, (bytes(3), bytes(4)), {}),
+        StepDone(0, (bytes(8), bytes(8)), {}),
+        StepDone(0, (b"", b""), {}),
+        StepDone(0, (), {}),
     ],
-    ids=["another step", "no logprobs", "no top logprobs", "three bytes", "too many samples", "too few samples"],
+    ids=[
+        "another step",
+        "no logprobs",
+        "no top logprobs",
+        "three bytes",
+        "too many samples",
+        "too few samples",
+        "nothing",
+    ],
 )
 def test_engine_publishes_no_tokens_of_an_invalid_reply(agent, reply):
     pieces = []

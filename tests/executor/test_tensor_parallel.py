@@ -62,9 +62,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def done(step: int, token: int = 7, **others: Any) -> StepDone:
-    return StepDone(
-        **{"step": step, "token_ids": token.to_bytes(4, "little"), "logprobs": b"", "row_errors": {}, **others}
-    )
+    return StepDone(**{"step": step, "arrays": (token.to_bytes(4, "little"), b""), "row_errors": {}, **others})
 
 
 def test_rank_channels_send_each_rank_its_number(ranks: Ranks) -> None:
@@ -121,7 +119,7 @@ def test_a_buffer_is_kept_until_the_last_rank_has_replied(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [done(0, 8), done(1), StepFailed(0, "?"), done(0, row_errors={0: "?"}), done(0, vectors=b"1")]
+    "other", [done(0, 8), done(1), StepFailed(0, "?"), done(0, row_errors={0: "?"}), done(0, num_vectors=1)]
 )
 def test_different_replies_of_ranks_are_an_error(ranks: Ranks, other: AgentMessage) -> None:
     ranks.all_say(done(0), other)

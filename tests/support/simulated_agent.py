@@ -25,12 +25,10 @@ from llm_serving.transport.messages import (
     AgentMessage,
     Loaded,
     RunStep,
-    ScoresDone,
     SetAllowedTokens,
     StepDone,
     StepEnding,
     StepFailed,
-    TopTokensDone,
 )
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
@@ -269,10 +267,14 @@ class SimulatedAgent:
 
 def _garbage(rng: random.Random, reply: StepDone) -> StepDone:
     """Return a reply with invalid arrays, or with results that were not requested."""
-    others: tuple[dict[str, Any], ...] = (
-        {"token_ids": reply.token_ids + b"?"},
-        {"token_ids": reply.token_ids + bytes(4), "logprobs": reply.logprobs + bytes(4), "top": None},
-        {"scores": ScoresDone(b"", b"", TopTokensDone(bytes(8), b"", b""))},
-        {"vectors": bytes(4), "num_vectors": 1 + reply.num_vectors},
+    token_ids, logprobs, *others = reply.arrays
+    if not others:
+        others = [bytes(len(token_ids) + 4), b"", b"", b"", b"", bytes(4), b"", b"", b""]
+    of_top, scores, vectors = others[:3], [b"", b"", bytes(8), b"", b""], others[8]
+    garbage: tuple[dict[str, Any], ...] = (
+        {"arrays": (token_ids + b"?", *reply.arrays[1:])},
+        {"arrays": (token_ids + bytes(4), logprobs + bytes(4))},
+        {"arrays": (token_ids, logprobs, *of_top, *scores, vectors)},
+        {"arrays": (token_ids, logprobs, *others[:8], bytes(4)), "num_vectors": 1 + reply.num_vectors},
     )
-    return msgspec.structs.replace(reply, **rng.choice(others))
+    return msgspec.structs.replace(reply, **rng.choice(garbage))

@@ -1,5 +1,6 @@
 from dataclasses import fields, replace
 
+import msgspec
 import numpy as np
 import pytest
 from llm_serving.core.step import BlockMoveKind, Scores, StepInput, StepOutput, no_top_tokens
@@ -12,6 +13,7 @@ from llm_serving.transport.codec import (
     step_arrays,
     step_from_arrays,
 )
+from llm_serving.transport.messages import StepDone
 from support.factories import create_request, create_scheduler
 from support.step_factories import block_moves, scoring_input, top_tokens
 
@@ -152,7 +154,7 @@ def test_output_round_trips() -> None:
 
 def test_output_without_scores_and_vectors_round_trips() -> None:
     output = StepOutput(0, np.array([3, 4], np.int32), np.zeros(2, np.float32), no_top_tokens(2))
-    assert encode_output(output).top is None
+    assert len(encode_output(output).arrays) == 2
     assert_same(decode_output(encode_output(output)), output)
 
 
@@ -174,35 +176,53 @@ def an_output() -> StepOutput:
     return StepOutput(0, np.zeros(1, np.int32), np.zeros(1, np.float32), top, scores=scores)
 
 
-@pytest.mark.parametrize("field", ["logprobs", "ranks"])
-def test_scores_of_different_lengths_are_rejected(field) -> None:
-    message = encode_output(an_output())
-    broken = replace_field(message, scores=replace_field(message.scores, **{field: BROKEN}))
-    with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
-        decode_output(broken)
+LOGPROBS, OFFSETS, SCORES, RANKS, OFFSETS_OF_SCORES = 1, 2, 5, 6, 7
+"""Indices in `StepDone.arrays`."""
 
 
-@pytest.mark.parametrize("of", ["choices", "scores"])
-@pytest.mark.parametrize("field", ["offsets", "token_ids", "logprobs"])
-def test_top_tokens_of_different_lengths_are_rejected(field, of) -> None:
+def with_array(index: int, content: bytes) -> StepDone:
     message = encode_output(an_output())
-    top = replace_field(message.top, **{field: BROKEN})
-    change = {"top": top} if of == "choices" else {"scores": replace_field(message.scores, top=top)}
-    with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
-        decode_output(replace_field(message, **change))
+    arrays = [content if number == index else each for number, each in enumerate(message.arrays)]
+    return msgspec.structs.replace(message, arrays=tuple(arrays))
+
+
+@pytest.mark.parametrize("index", [SCORES, RANKS])
+def test_scores_of_different_lengths_are_rejected(index) -> None:
+    with pytest.raises(ProtocolError, match="the reply to step 0 has arrays of different lengths"):
+        decode_output(with_array(index, BROKEN))
+
+
+@pytest.mark.parametrize("first", [OFFSETS, OFFSETS_OF_SCORES])
+@pytest.mark.parametrize("field", [1, 2])
+def test_top_tokens_of_different_lengths_are_rejected(field, first) -> None:
+    with pytest.raises(ProtocolError, match="the reply to step 0 has top tokens that their offsets do not divide"):
+        decode_output(with_array(first + field, BROKEN))
+
+
+@pytest.mark.parametrize("offsets", [(), (1, 2), (0, 3), (0, -1), (0, 3, 2)])
+def test_offsets_that_do_not_divide_the_top_tokens_are_rejected(offsets) -> None:
+    with pytest.raises(ProtocolError, match="the reply to step 0 has top tokens that their offsets do not divide"):
+        decode_output(with_array(OFFSETS_OF_SCORES, np.array(offsets, "<i4").tobytes()))
 
 
 def test_top_tokens_for_another_number_of_samples_are_rejected() -> None:
-    message = encode_output(an_output())
-    top = replace_field(message.top, offsets=np.array([0, 1, 2], "<i4").tobytes())
     with pytest.raises(ProtocolError, match="different lengths"):
-        decode_output(replace_field(message, top=top))
+        decode_output(with_array(OFFSETS, np.array([0, 1, 2], "<i4").tobytes()))
 
 
 def test_output_arrays_of_different_lengths_are_rejected() -> None:
     with pytest.raises(ProtocolError, match="different lengths"):
-        decode_output(replace_field(encode_output(an_output()), logprobs=b""))
+        decode_output(with_array(LOGPROBS, b""))
 
 
-def replace_field(message, **changes):
-    return type(message)(**{name: changes.get(name, getattr(message, name)) for name in message.__struct_fields__})
+@pytest.mark.parametrize("count", [0, 1, 3, 10, 12])
+def test_another_number_of_output_arrays_is_rejected(count) -> None:
+    message = encode_output(an_output())
+    arrays = (*message.arrays, b"")[:count]
+    with pytest.raises(ProtocolError, match=f"the reply to step 0 has {count} arrays"):
+        decode_output(msgspec.structs.replace(message, arrays=arrays))
+
+
+def test_arrays_of_broken_length_are_rejected() -> None:
+    with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
+        decode_output(with_array(RANKS, b"???"))

@@ -28,7 +28,7 @@ from llm_serving.core.step import (
 )
 from llm_serving.errors import ProtocolError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.transport.messages import ScoresDone, StepDone, TopTokensDone
+from llm_serving.transport.messages import StepDone
 
 _STEP_ARRAYS = tuple(
     f.name for f in fields(StepInput) if f.name not in ("step", "sampling", "scoring", "allowed_follow")
@@ -38,6 +38,7 @@ _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
 _arrays_of_step, _arrays_of_sampling, _arrays_of_scoring = (
     attrgetter(*names) for names in (_STEP_ARRAYS, _SAMPLING_ARRAYS, _SCORING_ARRAYS)
 )
+_arrays_of_top = attrgetter(*(f.name for f in fields(TopTokens)))
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _RESULT_BYTES = len(ResultToken._fields) * 4
@@ -149,61 +150,41 @@ def max_step_bytes(
     return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 
 
+OUTPUT_DTYPES: Final = ("<i4", "<f4", *("<i4", "<i4", "<f4"), "<f4", "<i4", *("<i4", "<i4", "<f4"), "<f4")
+"""Types of the arrays of an output: token ids and their log-probabilities, `TopTokens`, log-probabilities and ranks of
+`Scores` and their `TopTokens`, vectors."""
+
+
 def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:
-    scores = output.scores
-    return StepDone(
-        step=output.step,
-        token_ids=_bytes_of(output.token_ids, "<i4"),
-        logprobs=_bytes_of(output.logprobs, "<f4"),
-        row_errors=output.row_errors,
-        num_compilations=num_compilations,
-        top=_top_done(output.top) if len(output.top.token_ids) else None,
-        scores=ScoresDone(_bytes_of(scores.logprobs, "<f4"), _bytes_of(scores.ranks, "<i4"), _top_done(scores.top))
-        if scores.top.num_results
-        else None,
-        vectors=_bytes_of(output.vectors, "<f4"),
-        num_vectors=len(output.vectors),
-    )
-
-
-def _top_done(top: TopTokens) -> TopTokensDone:
-    return TopTokensDone(_bytes_of(top.offsets, "<i4"), _bytes_of(top.token_ids, "<i4"), _bytes_of(top.logprobs, "<f4"))
-
-
-def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
-    return array.astype(dtype, copy=False).tobytes()
+    top, scores = output.top, output.scores
+    arrays: list[NDArray[Any]] = [output.token_ids, output.logprobs]
+    if len(top.token_ids) or scores.top.num_results or len(output.vectors):
+        arrays += _arrays_of_top(top)
+        arrays += (scores.logprobs, scores.ranks, *_arrays_of_top(scores.top), output.vectors)
+    contents = [each.astype(dtype, copy=False).tobytes() for each, dtype in zip(arrays, OUTPUT_DTYPES, strict=False)]
+    return StepDone(output.step, tuple(contents), output.row_errors, num_compilations, len(output.vectors))
 
 
 def decode_output(message: StepDone) -> StepOutput:
+    if len(message.arrays) not in (2, len(OUTPUT_DTYPES)):
+        raise ProtocolError(f"the reply to step {message.step} has {len(message.arrays)} arrays")
     try:
-        token_ids = np.frombuffer(message.token_ids, "<i4")
-        logprobs = np.frombuffer(message.logprobs, "<f4")
-        top = no_top_tokens(len(token_ids)) if message.top is None else _top_of(message.top)
-        scores = NO_SCORES if message.scores is None else _scores_of(message.scores)
-        vectors = (
-            np.frombuffer(message.vectors, "<f4").reshape(message.num_vectors, -1) if message.vectors else NO_VECTORS
-        )
-    except ValueError as error:
+        token_ids, logprobs, *others = map(np.frombuffer, message.arrays, OUTPUT_DTYPES)
+        top, scores, vectors = no_top_tokens(len(token_ids)), NO_SCORES, NO_VECTORS
+        if others:
+            *of_top, score_logprobs, ranks, offsets, top_ids, top_logprobs, flat = others
+            top, scores = TopTokens(*of_top), Scores(score_logprobs, ranks, TopTokens(offsets, top_ids, top_logprobs))
+            vectors = flat.reshape(message.num_vectors, -1) if len(flat) else NO_VECTORS
+    except (ValueError, TypeError) as error:
         raise ProtocolError(f"the reply to step {message.step} has an array of broken length: {error}") from None
-    if not len(token_ids) == len(logprobs) == top.num_results:
+    if not len(token_ids) == len(logprobs) == top.num_results or len(scores.logprobs) != len(scores.ranks):
         raise ProtocolError(f"the reply to step {message.step} has arrays of different lengths")
+    if others and not (_is_consistent(top) and _is_consistent(scores.top)):
+        raise ProtocolError(f"the reply to step {message.step} has top tokens that their offsets do not divide")
     return StepOutput(message.step, token_ids, logprobs, top, message.row_errors, scores, vectors)
 
 
-def _scores_of(message: ScoresDone) -> Scores:
-    scores = Scores(np.frombuffer(message.logprobs, "<f4"), np.frombuffer(message.ranks, "<i4"), _top_of(message.top))
-    if len(scores.logprobs) != len(scores.ranks):
-        raise ValueError(
-            f"as many log-probabilities as ranks are needed. Given: {len(scores.logprobs)} and {len(scores.ranks)}"
-        )
-    return scores
-
-
-def _top_of(message: TopTokensDone) -> TopTokens:
-    offsets, token_ids = np.frombuffer(message.offsets, "<i4"), np.frombuffer(message.token_ids, "<i4")
-    logprobs = np.frombuffer(message.logprobs, "<f4")
-    if len(token_ids) != len(logprobs):
-        raise ValueError(f"as many log-probabilities as tokens are needed. Given: {len(logprobs)} and {len(token_ids)}")
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError(f"the offsets must split the list of {len(token_ids)} tokens into parts")
-    return TopTokens(offsets, token_ids, logprobs)
+def _is_consistent(top: TopTokens) -> bool:
+    offsets, count = top.offsets, len(top.token_ids)
+    ends = len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == count == len(top.logprobs)
+    return ends and not (offsets[1:] < offsets[:-1]).any()

@@ -40,7 +40,7 @@ from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import DraftRequest
 from llm_serving.core.window import LayerWindow
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -158,32 +158,16 @@ class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
     step: int
 
 
-class TopTokensDone(msgspec.Struct, array_like=True, frozen=True):
-    offsets: bytes
-    token_ids: bytes
-    logprobs: bytes
-
-
-class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities and ranks of given tokens (`core.step.Scores`), each array as raw little-endian bytes."""
-
-    logprobs: bytes
-    ranks: bytes
-    top: TopTokensDone
-
-
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     """Output of a step. The arrays are copied as raw little-endian bytes, so that no later step can overwrite them."""
 
     step: int
-    token_ids: bytes
-    logprobs: bytes
+    arrays: tuple[bytes, ...]
+    """The arrays of the output (`codec.OUTPUT_DTYPES`). After the first two, either all follow, or none if none of them
+    holds a result."""
     row_errors: dict[int, str]
     num_compilations: int = 0
     """Number of graphs compiled so far. It must not grow after the warm-up."""
-    top: TopTokensDone | None = None
-    scores: ScoresDone | None = None
-    vectors: bytes = b""
     num_vectors: int = 0
 
 

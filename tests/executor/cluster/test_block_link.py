@@ -104,7 +104,7 @@ def test_a_refused_block_leaves_the_link_usable(serving: Ends) -> None:
         BlockContents([2, 5], [7, 8], [4, 2**40], CONTENT),
         BlockContents([2, 5], [7, 8], [4, 3], bytes(max_frame_bytes(BLOCK_BYTES))),
         BlocksWritten([2, 5], [7, 8]),
-        StepDone(0, b"", b"", {}),
+        StepDone(0, (), {}),
     ],
     ids=["epoch", "block", "fewer", "short", "long", "tokens", "no token", "too many", "frame", "kind", "step"],
 )

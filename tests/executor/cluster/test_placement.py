@@ -253,7 +253,7 @@ def test_placement_ignores_messages_of_an_earlier_start(placement: ClusterPlacem
         (arguments,) = ranks
         token = arguments[arguments.index("--token") + 1]
         channels.append(connect_to_master(f"127.0.0.1:{placement._listener.address[1]}", token, starter.secret_file))
-        channels[0].send(StepDone(7, b"", b"", {}))
+        channels[0].send(StepDone(7, (), {}))
         return late
 
     placement._starter = types.SimpleNamespace(start=come, close=starter.close)  # type: ignore[assignment]

@@ -117,7 +117,7 @@ def _safetensors(header: object, data: bytes) -> bytes:
 
 
 FRAMES = (
-    _frame(StepDone(3, b"\1\0\0\0", b"\0\0\0\0", b"\2\0\0\0", b"\0\0\0\0", 1, {}, 0), b"\x80"),
+    _frame(StepDone(3, (b"\1\0\0\0", b"\0\0\0\0"), {}), b"\x80"),
     _frame(StepFailed(7, "ValueError: no"), b"\x80"),
     _frame(StepFailed(7, "x"), b"\x80") * 2,
     b"\0" + b"\x02\0\0\0\x91\x91",
