@@ -81,7 +81,7 @@ class AscendBackend(Backend):
         return ascend_experts.AscendExperts(num_experts, self.swiglu())
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
-        return ascend_experts.AscendQuantizedExperts(num_experts, self.swiglu(), self.activation_dtype)
+        return ascend_experts.AscendExperts(num_experts, self.swiglu(), self.activation_dtype)
 
     def rotary(self, head_dim: int) -> nn.Cell:
         return gen_ops_prim.ApplyRotaryPosEmb(_ROTATE_HALF)

@@ -82,25 +82,6 @@ class GroupedMatmul(nn.Cell):
         return self.multiply([x], [weight], *absent, counts, None, None, None, _ONE_TENSOR, _BY_ROWS, _COUNTS)[0]
 
 
-class AscendExperts(nn.Cell):
-    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> weighted sums [T, H]."""
-
-    def __init__(self, num_experts: int, gate: nn.Cell) -> None:
-        super().__init__()
-        self.gate = gate
-        self.dispatch, self.combine = ExpertDispatch(num_experts), gen_ops_prim.MoeTokenUnpermute()
-        self.product = GroupedMatmul()
-        self.cast = ops.Cast()
-
-    def construct(
-        self, x: ms.Tensor, topk_weights: ms.Tensor, topk_ids: ms.Tensor, gate_up: Any, down: Any
-    ) -> ms.Tensor:
-        rows, destinations, counts = self.dispatch(x, topk_ids)
-        counts = self.cast(counts, ms.int64)
-        rows = self.product(self.gate(self.product(rows, gate_up[0], counts)), down[0], counts)
-        return self.combine(rows, destinations, topk_weights, False, None)
-
-
 class QuantizedGroupedMatmul(nn.Cell):
     """Does the same as `GroupedMatmul` for int8 weights: (x [T*k, K], qvalues [experts, K, N], scales [experts, N],
     number of rows of each expert [experts], expert of each row [T*k]) -> [T*k, N].
@@ -122,26 +103,35 @@ class QuantizedGroupedMatmul(nn.Cell):
         return self.cast(self.mul(scaled, self.reshape(row_scales, (-1, 1))), self.dtype)
 
 
-class AscendQuantizedExperts(nn.Cell):
-    """Does the same as `AscendExperts` for int8 weights: qvalues [experts, K, N], float32 scales [experts, N]."""
+class AscendExperts(nn.Cell):
+    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> weighted sums [T, H].
 
-    def __init__(self, num_experts: int, gate: nn.Cell, dtype: Any) -> None:
+    With a `dtype`, which is that of the result, weights are int8: qvalues [experts, K, N] and float32 scales
+    [experts, N].
+    """
+
+    def __init__(self, num_experts: int, gate: nn.Cell, dtype: Any = None) -> None:
         super().__init__()
-        self.gate = gate
+        self.gate, self.is_quantized = gate, dtype is not None
         self.dispatch, self.combine = ExpertDispatch(num_experts), gen_ops_prim.MoeTokenUnpermute()
-        self.product = QuantizedGroupedMatmul(dtype)
+        self.product = QuantizedGroupedMatmul(dtype) if self.is_quantized else GroupedMatmul()
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
+
+    def numbers_of(self, topk_ids: ms.Tensor) -> ms.Tensor:
+        """Return the expert of each dispatched row."""
+        each = self.reshape(topk_ids, (-1, 1))
+        numbers, _, _ = self.dispatch(self.cast(each, ms.float32), each)
+        return self.reshape(self.cast(numbers, ms.int32), (-1,))
 
     def construct(
         self, x: ms.Tensor, topk_weights: ms.Tensor, topk_ids: ms.Tensor, gate_up: Any, down: Any
     ) -> ms.Tensor:
         rows, destinations, counts = self.dispatch(x, topk_ids)
         counts = self.cast(counts, ms.int64)
-        # The expert of each dispatched row.
-        each = self.reshape(topk_ids, (-1, 1))
-        numbers, _, _ = self.dispatch(self.cast(each, ms.float32), each)
-        numbers = self.reshape(self.cast(numbers, ms.int32), (-1,))
-        rows = self.gate(self.product(rows, gate_up[0], gate_up[1], counts, numbers))
-        return self.combine(
-            self.product(rows, down[0], down[1], counts, numbers), destinations, topk_weights, False, None
-        )
+        if self.is_quantized:
+            numbers = self.numbers_of(topk_ids)
+            inner = self.gate(self.product(rows, gate_up[0], gate_up[1], counts, numbers))
+            rows = self.product(inner, down[0], down[1], counts, numbers)
+        else:
+            rows = self.product(self.gate(self.product(rows, gate_up[0], counts)), down[0], counts)
+        return self.combine(rows, destinations, topk_weights, False, None)
