@@ -98,27 +98,10 @@ class SharedBuffers:
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)
-        offset, end = start + _length_of(behind), start + self.buffer_bytes
-        views: list[AnyArray] = []
-        for array in layout:
-            view = self._view(array, offset)
-            offset += view.nbytes + -view.nbytes % _ALIGNMENT
-            if offset > end:
-                raise ProtocolError(_too_long(self.buffer_bytes))
-            views.append(view)
+        views, end = _views(layout, self._memory, start + _length_of(behind), _ALIGNMENT)
+        if end > start + self.buffer_bytes:
+            raise ProtocolError(_too_long(self.buffer_bytes))
         return views
-
-    def _view(self, array: ArrayLayout, offset: int) -> AnyArray:
-        try:
-            if (dtype := DTYPES.get(array.dtype)) is not None:
-                return np.ndarray(array.shape, dtype, self._memory, offset)
-        except TypeError:
-            raise ProtocolError(_too_long(self.buffer_bytes)) from None
-        except ValueError:  # a length below 0, or beyond what an array may have
-            pass
-        raise ProtocolError(
-            f"a buffer of {self.buffer_bytes} bytes cannot contain an array of {array.dtype} of shape {array.shape}"
-        )
 
     def _start(self, buffer: int) -> int:
         if not 0 <= buffer < self.num_buffers:
@@ -133,6 +116,24 @@ class SharedBuffers:
         if self._owns_fd:
             self._owns_fd = False
             os.close(self.fd)
+
+
+def _views(
+    layout: Sequence[ArrayLayout], memory: mmap.mmap | bytes, offset: int, alignment: int
+) -> tuple[list[AnyArray], int]:
+    """Return views of consecutive arrays in `memory` from `offset` on, and the offset behind them. Raise ProtocolError
+    for an array that `memory` cannot contain.
+    """
+    views: list[AnyArray] = []
+    for array in layout:
+        try:
+            view: AnyArray = np.ndarray(array.shape, DTYPES[array.dtype], memory, offset)
+        except (KeyError, TypeError, ValueError):  # a length below 0, or more than there is
+            kind = f"{array.dtype} of shape {array.shape}"
+            raise ProtocolError(f"memory of {len(memory)} bytes cannot contain an array of {kind}") from None
+        offset += view.nbytes + -view.nbytes % alignment
+        views.append(view)
+    return views, offset
 
 
 def _length_of(layout: Sequence[ArrayLayout]) -> int:
@@ -160,17 +161,9 @@ class InlineArrays:
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
         """Return views of `content`. Ignore `buffer` and `behind`. Raise ProtocolError for a wrong length."""
-        views: list[AnyArray] = []
-        offset = 0
-        for array in layout:
-            try:
-                view: AnyArray = np.ndarray(array.shape, DTYPES[array.dtype], content, offset)
-            except (KeyError, TypeError, ValueError):  # a length below 0, or more than there is
-                raise ProtocolError(f"the frame cannot contain an array of {array.dtype} {array.shape}") from None
-            offset += view.nbytes
-            views.append(view)
-        if offset != len(content):
-            raise ProtocolError(f"the arrays of a step must have {offset} bytes. Given: {len(content)}")
+        views, end = _views(layout, content, 0, 1)
+        if end != len(content):
+            raise ProtocolError(f"the arrays of a step must have {end} bytes. Given: {len(content)}")
         return views
 
     def close(self) -> None: ...
