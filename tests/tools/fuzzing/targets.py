@@ -17,7 +17,7 @@ from llm_serving.config.loader import load_config
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ChannelClosedError, ConfigError, ModelError, ProtocolError, RequestError
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.server.parsing.body import BODIES, check_other_fields, decode_body
+from llm_serving.server.parsing.body import check_other_fields, decode_body
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output
@@ -72,8 +72,7 @@ def read_requests(data: bytes) -> None:
         for strict in (True, False):
             try:
                 body = decode_body(data, kind, strict=strict)
-                if kind in BODIES:
-                    check_other_fields(SimpleNamespace(state=SimpleNamespace()), kind, data)  # type: ignore[arg-type]
+                check_other_fields(SimpleNamespace(state=SimpleNamespace()), kind, data)  # type: ignore[arg-type]
             except RequestError as error:
                 assert len(str(error)) < 4000, "an error repeats what was given at length"
                 continue

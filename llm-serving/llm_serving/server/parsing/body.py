@@ -6,6 +6,7 @@ refused if it might change the response, else named in the header `x-ignored-par
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections import Counter
@@ -52,7 +53,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     **text_schemas.UNSUPPORTED,
     BatchRequest: BodyFields({"output_expires_after": RefusedField()}),
 }
-"""Struct of a body or of a part of a body -> its unsupported fields."""
+"""Struct of a body or of a part of a body -> its unsupported fields. Other structs refuse all unknown fields."""
 
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"000000000")
 _CUT_OFF: Final = "Input data was truncated"
@@ -66,7 +67,6 @@ AnyRequest = TypeVar("AnyRequest", bound="_NamesModel")
 _Object = dict[str, msgspec.Raw]
 _decode_object: Final = msgspec.json.Decoder(_Object).decode
 _decode_items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fields(kind)) for kind in BODIES}
 
 
 class _NamesModel(Protocol):
@@ -282,21 +282,39 @@ def note_ignored(http_request: Request, name: str) -> None:
     http_request.state.ignored_parameters = name if before is None else f"{before}, {name}"
 
 
+@functools.cache
+def fields_of(kind: type) -> Mapping[str, type | None]:
+    """Return the fields of a struct: name -> struct of the object, or of the objects in the list, that it contains."""
+
+    def struct_in(kind: msgspec.inspect.Type) -> type | None:
+        if isinstance(kind, msgspec.inspect.ListType):
+            return struct_in(kind.item_type)
+        if isinstance(kind, msgspec.inspect.UnionType):
+            return next(filter(None, map(struct_in, kind.types)), None)
+        return kind.cls if isinstance(kind, msgspec.inspect.StructType) else None
+
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return {each.encode_name: struct_in(each.type) for each in info.fields}
+
+
 def _ignored(text: bytes, kind: type, path: str) -> list[str]:
     content = _decode_object(text)
     if text.count(b":") > len(content) and (repeated := repeated_name(text, content)) is not None:
         raise RequestError(path + repeated[:MAX_NAME_CHARS], "must be given once")
-    fields, ignored = BODIES[kind], []
+    fields, others, ignored = fields_of(kind), BODIES.get(kind, BodyFields()), []
     for name, raw in content.items():
-        if name in fields.nested:
-            ignored += _ignored_within(raw, fields.nested[name], path + name)
-        elif name not in _names[kind]:
-            row = fields.rows.get(name, fields.unknown)
+        if name not in fields:
+            row = others.rows.get(name, others.unknown)
             if _is_neutral(raw, row):
                 continue
             if isinstance(row, RefusedField):
-                raise RequestError(path + name[:MAX_NAME_CHARS], row.why + _suggestion(name, kind, row))
+                close = get_close_matches(name[:MAX_NAME_CHARS], fields, 1) if row is others.unknown else []
+                hint = f"; did you mean `{close[0]}`?" if close else ""
+                raise RequestError(path + name[:MAX_NAME_CHARS], row.why + hint)
             ignored.append(name)
+        elif (inner := fields[name]) is not None:
+            ignored += _ignored_within(raw, inner, path + name)
         elif (
             bytes(memoryview(raw)[:1]) == b"{"
             and (repeated := _first_repeated(bytes(raw), only_outermost=False)) is not None
@@ -330,10 +348,3 @@ def _is_neutral(raw: msgspec.Raw, row: RefusedField | IgnoredField) -> bool:
     return isinstance(row, RefusedField) and any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in row.neutral
     )
-
-
-def _suggestion(name: str, kind: type, row: RefusedField) -> str:
-    if row is not BODIES[kind].unknown:
-        return ""
-    close = get_close_matches(name[:MAX_NAME_CHARS], _names[kind], 1)
-    return f"; did you mean `{close[0]}`?" if close else ""

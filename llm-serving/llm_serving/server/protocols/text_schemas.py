@@ -72,10 +72,8 @@ _LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
 )
 _OLDER: Final = IgnoredField("the older servers ignored unknown fields")
 UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    TGIRequest: BodyFields(
-        {"options": IgnoredField("only controls caches in front of the server")}, nested={"parameters": TGIParameters}
-    ),
+    TGIRequest: BodyFields({"options": IgnoredField("only controls caches in front of the server")}),
     TGIParameters: BodyFields(_TGI),
-    LegacyRequest: BodyFields(unknown=_OLDER, nested={"parameters": LegacyParameters}),
+    LegacyRequest: BodyFields(unknown=_OLDER),
     LegacyParameters: BodyFields(_LEGACY_IGNORED, _OLDER),
 }  # fmt: skip

@@ -204,22 +204,12 @@ _ANTHROPIC_TOOL: Final[Rows] = {
     "eager_input_streaming": IgnoredField("arguments are always streamed as they are generated"),
     **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), RefusedField()),
 }
-_OF_ANTHROPIC: Final = {
-    "messages": ConversationTurn,
-    "system": ContentBlock,
-    "tools": AnthropicTool,
-    "tool_choice": ToolChoice,
-    "output_config": OutputConfig,
-    "thinking": Thinking,
-}
 UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    MessagesRequest: BodyFields(_ANTHROPIC, nested=_OF_ANTHROPIC),
-    CountTokensRequest: BodyFields(_NOT_COUNTED, nested=_OF_ANTHROPIC),
-    ConversationTurn: BodyFields(nested={"content": ContentBlock}),
-    ContentBlock: BodyFields(_BLOCK, nested={"content": ResultBlock}),
+    MessagesRequest: BodyFields(_ANTHROPIC),
+    CountTokensRequest: BodyFields(_NOT_COUNTED),
+    ContentBlock: BodyFields(_BLOCK),
     ResultBlock: BodyFields(_BLOCK),
     AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
-    ToolChoice: BodyFields(),
     Thinking: BodyFields({"display": IgnoredField("reasoning is always returned")}),
     OutputConfig: BodyFields(
         dict.fromkeys(("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is"))

@@ -237,13 +237,11 @@ _PART: Final[Rows] = {
     **dict.fromkeys(("image_url", "file_id", "file_data", "refusal"), TEXT_ONLY),
 }
 UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    ResponsesRequest: BodyFields(
-        _RESPONSES, nested={"input": InputItem, "tools": FunctionTool, "reasoning": Reasoning}
-    ),
+    ResponsesRequest: BodyFields(_RESPONSES),
     Reasoning: BodyFields(
         dict.fromkeys(("summary", "generate_summary"), IgnoredField("reasoning is returned in full"))
     ),
-    InputItem: BodyFields(_ITEM, nested=dict.fromkeys(("content", "output", "summary"), InputPart)),
+    InputItem: BodyFields(_ITEM),
     FunctionTool: BodyFields({"defer_loading": RefusedField()}),
     InputPart: BodyFields(_PART),
 }  # fmt: skip

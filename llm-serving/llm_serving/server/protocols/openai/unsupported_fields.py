@@ -35,11 +35,8 @@ class BodyFields:
 
     rows: Rows = field(default_factory=dict)
     unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
-    nested: Mapping[str, type] = field(default_factory=dict)
-    """Field -> struct of the object, or of the objects in the list, that it contains."""
 
 
-NEVER_NEUTRAL: Final = ()
 NO_ADAPTERS: Final = RefusedField("is not supported: request an adapter by its name in `model`")
 SPEED_HINT: Final = IgnoredField("only a hint for speed")
 TEXT_ONLY: Final = RefusedField("is not supported: the server accepts only text")
@@ -48,10 +45,9 @@ EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 
 def named(here: str) -> RefusedField:
     """Return a rule that refuses another protocol's field. Its error names `here`, the field to use instead."""
-    return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)
+    return RefusedField(f"is not a parameter of this route; `{here}` is", ())
 
 
-_IN_ORDER: Final = IgnoredField("calls have the order of the list")
 _TOOLS: Final = RefusedField("is not supported: this route has no tools")
 _OPENAI: Final[Rows] = {
     "structural_tag": RefusedField("is not supported: use `tools` or a grammar instead"),
@@ -92,8 +88,7 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             **dict.fromkeys(("tool_choice", "function_call"), RefusedField(_TOOLS.why, ("none", "auto"))),
             "parallel_tool_calls": IgnoredField("only affects tools"),
             "suffix": RefusedField(),
-        },
-        nested={"stream_options": schemas.StreamOptions},
+        }
     ),
     schemas.ChatCompletionRequest: BodyFields(
         {
@@ -102,37 +97,23 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             "function_call": RefusedField("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
             "chat_template": RefusedField(),
             "web_search_options": RefusedField("is not supported: the server has no web search", empty_asks=True),
-        },
-        nested={"messages": schemas.ChatMessage, "tools": schemas.Tool, "stream_options": schemas.StreamOptions},
+        }
     ),
     schemas.StreamOptions: BodyFields({"include_obfuscation": IgnoredField("chunks are never padded")}),
-    schemas.Tool: BodyFields(nested={"function": schemas.Function}),
-    schemas.Function: BodyFields(),
-    schemas.ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": schemas.FunctionOfMessage}),
-    schemas.FunctionOfMessage: BodyFields(),
+    schemas.ToolCallOfMessage: BodyFields({"index": IgnoredField("calls have the order of the list")}),
     schemas.ChatMessage: BodyFields(
         {
             "function_call": named("tool_calls"),
             "audio": RefusedField(),
             "refusal": RefusedField(),
             "annotations": RefusedField(),
-        },
-        nested={"tool_calls": schemas.ToolCallOfMessage, "content": schemas.ContentPart},
+        }
     ),
     schemas.ContentPart: BodyFields(
         {
             "cache_control": SPEED_HINT,
-            **dict.fromkeys(
-                ("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"),
-                TEXT_ONLY,
-            ),
+            **dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"), TEXT_ONLY),
         }
     ),
-    schemas.TokenizeRequest: BodyFields(
-        {"chat_template": RefusedField()}, nested={"messages": schemas.ChatMessage, "tools": schemas.Tool}
-    ),
-    schemas.DetokenizeRequest: BodyFields(),
-    schemas.PriorityRequest: BodyFields(),
-    schemas.LoadAdapterRequest: BodyFields(),
-    schemas.UnloadAdapterRequest: BodyFields(),
+    schemas.TokenizeRequest: BodyFields({"chat_template": RefusedField()}),
 }  # fmt: skip

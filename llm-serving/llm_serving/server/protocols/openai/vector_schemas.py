@@ -10,7 +10,6 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.protocols.openai.schemas import CallerFields
 from llm_serving.server.protocols.openai.unsupported_fields import (
-    NEVER_NEUTRAL,
     TEXT_ONLY,
     BodyFields,
     IgnoredField,
@@ -114,7 +113,7 @@ class Ranking(Long, kw_only=True):
 
 
 _VECTORS: Final[Rows] = {
-    "max_tokens": RefusedField("is not a parameter of this route; `truncate_prompt_tokens` is", NEVER_NEUTRAL),
+    "max_tokens": named("truncate_prompt_tokens"),
     "messages": RefusedField("is not supported: put texts into the fields of this route"),
     "instruction": RefusedField("is not supported: put the instruction into the text"),
     "chat_template": RefusedField(),
@@ -139,8 +138,6 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
             "texts": named("documents"),
             "rank_fields": RefusedField("is not supported: documents are texts"),
             "max_chunks_per_doc": RefusedField("is not supported: documents are not divided into chunks"),
-        },
-        nested={"documents": TextDocument},
+        }
     ),
-    TextDocument: BodyFields(),
 }  # fmt: skip
