@@ -10,7 +10,7 @@ import httpx
 import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.server.generation.message import MessageBlocks, MessageParser
+from llm_serving.server.generation.message import MessageParser
 from llm_serving.server.generation.tools import offered_tools, output_parser
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, Function, Tool
 from support.fakes import FakeEngine, Piece, Script
@@ -142,16 +142,16 @@ def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
     engine.tokenizer = TOKENIZER
     request = ChatCompletionRequest(messages=[], tools=[Tool(Function(**FUNCTION))])
     offered = offered_tools(engine, request)
-    blocks = MessageBlocks(MessageParser(output_parser(engine, request, [], offered), offered))
+    parser = MessageParser(output_parser(engine, request, [], offered), offered)
     received: Blocks = []
     for number, text in enumerate(pieces, 1):
         reason = FinishReason.STOP if number == len(pieces) else None
-        for block, begins, more in blocks.add(RequestOutput("id", text, (), (), 1, 0, number, reason)):
+        for block, begins, more in parser.fold(RequestOutput("id", text, (), (), 1, 0, number, reason)):
             if begins:
                 received.append((block.kind.value, f"{block.name} " if block.name else ""))
             assert block.index == len(received) - 1, "only the last block goes on"
             received[-1] = (received[-1][0], received[-1][1] + more)
-    return received, [(each.kind.value, f"{each.name} {each.text}".removeprefix(" ")) for each in blocks.blocks]
+    return received, [(each.kind.value, f"{each.name} {each.text}".removeprefix(" ")) for each in parser.blocks]
 
 
 @pytest.mark.parametrize("name", ANSWERS)

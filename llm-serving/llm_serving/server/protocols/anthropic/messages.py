@@ -16,7 +16,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, encode_chat, flat_error
-from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageBlocks
+from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageParser
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.streaming import named_event
@@ -95,7 +95,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     request = _MessagesRequest(engine, http_request, body, chat)
     started = await start_generation(request)
     [parser] = request.message_parsers(started)
-    builder = MessagesBuilder(started.identity, MessageBlocks(parser))
+    builder = MessagesBuilder(started.identity, parser)
     return await respond(http_request, started, builder, stream=bool(body.stream))
 
 
@@ -152,15 +152,15 @@ def _continues_last(turns: list[schemas.ConversationTurn]) -> bool:
 
 
 class MessagesBuilder(ResponseBuilder):
-    def __init__(self, identity: ResponseIdentity, blocks: MessageBlocks) -> None:
+    def __init__(self, identity: ResponseIdentity, parser: MessageParser) -> None:
         self._identity = identity
-        self._blocks = blocks
+        self._parser = parser
         self._last: RequestOutput | None = None
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
         is_first, self._last = self._last is None, output
         chunk = _event("message_start", message=self._message(output, [])) if is_first else b""
-        for block, is_new, text in self._blocks.add(output):
+        for block, is_new, text in self._parser.parse(output):
             if is_new:
                 if block.index:
                     chunk += _event("content_block_stop", index=block.index - 1)
@@ -170,7 +170,7 @@ class MessagesBuilder(ResponseBuilder):
 
     async def finish(self) -> bytes:
         assert self._last is not None
-        count = len(self._blocks.blocks)
+        count = len(self._parser.blocks)
         chunk = _event("content_block_stop", index=count - 1) if count else b""
         chunk += _event("message_delta", delta=self._ending(self._last), usage=_usage(self._last))
         return chunk + _event("message_stop")
@@ -180,11 +180,11 @@ class MessagesBuilder(ResponseBuilder):
 
     def fold(self, index: int, output: RequestOutput) -> None:
         self._last = output
-        self._blocks.add(output)
+        self._parser.fold(output)
 
     async def response(self, headers: dict[str, str]) -> Response:
         assert self._last is not None
-        message = self._message(self._last, [_content(each) for each in self._blocks.blocks] or [schemas.TextBlock("")])
+        message = self._message(self._last, [_content(each) for each in self._parser.blocks] or [schemas.TextBlock("")])
         ending = self._ending(self._last)
         message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
         return json_response(message, headers=headers)
@@ -197,7 +197,7 @@ class MessagesBuilder(ResponseBuilder):
     def _ending(self, output: RequestOutput) -> schemas.MessageDelta:
         if output.finish_reason is not FinishReason.STOP:
             return schemas.MessageDelta("max_tokens", None)
-        if self._blocks.parser.finish_reason(output) == CALLED:
+        if self._parser.finish_reason(output) == CALLED:
             return schemas.MessageDelta("tool_use", None)
         if isinstance(output.stop_reason, str):
             return schemas.MessageDelta("stop_sequence", output.stop_reason)

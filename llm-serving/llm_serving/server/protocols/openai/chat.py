@@ -16,7 +16,7 @@ from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, template_message
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_logprobs
-from llm_serving.server.generation.message import MessageFold, MessageParser
+from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.streaming import TextEvents, event
@@ -29,6 +29,7 @@ from llm_serving.server.protocols.openai.requests import (
     token_as_id,
 )
 from llm_serving.server.protocols.openai.schemas import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -38,7 +39,10 @@ from llm_serving.server.protocols.openai.schemas import (
     ChatLogprobs,
     ChatResponseMessage,
     CompletionTokensDetails,
+    FunctionDelta,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -81,6 +85,24 @@ class _ChatRequest(ConversationRequest):
         return top or 0
 
 
+def _joined(deltas: Sequence[BlockDelta]) -> ChatDelta:
+    texts = {kind: "".join(delta.text for delta in deltas if delta.block.kind is kind) for kind in BlockKind}
+    calls = [_call_delta(delta) for delta in deltas if delta.block.kind is BlockKind.CALL]
+    return ChatDelta(
+        content=texts[BlockKind.TEXT] or UNSET,
+        reasoning_content=texts[BlockKind.REASONING] or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _call_delta(delta: BlockDelta) -> ToolCallDelta:
+    block = delta.block
+    if not delta.is_new:
+        return ToolCallDelta(index=block.index_in_kind, function=FunctionDelta(delta.text))
+    function = FunctionDelta(delta.text, block.name)
+    return ToolCallDelta(index=block.index_in_kind, id=block.id, type="function", function=function)
+
+
 def _echo(body: ChatCompletionRequest) -> str:
     last = body.messages[-1]
     return template_message(0, last)["content"] if body.echo and last.role == "assistant" else ""
@@ -102,20 +124,25 @@ class ChatBuilder(OpenAIResponseBuilder):
         [self._prompt_ids] = started.prompts
         self._echo = _echo(body)
         self._choices = [
-            ChatChoice(index=index, message=ChatResponseMessage(content="")) for index in range(len(parsers))
+            ChatChoice(
+                index=index,
+                message=ChatResponseMessage(content=None),
+                logprobs=ChatLogprobs([]) if body.logprobs else None,
+                token_ids=[] if body.return_token_ids else UNSET,
+            )
+            for index in range(len(parsers))
         ]
-        self._messages = [MessageFold(self._echo) for _ in parsers]
         self._prompt_logprobs: PromptLogprobs | None = None
 
     def _delta(self, index: int, output: RequestOutput) -> ChatChunkChoice | None:
         self.add_usage(index, output)
         parser = self._parsers[index]
-        delta = parser.delta(output)
-        if delta is None and not (self._sends_empty_deltas or output.finished):
+        deltas = parser.parse(output)
+        if not (deltas or self._sends_empty_deltas or output.finished):
             return None
         choice = ChatChunkChoice(
             index=index,
-            delta=ChatDelta(content="") if delta is None else delta,
+            delta=_joined(deltas) if deltas else ChatDelta(content=""),
             finish_reason=parser.finish_reason(output),
             stop_reason=output.stop_reason,
         )
@@ -149,25 +176,19 @@ class ChatBuilder(OpenAIResponseBuilder):
 
     def fold(self, index: int, output: RequestOutput) -> None:
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
-        delta = self._delta(index, output)
-        if delta is None:
-            return
-        choice = self._choices[index]
-        self._messages[index].add(delta.delta)
-        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        if choice.token_ids is UNSET:
-            choice.token_ids = delta.token_ids
-        elif delta.token_ids is not UNSET:
-            choice.token_ids += delta.token_ids
-        if choice.logprobs is None:
-            choice.logprobs = delta.logprobs
-        elif delta.logprobs is not None:
-            choice.logprobs.content += delta.logprobs.content
+        self.add_usage(index, output)
+        choice, parser = self._choices[index], self._parsers[index]
+        parser.fold(output)
+        choice.finish_reason, choice.stop_reason = parser.finish_reason(output), output.stop_reason
+        if choice.token_ids is not UNSET:
+            choice.token_ids += output.token_ids
+        if choice.logprobs is not None:
+            choice.logprobs.content += self._logprobs(output.logprobs)
 
     async def build(self, usage: Usage) -> ChatCompletion:
         body, identity = self._body, self._identity
-        for choice, message in zip(self._choices, self._messages, strict=True):
-            choice.message = message.message()
+        for choice, parser in zip(self._choices, self._parsers, strict=True):
+            choice.message = self._message(parser)
         whole = ChatCompletion(
             id=identity.id, created=identity.created, model=identity.model, choices=self._choices, usage=usage
         )
@@ -186,6 +207,18 @@ class ChatBuilder(OpenAIResponseBuilder):
         if counts[0] is not None:
             usage.completion_tokens_details = CompletionTokensDetails(sum(filter(None, counts)))
         return usage
+
+    def _message(self, parser: MessageParser) -> ChatResponseMessage:
+        content = self._echo + parser.text(BlockKind.TEXT)
+        called = [
+            ToolCall(id=each.id, function=CalledFunction(each.name, each.text))
+            for each in parser.of_kind(BlockKind.CALL)
+        ]
+        return ChatResponseMessage(
+            content=None if called and not content else content,
+            reasoning_content=parser.text(BlockKind.REASONING) or UNSET,
+            tool_calls=called or UNSET,
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         identity = self._identity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import replace
 from typing import Final
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from llm_serving.log import get_logger
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, flat_error
 from llm_serving.server.generation.generation import Generation
-from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageBlocks
+from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageParser
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, buffered, respond
 from llm_serving.server.generation.streaming import internal_error, named_event
@@ -104,7 +105,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         top_p=body.top_p,
     )
     stored = StoredResponse(response, request.caller.tenant, messages)
-    builder = ResponsesBuilder(stored, store, MessageBlocks(parser))
+    builder = ResponsesBuilder(stored, store, parser)
     if not body.background:
         return await respond(http_request, started, builder, stream=bool(body.stream))
     generation = started.generation
@@ -231,10 +232,10 @@ async def _cancel(stored: StoredResponse) -> None:
 
 
 class ResponsesBuilder(ResponseBuilder):
-    def __init__(self, stored: StoredResponse, store: ResponseStore, blocks: MessageBlocks) -> None:
+    def __init__(self, stored: StoredResponse, store: ResponseStore, parser: MessageParser) -> None:
         self._stored = stored
         self._store = store
-        self._blocks = blocks
+        self._parser = parser
         self._response = stored.response
         self._num_events = 0
         self._last_item_status = "in_progress"
@@ -243,7 +244,7 @@ class ResponsesBuilder(ResponseBuilder):
         chunk = self._opening()
         for block, is_new, text in self._add(output):
             if is_new:
-                chunk += self._closed(self._blocks.blocks[block.index - 1]) if block.index else b""
+                chunk += self._closed(self._parser.blocks[block.index - 1]) if block.index else b""
                 chunk += self._opened(block)
             if text:
                 chunk += self._of_block(_DELTAS[block.kind], block, delta=text, **_logprobs(block))
@@ -251,7 +252,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     async def finish(self) -> bytes:
         response = self._response
-        return self._closed(self._blocks.blocks[-1]) + self._event(f"response.{response.status}", response=response)
+        return self._closed(self._parser.blocks[-1]) + self._event(f"response.{response.status}", response=response)
 
     def error_chunk(self, error: LLMServingError) -> bytes:
         chunk = self._opening()
@@ -273,17 +274,17 @@ class ResponsesBuilder(ResponseBuilder):
         self._close("cancelled", "incomplete")
 
     def _add(self, output: RequestOutput) -> list[BlockDelta]:
-        deltas = self._blocks.add(output)
+        deltas = self._parser.fold(output)
         if not output.finished:
             return deltas
-        if not self._blocks.blocks:
-            deltas.append(self._blocks.add_text(BlockKind.TEXT, ""))
+        if not self._parser.blocks:
+            deltas.append(BlockDelta(self._parser.open(BlockKind.TEXT), True, ""))
         num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
         self._response.usage = schemas.ResponseUsage(
             num_prompt,
             schemas.InputTokensDetails(output.num_cached_tokens),
             num_output,
-            schemas.OutputTokensDetails(self._blocks.parser.num_reasoning_tokens or 0),
+            schemas.OutputTokensDetails(self._parser.num_reasoning_tokens or 0),
             num_prompt + num_output,
         )
         if output.finish_reason is FinishReason.LENGTH:
@@ -295,8 +296,8 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _close(self, status: str, item_status: str) -> None:
         self._last_item_status = item_status
-        self._response.output, self._response.status = [self._item(block) for block in self._blocks.blocks], status
-        self._stored.output = _message(self._blocks.blocks)
+        self._response.output, self._response.status = [self._item(block) for block in self._parser.blocks], status
+        self._stored.output = _message(self._parser)
         self._keep()
 
     def _set_failure(self, code: str, message: str) -> None:
@@ -323,7 +324,7 @@ class ResponsesBuilder(ResponseBuilder):
         return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def _item(self, block: MessageBlock) -> schemas.OutputItem:
-        is_last = block.index == len(self._blocks.blocks) - 1
+        is_last = block.index == len(self._parser.blocks) - 1
         status, item_id, text = self._last_item_status if is_last else "completed", self._item_id(block), block.text
         if block.kind is BlockKind.CALL:
             return schemas.FunctionCallItem(
@@ -337,7 +338,7 @@ class ResponsesBuilder(ResponseBuilder):
         return f"{self._response.id.replace('resp', _PREFIXES[block.kind], 1)}_{block.index}"
 
     def _opened(self, block: MessageBlock) -> bytes:
-        item = self._item(MessageBlock(block.kind, block.index, block.id, block.name))
+        item = self._item(replace(block, parts=[]))
         item.status = "in_progress"
         if isinstance(item, schemas.FunctionCallItem):
             return self._of_block("output_item.added", block, item=item)
@@ -382,16 +383,11 @@ def _logprobs(block: MessageBlock) -> dict[str, object]:
     return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
 
 
-def _message(blocks: list[MessageBlock]) -> ChatMessage:
-    texts = {kind: "".join(block.text for block in blocks if block.kind is kind) for kind in BlockKind}
-    calls = [
-        ToolCallOfMessage(FunctionOfMessage(block.name, block.text), block.id)
-        for block in blocks
-        if block.kind is BlockKind.CALL
-    ]
+def _message(parser: MessageParser) -> ChatMessage:
+    called = parser.of_kind(BlockKind.CALL)
     return ChatMessage(
         "assistant",
-        texts[BlockKind.TEXT],
-        tool_calls=calls or None,
-        reasoning_content=texts[BlockKind.REASONING] or None,
+        parser.text(BlockKind.TEXT),
+        tool_calls=[ToolCallOfMessage(FunctionOfMessage(each.name, each.text), each.id) for each in called] or None,
+        reasoning_content=parser.text(BlockKind.REASONING) or None,
     )
