@@ -10,7 +10,7 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.errors import RateLimitError
 from llm_serving.server.app import create_app
-from llm_serving.server.generation.generation import EngineInput, submit
+from llm_serving.server.generation.generation import submit
 from llm_serving.server.generation.sampling import Choices
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
@@ -161,7 +161,7 @@ def test_aborted_beam_search_gets_no_refund():
 
     async def leave():
         sampling = SamplingParams(max_tokens=10)
-        generation = await submit(engine, caller, EngineInput([[1]], sampling), choices=choices, request_id="a")
+        generation = await submit(engine, caller, [[1]], sampling, choices=choices, request_id="a")
         await generation.aclose()
 
     asyncio.run(leave())

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from starlette.types import Receive
 
@@ -47,7 +47,6 @@ class Generation:
     streams: Sequence[RequestStream]
     select: Select | None = None
     """Selects the sequences that become choices. If None, each sequence is a choice."""
-    on_output: Callable[[int, RequestOutput], None] | None = None
     on_close: Callable[[int], None] | None = None
     """Called once, at the end, with the number of generated tokens."""
     on_read: Callable[[RequestOutput], None] | None = None
@@ -74,15 +73,14 @@ class Generation:
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Yield every output of every choice. Iterate only once."""
         merged = self._merged()
-        selected = merged if self.select is None else self.select(merged)
-        return selected if self.on_output is None else _observed(selected, self.on_output)
+        return merged if self.select is None else self.select(merged)
 
     def set_fast_path(self, deliver: Callable[[RequestOutput], bool] | None) -> None:
         """Call `deliver` with each new output. If it returns True, it has sent the output to the client. Otherwise,
         `outputs` yields the output. It is not called for the final output, nor if the generation has several sequences
-        or a callback (`select`, `on_output`). If `deliver` is None, turn the fast path off.
+        or selects some of them. If `deliver` is None, turn the fast path off.
         """
-        if len(self.streams) == 1 and self.select is None and self.on_output is None:
+        if len(self.streams) == 1 and self.select is None:
             self.streams[0].take = deliver
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
@@ -125,14 +123,6 @@ class Generation:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _observed(
-    outputs: AsyncIterator[ChoiceOutput], on_output: Callable[[int, RequestOutput], None]
-) -> AsyncIterator[ChoiceOutput]:
-    async for each in outputs:
-        on_output(*each)
-        yield each
-
-
 async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOutput | Exception | None]) -> None:
     try:
         async for output in stream:
@@ -142,19 +132,15 @@ async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOu
     await queue.put(None)
 
 
-class EngineInput(NamedTuple):
-    prompts: Sequence[list[int]]
-    sampling: SamplingParams
-    constraint: Constraint | None = None
-    wants_vectors: bool = False
-
-
 async def submit(
     engine: AsyncEngine,
     caller: HttpCaller,
-    inputs: EngineInput,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
     *,
     request_id: str,
+    constraint: Constraint | None = None,
+    wants_vectors: bool = False,
     choices: Choices = ONE_CHOICE,
     field_names: Mapping[str, str] = NO_RENAMES,
     idempotent: IdempotentRequest | None = None,
@@ -164,7 +150,6 @@ async def submit(
     prompt are forks of the first, so the prompt's KV blocks are computed once. If the engine refuses a sequence, abort
     all and raise its error. `field_names` maps field names in the engine's errors to the protocol's names.
     """
-    prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
     try:
         if receipt is not None:
@@ -192,8 +177,8 @@ async def submit(
                         request_id=request_id,
                         fork_of=first,
                         beam_search=choices.beams,
-                        constraint=inputs.constraint,
-                        wants_vector=inputs.wants_vectors,
+                        constraint=constraint,
+                        wants_vector=wants_vectors,
                         has_siblings=len(sequences) > 1,
                         admission=admission,
                         sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),
@@ -217,7 +202,7 @@ async def submit(
         refund = None if refund is None else partial(_refund_beams, refund, choices.best_of)
     elif choices.best_of > choices.n:
         select = partial(select_best, choices=choices, with_logprobs=sampling.logprobs is not None)
-    generation = Generation(streams, select, on_output=None if receipt is None else receipt.add, on_close=refund)
+    generation = Generation(streams, select, on_close=refund)
     if (context := caller.context) is not None:
         context.request_id = context.request_id or streams[0].request_id
         context.num_prompt_tokens = num_prompt_tokens

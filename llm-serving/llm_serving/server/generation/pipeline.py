@@ -18,13 +18,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.generation.generation import (
-    NO_RENAMES,
-    EngineInput,
-    Generation,
-    run_until_client_leaves,
-    submit,
-)
+from llm_serving.server.generation.generation import NO_RENAMES, Generation, run_until_client_leaves, submit
 from llm_serving.server.generation.sampling import ONE_CHOICE, Choices
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
 from llm_serving.server.idempotency.request import EVENT_HEADER, KEY_HEADER, IdempotentRequest, claim_request
@@ -155,8 +149,11 @@ async def _start(
     generation = await submit(
         engine,
         caller,
-        EngineInput(encoded.prompts, sampling, constraint, request.wants_vectors),
+        encoded.prompts,
+        sampling,
         request_id=identity.request_id,
+        constraint=constraint,
+        wants_vectors=request.wants_vectors,
         choices=request.choices,
         field_names=check.field_names,
         idempotent=idempotent,

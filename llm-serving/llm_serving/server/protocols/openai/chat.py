@@ -135,7 +135,7 @@ class ChatBuilder(OpenAIResponseBuilder):
         self._prompt_logprobs: PromptLogprobs | None = None
 
     def _delta(self, index: int, output: RequestOutput) -> ChatChunkChoice | None:
-        self.add_usage(index, output)
+        self.record(index, output)
         parser = self._parsers[index]
         deltas = parser.parse(output)
         if not (deltas or self._sends_empty_deltas or output.finished):
@@ -176,7 +176,7 @@ class ChatBuilder(OpenAIResponseBuilder):
 
     def fold(self, index: int, output: RequestOutput) -> None:
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
-        self.add_usage(index, output)
+        self.record(index, output)
         choice, parser = self._choices[index], self._parsers[index]
         parser.fold(output)
         choice.finish_reason, choice.stop_reason = parser.finish_reason(output), output.stop_reason

@@ -151,7 +151,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
 
     def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
         body = self._body
-        self.add_usage(index, output)
+        self.record(index, output)
         is_first = index not in self._started
         text = self._echo(index) + output.text if is_first and body.echo else output.text
         if not (text or self._sends_empty_deltas or output.finish_reason is not None):

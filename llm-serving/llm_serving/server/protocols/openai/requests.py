@@ -80,13 +80,16 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         events = self._text_events.get(index)
-        if events is None or output.finish_reason is not None:
+        if events is None or output.finish_reason is not None or self._receipt is not None:
             return super().chunk(index, output)
         return events.event(output.text) if output.text else b""  # the last chunk counts the tokens
 
-    def add_usage(self, index: int, output: RequestOutput) -> None:
+    def record(self, index: int, output: RequestOutput) -> None:
+        """Count the tokens of an output for the usage, and add the output to the receipt."""
         self._tokens_of_prompt[index // self._n] = (output.num_prompt_tokens, output.num_cached_tokens)
         self._tokens_of_choice[index] = output.num_output_tokens
+        if self._receipt is not None:
+            self._receipt.add(index, output)
 
     def total_usage(self) -> Usage:
         num_prompt = num_cached = 0
