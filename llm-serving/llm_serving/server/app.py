@@ -45,7 +45,7 @@ from llm_serving.server.middleware.authentication import ApiKeyAuthentication
 from llm_serving.server.middleware.browser_origins import BrowserGuard
 from llm_serving.server.middleware.rate_limits import Quota, update_quotas
 from llm_serving.server.middleware.tracing import Tracer, send_to
-from llm_serving.server.openapi import openapi_document
+from llm_serving.server.openapi import DOCUMENT_PATH, openapi_document
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.response_store import ResponseStore
 from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
@@ -63,8 +63,6 @@ a lower first threshold would search them in vain. Full collections (0.1 s with 
 """
 SWITCH_INTERVAL_S: Final = 0.0005
 """Seconds after which a thread must give the GIL to a waiting event loop. Python's default is 5 ms."""
-
-OPENAPI_PATH: Final = "/openapi.json"
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def build_site(
     def routes_of(engine: AsyncEngine) -> Application:
         policy = engine.config.scheduler.policy
         routes = Application(
-            [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
+            [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(DOCUMENT_PATH, show_openapi), *page],
             responses,
             ReceiptHook(engine.config),
             LiveFeed(engine.lookup, engine.metrics, policy, engine.config.serving.max_live_viewers, engine.clock),
@@ -134,7 +132,7 @@ def build_site(
     for each in (OpenedModel(engine), *others):
         models.add(each)
     routes: ASGIApp = models.default.routes if open_model is None else models
-    paths = frozenset((OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)))
+    paths = frozenset((DOCUMENT_PATH, *(endpoint.path for endpoint in ENDPOINTS)))
     internal = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
     application: ASGIApp = routes
     authentication: ApiKeyAuthentication | None = None
