@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -48,10 +48,26 @@ FORMATS: Final = ("float", "base64")
 MAX_VALUES: Final = 2**22
 """Maximum number of values in a response; each takes about 20 bytes of JSON."""
 
-FieldName = Callable[[int], str]
-"""(index of a text) -> name of the request field that holds the text, for error messages."""
-
 ENDPOINTS: Final = Endpoints()
+
+
+class TextPair(NamedTuple):
+    query: str
+    document: str
+    max_document_tokens: int | None = None
+    """None if there is no limit."""
+
+
+class TextInput(NamedTuple):
+    field: str
+    """Name of the request field that holds the text, for error messages."""
+    content: pipeline.Prompt | TextPair
+    max_tokens: int | None
+    """None if there is no limit, -1 for as many as fit."""
+
+    @property
+    def text(self) -> pipeline.Prompt:
+        return self.content.query + self.content.document if isinstance(self.content, TextPair) else self.content
 
 
 class TextVectors(NamedTuple):
@@ -71,52 +87,45 @@ async def compute_vectors(
     engine: AsyncEngine,
     http_request: Request,
     body: VectorRequest,
-    texts: Sequence[pipeline.Prompt | TextPair],
-    field_name: FieldName,
+    inputs: Sequence[TextInput],
     *,
     prefix: str,
-    truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Embed each text, or score each pair. `truncations`: maximum number of tokens of each one, by default
-    `body.truncate_prompt_tokens`. The response id begins with `prefix`. Raise LLMServingError if the model has no
-    pooling or a text is refused.
+    """Embed each text, or score each pair. The response id begins with `prefix`. Raise LLMServingError if the model has
+    no pooling or a text is refused.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
         rule = "must produce embeddings: serve an embedding model, or set `model_config.pooling: last`"
         raise RequestError("model", rule)
     request = _TextsRequest(engine, http_request, body)
-    request.id_prefix, request.texts, request.field_name = prefix, texts, field_name
-    request.limits = truncations or [body.truncate_prompt_tokens] * len(texts)
-    request.add_special_tokens = add_special_tokens
+    request.id_prefix, request.inputs, request.add_special_tokens = prefix, inputs, add_special_tokens
     started = await pipeline.start_generation(request)
     generation, num_tokens = started.generation, sum(map(len, started.prompts))
     headers = started.identity.headers | generation.headers
-    vectors = await complete_whole(http_request, generation, _collect(generation, len(texts)))
+    vectors = await complete_whole(http_request, generation, _collect(generation, len(inputs)))
     return TextVectors(started.identity, vectors, TokensUsage(num_tokens, num_tokens), headers)
 
 
 class _TextsRequest(pipeline.ProtocolRequest):
     wants_vectors = True
 
-    texts: Sequence[pipeline.Prompt | TextPair]
-    field_name: FieldName
-    limits: Sequence[int | None]
+    inputs: Sequence[TextInput]
     add_special_tokens: bool
 
     async def prepare(self) -> pipeline.PrecheckInput:
-        field = self.field_name(len(self.texts) - 1).partition("[")[0]
-        truncates = any(limit is not None for limit in self.limits)
-        texts = [each.text if isinstance(each, TextPair) else each for each in self.texts]
+        field = self.inputs[-1].field.partition("[")[0]
+        truncates = any(each.max_tokens is not None for each in self.inputs)
+        texts = [each.text for each in self.inputs]
         return pipeline.PrecheckInput(texts, 0, {"prompt": field, "n": field}, truncates=truncates)
 
     async def encode(self) -> pipeline.EncodedRequest:
-        engine, texts, name = self.engine, self.texts, self.field_name
-        prompts = await _encode(engine, texts, name, self.limits, self.add_special_tokens)
+        engine, inputs = self.engine, self.inputs
+        prompts = await _encode(engine, inputs, self.add_special_tokens)
         num_tokens, spec = sum(map(len, prompts)), engine.model_spec
-        num_ids = spec.network.num_input_ids if isinstance(texts[0], TextPair) else spec.vocab_size
-        await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, name, num_ids))
+        num_ids = spec.network.num_input_ids if isinstance(inputs[0].content, TextPair) else spec.vocab_size
+        await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, inputs, num_ids))
         return pipeline.EncodedRequest(prompts, _PROMPT_ONLY)
 
 
@@ -146,25 +155,20 @@ async def _collect(generation: Generation, count: int) -> list[Float32Array]:
     return [vectors[index] for index in range(count)]
 
 
-async def _encode(
-    engine: AsyncEngine,
-    texts: Sequence[pipeline.Prompt | TextPair],
-    field_name: FieldName,
-    limits: Sequence[int | None],
-    add_special_tokens: bool,
-) -> list[list[int]]:
+async def _encode(engine: AsyncEngine, inputs: Sequence[TextInput], add_special_tokens: bool) -> list[list[int]]:
     most = min(engine.config.model.max_input_len, engine.max_model_len)
-    written = [each.text if isinstance(each, TextPair) else each for each in texts]
-    for index, (text, limit) in enumerate(zip(written, limits, strict=True)):
-        if limit is not None and limit != -1 and limit < 1:
-            raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", limit)
-        if isinstance(text, str):
-            pipeline.check_length(engine, text, field_name(index), COUNTED_CHARS)
+    cost = 0
+    for each in inputs:
+        if each.max_tokens is not None and each.max_tokens != -1 and each.max_tokens < 1:
+            raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", each.max_tokens)
+        if isinstance(written := each.text, str):
+            pipeline.check_length(engine, written, each.field, COUNTED_CHARS)
+            cost += len(written) + pipeline.CALL_CHARS
 
     def encode() -> list[list[int]]:
         encoder = engine.tokenizer.encode
         prompts = []
-        for text, limit in zip(texts, limits, strict=True):
+        for _, text, limit in inputs:
             count = most if limit == -1 else limit
             if isinstance(text, TextPair):
                 prompts.append(encode_pair(engine, text, count))
@@ -177,8 +181,7 @@ async def _encode(
             prompts.append(ids)
         return prompts
 
-    num_chars = sum(len(text) + pipeline.INLINE_CHARS // 64 for text in written if isinstance(text, str))
-    return await off_loop(num_chars > pipeline.INLINE_CHARS or len(texts) > INLINE_ITEMS, encode)
+    return await off_loop(cost > pipeline.INLINE_CHARS or len(inputs) > INLINE_ITEMS, encode)
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
@@ -190,16 +193,18 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
     return ids[before + len(of_text) :]
 
 
-def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
+def _check_lengths(
+    engine: AsyncEngine, prompts: Sequence[list[int]], inputs: Sequence[TextInput], num_ids: int
+) -> None:
     """Raise RequestError, which names the field, if a text is empty or too long, or a token id is `num_ids` or more."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
-    for index, prompt in enumerate(prompts):
+    for prompt, (field, _, _) in zip(prompts, inputs, strict=True):
         if not prompt:
-            raise RequestError(field_name(index), "must hold at least one token", 0)
+            raise RequestError(field, "must hold at least one token", 0)
         if len(prompt) > most:
             rule = f"must be at most {most} tokens long; `truncate_prompt_tokens` cuts it"
-            raise ContextLengthError(field_name(index), rule, len(prompt))
-        check_token_ids(field_name(index), prompt, num_ids)
+            raise ContextLengthError(field, rule, len(prompt))
+        check_token_ids(field, prompt, num_ids)
 
 
 @ENDPOINTS.add("POST", "/v1/embeddings", "Compute the embeddings of texts", body=EmbeddingsRequest, answer=Embeddings)
@@ -217,16 +222,10 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     if size * len(texts) > MAX_VALUES:
         rule = f"must hold at most {MAX_VALUES // size} texts if an embedding has {size} dimensions"
         raise RequestError("input", rule, len(texts))
-    field_name = "input" if len(texts) == 1 else "input[{}]"
-    computed = await compute_vectors(
-        engine,
-        http_request,
-        body,
-        texts,
-        field_name.format,
-        prefix="embd",
-        add_special_tokens=body.add_special_tokens is not False,
-    )
+    field = "input" if len(texts) == 1 else "input[{}]"
+    inputs = [TextInput(field.format(i), text, body.truncate_prompt_tokens) for i, text in enumerate(texts)]
+    adds_special = body.add_special_tokens is not False
+    computed = await compute_vectors(engine, http_request, body, inputs, prefix="embd", add_special_tokens=adds_special)
     pooling = engine.pooling
     assert pooling is not None
     normalises = pooling.normalises if body.normalize is None else body.normalize
@@ -243,17 +242,6 @@ def _encode_vector(vector: Float32Array, size: int, normalises: bool, as_base64:
     if normalises:
         vector = normalised(vector)
     return Raw(json.encode(base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()))
-
-
-class TextPair(NamedTuple):
-    query: str
-    document: str
-    max_document_tokens: int | None = None
-    """None if there is no limit."""
-
-    @property
-    def text(self) -> str:
-        return self.query + self.document
 
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:

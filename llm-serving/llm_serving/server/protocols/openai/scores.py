@@ -15,6 +15,7 @@ from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import large_json_response, off_loop
 from llm_serving.server.protocols.openai.embeddings import (
     MAX_INPUTS,
+    TextInput,
     TextPair,
     TextVectors,
     compute_vectors,
@@ -41,24 +42,21 @@ ENDPOINTS: Final = Endpoints()
 @ENDPOINTS.add("POST", "/v1/score", "Compute the similarity of texts", body=ScoreRequest, answer=ScoreList)
 async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, ScoreRequest)
-    (first_name, first), (second_name, second) = _sides(body)
+    sides = _sides(body)
+    (first_name, first), (second_name, second) = sides
     if len(first) not in (1, len(second)):
         rule = f"must hold one text, or as many as `{second_name}`, {len(second)}"
         raise RequestError(first_name, rule, len(first))
     _check_count(second_name, len(second))
 
-    def field_name(index: int) -> str:
-        name, at = (first_name, index) if index < len(first) else (second_name, index - len(first))
-        return f"{name}[{at}]"
-
+    limit = body.truncate_prompt_tokens
     if _is_reranker(engine):
-        pairs = [TextPair(first[index % len(first)], each) for index, each in enumerate(second)]
-        names = f"{second_name}[{{}}]".format
-        computed = await compute_vectors(engine, http_request, body, pairs, names, prefix="score")
-        scores = _scores_of_pairs(engine, body, computed)
+        pairs = [TextPair(first[i % len(first)], each) for i, each in enumerate(second)]
+        inputs = [TextInput(f"{second_name}[{i}]", pair, limit) for i, pair in enumerate(pairs)]
     else:
-        computed = await compute_vectors(engine, http_request, body, [*first, *second], field_name, prefix="score")
-        scores = await _scores(computed, len(first))
+        inputs = [TextInput(f"{name}[{i}]", text, limit) for name, texts in sides for i, text in enumerate(texts)]
+    computed = await compute_vectors(engine, http_request, body, inputs, prefix="score")
+    scores = await _scores(engine, body, computed, len(first))
     data = [Score(index=index, score=score) for index, score in enumerate(scores)]
     return await computed.response(ScoreList, data=data)
 
@@ -82,19 +80,12 @@ async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response
     of_document = default if body.max_tokens_per_doc is None else body.max_tokens_per_doc
     if _is_reranker(engine):
         pairs = [TextPair(body.query, text, body.max_tokens_per_doc) for text in texts]
-        computed = await compute_vectors(engine, http_request, body, pairs, "documents[{}]".format, prefix="rerank")
-        scores = _scores_of_pairs(engine, body, computed)
+        inputs = [TextInput(f"documents[{i}]", pair, default) for i, pair in enumerate(pairs)]
     else:
-        computed = await compute_vectors(
-            engine,
-            http_request,
-            body,
-            [body.query, *texts],
-            lambda index: f"documents[{index - 1}]" if index else "query",
-            prefix="rerank",
-            truncations=[default, *[of_document] * len(texts)],
-        )
-        scores = await _scores(computed, 1)
+        documents = [TextInput(f"documents[{i}]", text, of_document) for i, text in enumerate(texts)]
+        inputs = [TextInput("query", body.query, default), *documents]
+    computed = await compute_vectors(engine, http_request, body, inputs, prefix="rerank")
+    scores = await _scores(engine, body, computed, 1)
     identity = computed.identity
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     shown = body.return_documents is not False
@@ -130,16 +121,14 @@ def _is_reranker(engine: AsyncEngine) -> bool:
     return engine.pooling is not None and engine.pooling.scores
 
 
-def _scores_of_pairs(engine: AsyncEngine, body: PairsRequest, computed: TextVectors) -> list[float]:
-    assert engine.pooling is not None
-    sigmoid = engine.pooling.applies_sigmoid if body.use_activation is None else body.use_activation
-    return [score_of(vector, applies_sigmoid=sigmoid) for vector in computed.vectors]
-
-
-async def _scores(computed: TextVectors, num_first: int) -> list[float]:
-    """Return the cosine similarity of each text of a second list to the text at the same index of a first list, or to
-    the only text of the first list. `computed` has the `num_first` texts of the first list, then those of the second.
+async def _scores(engine: AsyncEngine, body: PairsRequest, computed: TextVectors, num_first: int) -> list[float]:
+    """Return a reranker's score of each pair. For an embedding model, return the cosine similarity of each text of a
+    second list to the text at the same index of a first list, or to the only text of the first list. `computed` has the
+    `num_first` texts of the first list, then those of the second.
     """
+    if engine.pooling is not None and engine.pooling.scores:
+        sigmoid = engine.pooling.applies_sigmoid if body.use_activation is None else body.use_activation
+        return [score_of(vector, applies_sigmoid=sigmoid) for vector in computed.vectors]
 
     def compute() -> list[float]:
         first, second = computed.vectors[:num_first], computed.vectors[num_first:]
