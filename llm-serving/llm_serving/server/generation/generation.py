@@ -29,7 +29,6 @@ from llm_serving.server.generation.sampling import (
 from llm_serving.server.idempotency.request import IdempotentRequest
 from llm_serving.server.parsing.caller import HttpCaller
 from llm_serving.server.parsing.errors import PREDICTED_TTFT_HEADER
-from llm_serving.server.receipts import ReceiptDraftProtocol
 
 SUBMITTED_AT_ONCE: Final = 16
 READ_AT_ONCE: Final = 16
@@ -144,7 +143,6 @@ async def submit(
     choices: Choices = ONE_CHOICE,
     field_names: Mapping[str, str] = NO_RENAMES,
     idempotent: IdempotentRequest | None = None,
-    receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
     """Submit `choices.best_of` sequences for each prompt to the engine, or one for a beam search. The sequences of a
     prompt are forks of the first, so the prompt's KV blocks are computed once. If the engine refuses a sequence, abort
@@ -152,8 +150,6 @@ async def submit(
     """
     num_prompt_tokens = sum(map(len, prompts))
     try:
-        if receipt is not None:
-            receipt.begin(prompts, sampling, choices)
         sharing = None if idempotent is None else await idempotent.sharing(prompts, sampling, choices, caller)
         sequences = [sampling] if choices == ONE_CHOICE else sequences_of(sampling, choices)
         keys = [] if sharing is None else [sharing.key + i.to_bytes(4) for i in range(len(prompts) * len(sequences))]

@@ -146,6 +146,8 @@ async def _start(
         work = compile_constraint(engine, output, caller.source)
         constraint = await within_deadline(caller.deadline, engine.clock, work)
         sampling = replace(sampling, constraint=constraint.grammar.text)
+    if receipt is not None:
+        receipt.begin(encoded.prompts, sampling, request.choices)
     generation = await submit(
         engine,
         caller,
@@ -157,7 +159,6 @@ async def _start(
         choices=request.choices,
         field_names=check.field_names,
         idempotent=idempotent,
-        receipt=receipt,
     )
     return StartedGeneration(generation, identity, idempotent, encoded.prompts, receipt)
 

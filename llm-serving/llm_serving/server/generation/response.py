@@ -65,10 +65,6 @@ class ResponseBuilder(ABC):
                 await asyncio.to_thread(self.fold, index, output)
             else:
                 self.fold(index, output)
-        await self.complete()
-
-    async def complete(self) -> None:
-        return
 
     @abstractmethod
     async def response(self, headers: dict[str, str]) -> Response: ...

@@ -22,12 +22,7 @@ from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.parsing.body import note_ignored, read_request
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
-from llm_serving.server.protocols.openai.requests import (
-    OpenAIResponseBuilder,
-    StreamedUsage,
-    streamed_usage,
-    token_as_id,
-)
+from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id
 from llm_serving.server.protocols.openai.schemas import (
     CalledFunction,
     ChatChoice,
@@ -63,10 +58,10 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
 
 async def respond_to_conversation(engine: AsyncEngine, http_request: Request, body: ChatCompletionRequest) -> Response:
     """Respond to a new request, or continue the stream of an earlier request that the client resumes."""
-    usage = streamed_usage(body)
+    check_stream_options(body)
     request = _ChatRequest(engine, http_request, body, body)
     started = await start_generation(request)
-    builder = ChatBuilder(engine.tokenizer, body, usage, started, request.message_parsers(started))
+    builder = ChatBuilder(engine.tokenizer, body, started, request.message_parsers(started))
     return await respond(http_request, started, builder, stream=bool(body.stream))
 
 
@@ -113,11 +108,10 @@ class ChatBuilder(OpenAIResponseBuilder):
         self,
         tokenizer: Tokenizer,
         body: ChatCompletionRequest,
-        usage: StreamedUsage,
         started: StartedGeneration,
         parsers: Sequence[MessageParser],
     ) -> None:
-        super().__init__(body, usage, started, len(parsers))
+        super().__init__(body, started, len(parsers))
         self._tokenizer = tokenizer
         self._body = body
         self._parsers = parsers
@@ -153,7 +147,7 @@ class ChatBuilder(OpenAIResponseBuilder):
         return choice
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        usage = self._streamed_usage.of_output(output)
+        usage = self.usage_so_far(output)
         opening = b""
         if index not in self._started:
             self._started.add(index)

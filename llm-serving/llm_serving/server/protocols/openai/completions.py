@@ -27,12 +27,7 @@ from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
-from llm_serving.server.protocols.openai.requests import (
-    OpenAIResponseBuilder,
-    StreamedUsage,
-    streamed_usage,
-    token_as_id,
-)
+from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id
 from llm_serving.server.protocols.openai.schemas import (
     Completion,
     CompletionChoice,
@@ -57,13 +52,13 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
 
 async def respond_to_completion(engine: AsyncEngine, http_request: Request, body: CompletionRequest) -> Response:
     """Respond to a new request, or continue the stream of an earlier request that the client resumes."""
-    usage = streamed_usage(body)
+    check_stream_options(body)
     request = _CompletionRequest(engine, http_request, body)
     request.prompts = await pipeline.read_prompts(body.prompt, "prompt", MAX_CHOICES, "prompts")
     request.num_prompts = len(request.prompts)
     request.choices = choices_of(body, request.num_prompts)
     started = await pipeline.start_generation(request)
-    builder = CompletionBuilder(engine.tokenizer, body, usage, started, request.prompts, request.choices.n)
+    builder = CompletionBuilder(engine.tokenizer, body, started, request.prompts, request.choices.n)
     return await respond(http_request, started, builder, stream=bool(body.stream))
 
 
@@ -130,12 +125,11 @@ class CompletionBuilder(OpenAIResponseBuilder):
         self,
         tokenizer: Tokenizer,
         body: CompletionRequest,
-        usage: StreamedUsage,
         started: pipeline.StartedGeneration,
         prompts: Sequence[pipeline.Prompt],
         n: int,
     ) -> None:
-        super().__init__(body, usage, started, n)
+        super().__init__(body, started, n)
         self._tokenizer = tokenizer
         self._body = body
         self._prompts = prompts
@@ -169,7 +163,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return delta
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        delta, usage = self._delta(index, output), self._streamed_usage.of_output(output)
+        delta, usage = self._delta(index, output), self.usage_so_far(output)
         if delta is None:
             return b""
         if not self._sends_empty_deltas and output.finish_reason is None:

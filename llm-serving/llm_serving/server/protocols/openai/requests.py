@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, RequestError
-from llm_serving.server.generation.generation import raise_on_failure
+from llm_serving.server.generation.generation import Generation, raise_on_failure
 from llm_serving.server.generation.pipeline import StartedGeneration
 from llm_serving.server.generation.response import ResponseBuilder
 from llm_serving.server.generation.streaming import DONE, TextEvents, event
@@ -26,6 +26,7 @@ from llm_serving.server.protocols.openai.schemas import (
     GenerationRequest,
     Page,
     PromptTokensDetails,
+    StreamOptions,
     Usage,
 )
 
@@ -33,32 +34,16 @@ MAX_INLINE_TOKENS: Final = 256
 """Responses with more tokens are encoded outside the event loop if they report more than text."""
 
 
-class StreamedUsage(NamedTuple):
-    at_end: bool = False
-    in_every_chunk: bool = False
-
-    def of_output(self, output: RequestOutput) -> Usage | UnsetType | None:
-        """Return the field `usage` of a chunk. It is the usage of the choice so far if every chunk reports usage, null
-        if only the end of the stream does, and unset if the stream reports no usage.
-        """
-        if self.in_every_chunk:
-            return usage_of(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
-        return None if self.at_end else UNSET
-
-
-def streamed_usage(request: GenerationRequest) -> StreamedUsage:
-    """Return which chunks of a stream report usage. Raise RequestError for `stream_options` without `stream`."""
-    options = request.stream_options
-    if options is None:
-        return StreamedUsage()
-    if not request.stream:
+def check_stream_options(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options", "requires stream: true")
-    return StreamedUsage(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
-        self._streamed_usage = usage
+    def __init__(self, request: GenerationRequest, started: StartedGeneration, n: int) -> None:
+        options = request.stream_options or StreamOptions()
+        self._usage_at_end = bool(options.include_usage)
+        self._usage_in_every_chunk = bool(options.continuous_usage_stats)
         self._n = n
         self._tokens_of_prompt: dict[int, tuple[int, int]] = {}
         """Index of a prompt -> (number of its tokens, how many of them were cached)."""
@@ -68,7 +53,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         logprobs = getattr(request, "logprobs", None)
         reports_tokens = (logprobs is not None and logprobs is not False) or bool(request.return_token_ids)
         self._reports_tokens = reports_tokens or request.prompt_logprobs is not None
-        self._sends_empty_deltas = reports_tokens or usage.in_every_chunk
+        self._sends_empty_deltas = reports_tokens or self._usage_in_every_chunk
         self._started: set[int] = set()
         self._text_events: dict[int, TextEvents] = {}
         self._whole: Completion | ChatCompletion | None = None
@@ -91,6 +76,14 @@ class OpenAIResponseBuilder(ResponseBuilder):
         if self._receipt is not None:
             self._receipt.add(index, output)
 
+    def usage_so_far(self, output: RequestOutput) -> Usage | UnsetType | None:
+        """Return the field `usage` of a chunk. It is the usage of the choice so far if every chunk reports usage, null
+        if only the end of the stream does, and unset if the stream reports no usage.
+        """
+        if self._usage_in_every_chunk:
+            return usage_of(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
+        return None if self._usage_at_end else UNSET
+
     def total_usage(self) -> Usage:
         num_prompt = num_cached = 0
         for prompt_tokens, cached_tokens in self._tokens_of_prompt.values():
@@ -106,7 +99,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         """Return the complete response from all outputs. The caller adds the receipt (a verifiable record of it)."""
 
     async def finish(self) -> bytes:
-        at_end, receipt, usage = self._streamed_usage.at_end, self._receipt, self.total_usage()
+        at_end, receipt, usage = self._usage_at_end, self._receipt, self.total_usage()
         if not at_end and receipt is None:
             return DONE
         last = self.last_chunk(usage if at_end else UNSET)
@@ -114,7 +107,8 @@ class OpenAIResponseBuilder(ResponseBuilder):
             last.receipt = await off_loop(usage.total_tokens > MAX_INLINE_TOKENS, receipt.sealed)
         return event(last) + DONE
 
-    async def complete(self) -> None:
+    async def collect(self, generation: Generation) -> None:
+        await super().collect(generation)
         usage = self.total_usage()
         self._whole = await self.build(usage)
         if self._receipt is not None:
