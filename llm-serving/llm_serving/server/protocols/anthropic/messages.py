@@ -25,15 +25,7 @@ from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.errors import error_headers
 from llm_serving.server.parsing.headers import REQUEST_ID_HEADER, ResponseIdentity
 from llm_serving.server.parsing.offload import json_response
-from llm_serving.server.protocols.anthropic import schemas
-from llm_serving.server.protocols.anthropic.conversation import (
-    budget_of,
-    choice_of,
-    effort_of,
-    messages_of,
-    response_format_of,
-    tools_of,
-)
+from llm_serving.server.protocols.anthropic import conversation, schemas
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest
 from llm_serving.server.request_context import source_of
 
@@ -76,8 +68,10 @@ ENDPOINTS: Final = Endpoints()
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_request(engine, http_request, schemas.MessagesRequest)
     continues = _continues_last(body.messages)
+    thinks = reasoning_format(engine) is not None and not continues
+    effort = conversation.effort_of(body.thinking) if thinks else None
     chat = ChatCompletionRequest(
-        messages=messages_of(body.system, body.messages),
+        messages=conversation.messages_of(body.system, body.messages),
         continue_final_message=continues,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
@@ -85,11 +79,11 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         top_p=body.top_p,
         stop=body.stop_sequences,
         seed=body.seed,
-        response_format=response_format_of(body.output_config),
-        thinking_token_budget=budget_of(body.thinking),
-        reasoning_effort=effort_of(body.thinking) if reasoning_format(engine) is not None and not continues else None,
-        tools=tools_of(body.tools),
-        tool_choice=choice_of(body.tool_choice),
+        response_format=conversation.response_format_of(body.output_config),
+        thinking_token_budget=conversation.budget_of(body.thinking),
+        reasoning_effort=effort,
+        tools=conversation.tools_of(body.tools),
+        tool_choice=conversation.choice_of(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
     )
     request = _MessagesRequest(engine, http_request, body, chat)
@@ -110,10 +104,10 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
 )
 async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_request(engine, http_request, schemas.CountTokensRequest)
-    budget_of(body.thinking)
-    response_format_of(body.output_config)
-    messages = messages_of(body.system, body.messages)
-    tools, choice = tools_of(body.tools), choice_of(body.tool_choice)
+    conversation.budget_of(body.thinking)
+    conversation.response_format_of(body.output_config)
+    messages = conversation.messages_of(body.system, body.messages)
+    tools, choice = conversation.tools_of(body.tools), conversation.choice_of(body.tool_choice)
     chat = ChatCompletionRequest(
         messages=messages, tools=tools, tool_choice=choice, continue_final_message=_continues_last(body.messages)
     )

@@ -27,16 +27,10 @@ from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.offload import json_response
+from llm_serving.server.protocols.openai import responses_conversation as conversation
 from llm_serving.server.protocols.openai import responses_schemas as schemas
 from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of, page_response
 from llm_serving.server.protocols.openai.response_store import ResponseStore, StoredResponse
-from llm_serving.server.protocols.openai.responses_conversation import (
-    choice_of,
-    items_of,
-    messages_of,
-    response_format_of,
-    tools_of,
-)
 from llm_serving.server.protocols.openai.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -65,7 +59,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
     body = await read_request(engine, http_request, schemas.ResponsesRequest)
     store = store_of(http_request)
     _check(body, store)
-    messages = messages_of(body.input)
+    messages = conversation.messages_of(body.input)
     if body.previous_response_id is not None:
         messages = [*_conversation(store, body.previous_response_id, tenant_seen(http_request)), *messages]
     instructions = [ChatMessage("system", body.instructions)] if body.instructions else []
@@ -76,10 +70,10 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         top_p=body.top_p,
         top_k=body.top_k,
         seed=body.seed,
-        tools=tools_of(body.tools),
-        tool_choice=choice_of(body.tool_choice),
+        tools=conversation.tools_of(body.tools),
+        tool_choice=conversation.choice_of(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=response_format_of(body.text),
+        response_format=conversation.response_format_of(body.text),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
     request = _ResponsesRequest(engine, http_request, body, chat)
@@ -135,7 +129,7 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
     order = http_request.query_params.get("order", ORDERS[0])
     if order not in ORDERS:
         raise RequestError("order", f"must be one of {', '.join(ORDERS)}", order)
-    items = items_of(stored.input, stored.response.id.removeprefix("resp_"))
+    items = conversation.items_of(stored.input, stored.response.id.removeprefix("resp_"))
     if order == ORDERS[0]:
         items.reverse()
     ids = [item.id for item in items]
