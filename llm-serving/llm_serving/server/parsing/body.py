@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -244,24 +244,15 @@ def _value_at(body: bytes, path: str) -> tuple[bool, Any]:
 
 
 def _literals_at(kind: type, path: str) -> list[str]:
-    types = _alternatives(msgspec.inspect.type_info(kind))
-    for name, _ in _STEP.findall(path):
-        types = [inner for each in types for inner in _within(each, name)]
-    return sorted(
-        {str(value) for each in types if isinstance(each, msgspec.inspect.LiteralType) for value in each.values}
-    )
-
-
-def _within(kind: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
-    if not name and isinstance(kind, msgspec.inspect.ListType):
-        return _alternatives(kind.item_type)
-    if isinstance(kind, msgspec.inspect.StructType):
-        return [inner for each in kind.fields if each.encode_name == name for inner in _alternatives(each.type)]
-    return []
-
-
-def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
-    return list(kind.types) if isinstance(kind, msgspec.inspect.UnionType) else [kind]
+    """Return the values that the type of a field allows, or none if the type is no `Literal`."""
+    *outer, last = [name for name, _ in _STEP.findall(path) if name]
+    for name in outer:
+        inner = fields_of(kind)[name]
+        assert inner is not None
+        kind = inner
+    [hint] = [each.type for each in msgspec.structs.fields(kind) if each.encode_name == last]
+    literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
+    return sorted(str(value) for each in literals for value in get_args(each))
 
 
 def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
