@@ -11,7 +11,7 @@ import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.server.generation.message import MessageParser
-from llm_serving.server.generation.tools import offered_tools, output_parser
+from llm_serving.server.generation.tools import offered_tools, output_parser, reasoning_of
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, Function, Tool
 from support.fakes import FakeEngine, Piece, Script
 from support.server_client import events, named_events, post
@@ -142,7 +142,7 @@ def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
     engine.tokenizer = TOKENIZER
     request = ChatCompletionRequest(messages=[], tools=[Tool(Function(**FUNCTION))])
     offered = offered_tools(engine, request)
-    parser = MessageParser(output_parser(engine, request, [], offered), offered)
+    parser = MessageParser(output_parser(request, reasoning_of(engine, request, []), offered), offered)
     received: Blocks = []
     for number, text in enumerate(pieces, 1):
         reason = FinishReason.STOP if number == len(pieces) else None

@@ -106,17 +106,18 @@ class ConversationRequest(pipeline.ProtocolRequest):
                 raise ContextLengthError("messages", rule, len(prompt))
             max_tokens = min(remaining, engine.sampling_defaults.get("max_tokens", remaining))
             sampling = replace(sampling, max_tokens=max_tokens)
-        output = tools.chat_output(engine, chat, prompt, self._content, self.offered, self._budget)
+        self._reasoning = tools.reasoning_of(engine, chat, prompt)
+        output = tools.chat_output(engine, chat, self._reasoning, self._content, self.offered, self._budget)
         return pipeline.EncodedRequest([prompt], sampling, output)
 
     def message_parsers(self, started: pipeline.StartedGeneration) -> list[MessageParser]:
-        [prompt], engine, idempotent = started.prompts, self.engine, started.idempotent
+        idempotent = started.idempotent
         return [
             MessageParser(
-                tools.output_parser(engine, self.chat, prompt, self.offered),
+                tools.output_parser(self.chat, self._reasoning, self.offered),
                 self.offered,
                 SystemRandom() if idempotent is None else idempotent.id_generator(choice),
-                tools.reasoning_counter(engine, self.chat, prompt),
+                tools.reasoning_counter(self.engine.tokenizer, self._reasoning),
             )
             for choice in range(self.choices.n)
         ]

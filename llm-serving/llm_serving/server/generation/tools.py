@@ -26,6 +26,7 @@ from llm_serving.text.answer_parser import (
     reasoning_format_in,
 )
 from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar, arguments_grammar
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Delimiters, ToolFormat, format_in
 from llm_serving.text.tool_parsers.harmony import HarmonyParser
 
@@ -147,7 +148,7 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
 def chat_output(
     engine: AsyncEngine,
     request: ChatCompletionRequest,
-    prompt: list[int],
+    reasoning: AnswerReasoning | None,
     content: StructuredOutput | None,
     offered: OfferedTools | None,
     budget: ReasoningBudget | None = None,
@@ -158,7 +159,6 @@ def chat_output(
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
         return None
-    reasoning = _reasoning_of(engine, request, prompt)
     if budget is not None and (reasoning is None or reasoning.is_open is None):
         raise RequestError(budget.field, "is not supported: the model's chat template does not mark reasoning")
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
@@ -182,9 +182,8 @@ def chat_output(
 
 
 def output_parser(
-    engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
+    request: ChatCompletionRequest, reasoning: AnswerReasoning | None, offered: OfferedTools | None
 ) -> AnswerParser | None:
-    reasoning = _reasoning_of(engine, request, prompt)
     if reasoning is None and offered is None:
         return None
     most = 1 if request.parallel_tool_calls is False else None
@@ -196,11 +195,8 @@ def output_parser(
     return AnswerParser(thoughts, None if offered is None else offered.format.create(offered.schemas), most)
 
 
-def reasoning_counter(
-    engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
-) -> ReasoningTokenCounter | None:
+def reasoning_counter(tokenizer: Tokenizer, reasoning: AnswerReasoning | None) -> ReasoningTokenCounter | None:
     """Return a counter for one choice's reasoning tokens, or None if their format or its closing token is not known."""
-    reasoning, tokenizer = _reasoning_of(engine, request, prompt), engine.tokenizer
     if reasoning is None or reasoning.is_open is None:
         return None
     form = reasoning.format
@@ -259,7 +255,7 @@ def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 
 
-def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
+def reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
     """Return the format of the reasoning, and whether the prompt has already opened it. Return None if no delimiters
     around reasoning are parsed. Return None also if the answer continues a message whose reasoning has ended.
     """
