@@ -22,7 +22,7 @@ from llm_serving.server.protocols.openai.schemas import (
     ContentPart,
     StreamOptions,
 )
-from llm_serving.server.protocols.openai.unsupported_fields import IgnoredField, RefusedField
+from llm_serving.server.protocols.openai.unsupported_fields import ANY_OTHER, UNKNOWN, IgnoredField, RefusedField
 from llm_serving.server.protocols.openai.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 from llm_serving.server.protocols.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 
@@ -115,10 +115,11 @@ def _sampling_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _other_rows(*kinds: type) -> Iterator[tuple[str, ...]]:
-    rows = {name: row for kind in kinds for name, row in BODIES[kind].rows.items()}
+    rows = {name: row for kind in kinds for name, row in BODIES[kind].items()}
+    any_other = rows.pop(ANY_OTHER, UNKNOWN)
     for name, row in sorted(rows.items()):
         yield f"`{name}`", _effect(row)
-    yield "any other", _effect(BODIES[kinds[0]].unknown)
+    yield "any other", _effect(any_other)
 
 
 def _effect(row: RefusedField | IgnoredField) -> str:

@@ -42,8 +42,8 @@ def test_unsupported_field_tables_are_of_bodies():
     kinds = {kind for endpoint in ENDPOINTS if endpoint.body for kind in bodies_of(endpoint.body)}
     assert {ChatMessage, Function, ContentPart, ResultBlock, TextDocument, TGIParameters} <= kinds
     assert set(BODIES) <= kinds
-    for kind, body in BODIES.items():
-        assert not fields_of(kind).keys() & body.rows.keys()
+    for kind, rules in BODIES.items():
+        assert not fields_of(kind).keys() & rules.keys()
 
 
 OPENAI = [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)]
@@ -52,7 +52,7 @@ ROWS = [
     for path, usual in OPENAI
     for endpoint in ENDPOINTS
     if endpoint.path == path
-    for name, row in BODIES[endpoint.body].rows.items()
+    for name, row in BODIES[endpoint.body].items()
 ]
 
 

@@ -26,7 +26,13 @@ from llm_serving.server.protocols import text_schemas
 from llm_serving.server.protocols.anthropic import schemas as anthropic_schemas
 from llm_serving.server.protocols.openai import responses_schemas, vector_schemas
 from llm_serving.server.protocols.openai import unsupported_fields as openai_fields
-from llm_serving.server.protocols.openai.unsupported_fields import BodyFields, IgnoredField, RefusedField
+from llm_serving.server.protocols.openai.unsupported_fields import (
+    ANY_OTHER,
+    UNKNOWN,
+    FieldRules,
+    IgnoredField,
+    RefusedField,
+)
 
 MAX_VALUES: Final = 2**19
 """Maximum number of values, enough for the token ids of a batch of long prompts. Decoding them takes about 6 ms."""
@@ -45,13 +51,13 @@ MAX_NAME_CHARS: Final = 60
 EMPTY_BODIES: Final = (b"", b"{}", b"null")
 ANY_MODEL: Final = "*"
 
-BODIES: Final[Mapping[type, BodyFields]] = {
+BODIES: Final[Mapping[type, FieldRules]] = {
     **openai_fields.UNSUPPORTED,
     **responses_schemas.UNSUPPORTED,
     **vector_schemas.UNSUPPORTED,
     **anthropic_schemas.UNSUPPORTED,
     **text_schemas.UNSUPPORTED,
-    BatchRequest: BodyFields({"output_expires_after": RefusedField()}),
+    BatchRequest: {"output_expires_after": RefusedField()},
 }
 """Struct of a body or of a part of a body -> its unsupported fields. Other structs refuse all unknown fields."""
 
@@ -293,16 +299,16 @@ def _ignored(text: bytes, kind: type, path: str) -> list[str]:
     content = _decode_object(text)
     if text.count(b":") > len(content) and (repeated := repeated_name(text, content)) is not None:
         raise RequestError(path + repeated[:MAX_NAME_CHARS], "must be given once")
-    fields, others, ignored = fields_of(kind), BODIES.get(kind, BodyFields()), []
+    fields, rules, ignored = fields_of(kind), BODIES.get(kind, {}), []
     for name, raw in content.items():
         if name not in fields:
-            row = others.rows.get(name, others.unknown)
-            if _is_neutral(raw, row):
+            rule = rules.get(name) or rules.get(ANY_OTHER, UNKNOWN)
+            if _is_neutral(raw, rule):
                 continue
-            if isinstance(row, RefusedField):
-                close = get_close_matches(name[:MAX_NAME_CHARS], fields, 1) if row is others.unknown else []
+            if isinstance(rule, RefusedField):
+                close = get_close_matches(name[:MAX_NAME_CHARS], fields, 1) if rule is UNKNOWN else []
                 hint = f"; did you mean `{close[0]}`?" if close else ""
-                raise RequestError(path + name[:MAX_NAME_CHARS], row.why + hint)
+                raise RequestError(path + name[:MAX_NAME_CHARS], rule.why + hint)
             ignored.append(name)
         elif (inner := fields[name]) is not None:
             ignored += _ignored_within(raw, inner, path + name)
@@ -324,7 +330,7 @@ def _ignored_within(raw: msgspec.Raw, kind: type, path: str) -> list[str]:
     return []
 
 
-def _is_neutral(raw: msgspec.Raw, row: RefusedField | IgnoredField) -> bool:
+def _is_neutral(raw: msgspec.Raw, rule: RefusedField | IgnoredField) -> bool:
     if len(raw) > MAX_NEUTRAL_BYTES:
         return False
     try:
@@ -334,8 +340,8 @@ def _is_neutral(raw: msgspec.Raw, row: RefusedField | IgnoredField) -> bool:
     if value is None:
         return True
     if value in ([], {}):
-        return isinstance(row, IgnoredField) or not row.empty_asks
+        return isinstance(rule, IgnoredField) or not rule.empty_asks
     # In Python, True == 1.
-    return isinstance(row, RefusedField) and any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in row.neutral
+    return isinstance(rule, RefusedField) and any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in rule.neutral
     )

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
-from llm_serving.server.protocols.openai.unsupported_fields import BodyFields, IgnoredField, RefusedField, Rows, named
+from llm_serving.server.protocols.openai.unsupported_fields import (
+    ANY_OTHER,
+    FieldRules,
+    IgnoredField,
+    RefusedField,
+    named,
+)
 
 
 class TGIParameters(CallerFields):
@@ -60,20 +66,19 @@ class LegacyRequest(CallerFields):
     stream: bool | None = None
 
 
-_TGI: Final[Rows] = {
-    "watermark": RefusedField(),
-    "max_tokens": named("max_new_tokens"),
-    "min_tokens": named("min_new_tokens"),
-    "truncate_prompt_tokens": named("truncate"),
-}
-_LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
+_LEGACY_IGNORED: Final[FieldRules] = dict.fromkeys(
     ("details", "decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark"),
     IgnoredField("never had an effect on these routes"),
 )
 _OLDER: Final = IgnoredField("the older servers ignored unknown fields")
-UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    TGIRequest: BodyFields({"options": IgnoredField("only controls caches in front of the server")}),
-    TGIParameters: BodyFields(_TGI),
-    LegacyRequest: BodyFields(unknown=_OLDER),
-    LegacyParameters: BodyFields(_LEGACY_IGNORED, _OLDER),
-}  # fmt: skip
+UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
+    TGIRequest: {"options": IgnoredField("only controls caches in front of the server")},
+    TGIParameters: {
+        "watermark": RefusedField(),
+        "max_tokens": named("max_new_tokens"),
+        "min_tokens": named("min_new_tokens"),
+        "truncate_prompt_tokens": named("truncate"),
+    },
+    LegacyRequest: {ANY_OTHER: _OLDER},
+    LegacyParameters: {**_LEGACY_IGNORED, ANY_OTHER: _OLDER},
+}

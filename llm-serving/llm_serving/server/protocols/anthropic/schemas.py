@@ -13,10 +13,9 @@ from llm_serving.server.protocols.openai.unsupported_fields import (
     EARLIER_RESPONSE,
     SPEED_HINT,
     TEXT_ONLY,
-    BodyFields,
+    FieldRules,
     IgnoredField,
     RefusedField,
-    Rows,
     named,
 )
 
@@ -177,21 +176,14 @@ class CountTokensResponse(Struct):
     input_tokens: int
 
 
-_NOT_COUNTED: Final[Rows] = {
+_NOT_COUNTED: Final[FieldRules] = {
     "output_format": named("output_config.format"),
     "mcp_servers": RefusedField(),
     "container": RefusedField(),
     "context_management": RefusedField(),
     "cache_control": SPEED_HINT,
 }
-_ANTHROPIC: Final[Rows] = {
-    **_NOT_COUNTED,
-    "metadata": IgnoredField("`user` names the tenant"),
-    "inference_geo": IgnoredField("the server has only one location"),
-    "stop": named("stop_sequences"),
-    "max_completion_tokens": named("max_tokens"),
-}
-_BLOCK: Final[Rows] = {
+_BLOCK: Final[FieldRules] = {
     "cache_control": SPEED_HINT,
     "citations": RefusedField(),
     **dict.fromkeys(("source", "title", "context"), TEXT_ONLY),
@@ -199,19 +191,24 @@ _BLOCK: Final[Rows] = {
     "is_error": IgnoredField("the content describes the error"),
     "caller": EARLIER_RESPONSE,
 }
-_ANTHROPIC_TOOL: Final[Rows] = {
-    "cache_control": SPEED_HINT,
-    "eager_input_streaming": IgnoredField("arguments are always streamed as they are generated"),
-    **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), RefusedField()),
-}
-UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    MessagesRequest: BodyFields(_ANTHROPIC),
-    CountTokensRequest: BodyFields(_NOT_COUNTED),
-    ContentBlock: BodyFields(_BLOCK),
-    ResultBlock: BodyFields(_BLOCK),
-    AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
-    Thinking: BodyFields({"display": IgnoredField("reasoning is always returned")}),
-    OutputConfig: BodyFields(
-        dict.fromkeys(("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is"))
+UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
+    MessagesRequest: {
+        **_NOT_COUNTED,
+        "metadata": IgnoredField("`user` names the tenant"),
+        "inference_geo": IgnoredField("the server has only one location"),
+        "stop": named("stop_sequences"),
+        "max_completion_tokens": named("max_tokens"),
+    },
+    CountTokensRequest: _NOT_COUNTED,
+    ContentBlock: _BLOCK,
+    ResultBlock: _BLOCK,
+    AnthropicTool: {
+        "cache_control": SPEED_HINT,
+        "eager_input_streaming": IgnoredField("arguments are always streamed as they are generated"),
+        **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), RefusedField()),
+    },
+    Thinking: {"display": IgnoredField("reasoning is always returned")},
+    OutputConfig: dict.fromkeys(
+        ("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is")
     ),
-}  # fmt: skip
+}

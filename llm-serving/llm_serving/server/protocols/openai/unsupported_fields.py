@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from llm_serving.server.protocols.openai import schemas
@@ -26,17 +26,11 @@ class IgnoredField:
     why: str
 
 
-Rows = Mapping[str, RefusedField | IgnoredField]
-
-
-@dataclass(frozen=True, slots=True)
-class BodyFields:
-    """Rules for fields that a client may send in a body or nested object, although the struct for it lacks them."""
-
-    rows: Rows = field(default_factory=dict)
-    unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
-
-
+FieldRules = Mapping[str, RefusedField | IgnoredField]
+"""Rules for fields that a client may send in a body or nested object, although the struct for it lacks them."""
+ANY_OTHER: Final = "*"
+"""Key of the rule for all fields that have no rule. Without this key, `UNKNOWN` is the rule."""
+UNKNOWN: Final = RefusedField("is not a parameter of this route", ())
 NO_ADAPTERS: Final = RefusedField("is not supported: request an adapter by its name in `model`")
 SPEED_HINT: Final = IgnoredField("only a hint for speed")
 TEXT_ONLY: Final = RefusedField("is not supported: the server accepts only text")
@@ -49,7 +43,7 @@ def named(here: str) -> RefusedField:
 
 
 _TOOLS: Final = RefusedField("is not supported: this route has no tools")
-_OPENAI: Final[Rows] = {
+_OPENAI: Final[FieldRules] = {
     "structural_tag": RefusedField("is not supported: use `tools` or a grammar instead"),
     "grammar": named("ebnf"),
     "logits_processors": RefusedField(),
@@ -79,41 +73,33 @@ _OPENAI: Final[Rows] = {
     "prompt_cache_retention": SPEED_HINT,
     "cache_prompt": SPEED_HINT,
     "keep_alive": IgnoredField("the model stays loaded"),
-}  # fmt: skip
-UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
-    schemas.CompletionRequest: BodyFields(
-        {
-            **_OPENAI,
-            **dict.fromkeys(("tools", "functions"), _TOOLS),
-            **dict.fromkeys(("tool_choice", "function_call"), RefusedField(_TOOLS.why, ("none", "auto"))),
-            "parallel_tool_calls": IgnoredField("only affects tools"),
-            "suffix": RefusedField(),
-        }
-    ),
-    schemas.ChatCompletionRequest: BodyFields(
-        {
-            **_OPENAI,
-            "functions": named("tools"),
-            "function_call": RefusedField("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
-            "chat_template": RefusedField(),
-            "web_search_options": RefusedField("is not supported: the server has no web search", empty_asks=True),
-        }
-    ),
-    schemas.StreamOptions: BodyFields({"include_obfuscation": IgnoredField("chunks are never padded")}),
-    schemas.ToolCallOfMessage: BodyFields({"index": IgnoredField("calls have the order of the list")}),
-    schemas.ChatMessage: BodyFields(
-        {
-            "function_call": named("tool_calls"),
-            "audio": RefusedField(),
-            "refusal": RefusedField(),
-            "annotations": RefusedField(),
-        }
-    ),
-    schemas.ContentPart: BodyFields(
-        {
-            "cache_control": SPEED_HINT,
-            **dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"), TEXT_ONLY),
-        }
-    ),
-    schemas.TokenizeRequest: BodyFields({"chat_template": RefusedField()}),
-}  # fmt: skip
+}
+UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
+    schemas.CompletionRequest: {
+        **_OPENAI,
+        **dict.fromkeys(("tools", "functions"), _TOOLS),
+        **dict.fromkeys(("tool_choice", "function_call"), RefusedField(_TOOLS.why, ("none", "auto"))),
+        "parallel_tool_calls": IgnoredField("only affects tools"),
+        "suffix": RefusedField(),
+    },
+    schemas.ChatCompletionRequest: {
+        **_OPENAI,
+        "functions": named("tools"),
+        "function_call": RefusedField("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
+        "chat_template": RefusedField(),
+        "web_search_options": RefusedField("is not supported: the server has no web search", empty_asks=True),
+    },
+    schemas.StreamOptions: {"include_obfuscation": IgnoredField("chunks are never padded")},
+    schemas.ToolCallOfMessage: {"index": IgnoredField("calls have the order of the list")},
+    schemas.ChatMessage: {
+        "function_call": named("tool_calls"),
+        "audio": RefusedField(),
+        "refusal": RefusedField(),
+        "annotations": RefusedField(),
+    },
+    schemas.ContentPart: {
+        "cache_control": SPEED_HINT,
+        **dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"), TEXT_ONLY),
+    },
+    schemas.TokenizeRequest: {"chat_template": RefusedField()},
+}
