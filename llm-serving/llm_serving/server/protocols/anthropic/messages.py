@@ -44,9 +44,9 @@ _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
 """Response headers with the request id. Clients of this protocol read the second one."""
 
 
-def _error(error: errors.LLMServingError) -> schemas.MessagesError:
+def _error(error: errors.LLMServingError) -> dict[str, object]:
     kind = next((kind for cls, kind in _ERROR_TYPES if isinstance(error, cls)), "api_error")
-    return schemas.MessagesError(schemas.ErrorBody(kind, str(error)))
+    return {"error": {"type": kind, "message": str(error)}, "type": "error"}
 
 
 def _error_response(error: errors.LLMServingError) -> Response:
@@ -159,15 +159,17 @@ class MessagesBuilder(ResponseBuilder):
                 if block.index:
                     chunk += _event("content_block_stop", index=block.index - 1)
                 chunk += _event("content_block_start", index=block.index, content_block=_OPENINGS[block.kind](block))
-            chunk += _event("content_block_delta", index=block.index, delta=_DELTAS[block.kind](text))
+            kind, field = _DELTAS[block.kind]
+            chunk += _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
         return chunk
 
     async def finish(self) -> bytes:
         assert self._last is not None
         count = len(self._parser.blocks)
         chunk = _event("content_block_stop", index=count - 1) if count else b""
-        chunk += _event("message_delta", delta=self._ending(self._last), usage=_usage(self._last))
-        return chunk + _event("message_stop")
+        reason, sequence = self._ending(self._last)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return chunk + _event("message_delta", delta=delta, usage=_usage(self._last)) + _event("message_stop")
 
     def error_chunk(self, error: errors.LLMServingError) -> bytes:
         return named_event("error", _error(error))
@@ -179,8 +181,7 @@ class MessagesBuilder(ResponseBuilder):
     async def response(self, headers: dict[str, str]) -> Response:
         assert self._last is not None
         message = self._message(self._last, [_content(each) for each in self._parser.blocks] or [schemas.TextBlock("")])
-        ending = self._ending(self._last)
-        message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
+        message.stop_reason, message.stop_sequence = self._ending(self._last)
         return json_response(message, headers=headers)
 
     def _message(self, output: RequestOutput, content: list[schemas.ResponseBlock]) -> schemas.MessagesResponse:
@@ -188,14 +189,15 @@ class MessagesBuilder(ResponseBuilder):
             id=self._identity.id, model=self._identity.model, content=content, usage=_usage(output)
         )
 
-    def _ending(self, output: RequestOutput) -> schemas.MessageDelta:
+    def _ending(self, output: RequestOutput) -> tuple[str, str | None]:
+        """Return the stop reason, and the stop sequence if that is the reason."""
         if output.finish_reason is not FinishReason.STOP:
-            return schemas.MessageDelta("max_tokens", None)
+            return "max_tokens", None
         if self._parser.finish_reason(output) == CALLED:
-            return schemas.MessageDelta("tool_use", None)
+            return "tool_use", None
         if isinstance(output.stop_reason, str):
-            return schemas.MessageDelta("stop_sequence", output.stop_reason)
-        return schemas.MessageDelta("end_turn", None)
+            return "stop_sequence", output.stop_reason
+        return "end_turn", None
 
 
 _OPENINGS: Final[dict[BlockKind, Callable[[MessageBlock], schemas.ResponseBlock]]] = {
@@ -203,11 +205,12 @@ _OPENINGS: Final[dict[BlockKind, Callable[[MessageBlock], schemas.ResponseBlock]
     BlockKind.REASONING: lambda block: schemas.ThinkingBlock(""),
     BlockKind.CALL: lambda block: schemas.ToolUseBlock(block.id, block.name, Raw(b"{}")),
 }
-_DELTAS: Final[dict[BlockKind, Callable[[str], schemas.TextDelta | schemas.ThinkingDelta | schemas.InputDelta]]] = {
-    BlockKind.TEXT: schemas.TextDelta,
-    BlockKind.REASONING: schemas.ThinkingDelta,
-    BlockKind.CALL: schemas.InputDelta,
+_DELTAS: Final = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
 }
+"""Kind of a block -> type of its deltas, and their field with the text."""
 
 
 def _content(block: MessageBlock) -> schemas.ResponseBlock:
@@ -232,4 +235,4 @@ def _usage(output: RequestOutput) -> schemas.MessagesUsage:
 
 
 def _event(kind: str, **fields: object) -> bytes:
-    return named_event(kind, schemas.StreamEvent(type=kind, **fields))  # type: ignore[arg-type]
+    return named_event(kind, {"type": kind, **fields})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw, Struct
 
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
@@ -134,42 +134,6 @@ class MessagesResponse(Long, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
-
-
-class TextDelta(Struct, tag="text_delta", tag_field="type"):
-    text: str
-
-
-class ThinkingDelta(Struct, tag="thinking_delta", tag_field="type"):
-    thinking: str
-
-
-class InputDelta(Struct, tag="input_json_delta", tag_field="type"):
-    partial_json: str
-
-
-class MessageDelta(Struct):
-    stop_reason: str | None
-    stop_sequence: str | None
-
-
-class StreamEvent(Struct, kw_only=True):
-    type: str
-    message: MessagesResponse | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-    content_block: ResponseBlock | UnsetType = UNSET
-    delta: TextDelta | ThinkingDelta | InputDelta | MessageDelta | UnsetType = UNSET
-    usage: MessagesUsage | UnsetType = UNSET
-
-
-class ErrorBody(Struct):
-    type: str
-    message: str
-
-
-class MessagesError(Struct):
-    error: ErrorBody
-    type: str = "error"
 
 
 class CountTokensResponse(Struct):

@@ -360,7 +360,7 @@ class ResponsesBuilder(ResponseBuilder):
         return self._event(f"response.{kind}", output_index=block.index, **fields)
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        content = schemas.ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
+        content = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return named_event(kind, content)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import Struct, field
 
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject, Page
@@ -187,22 +187,6 @@ class ResponseObject(Long, kw_only=True):
     top_p: float | None = None
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
-
-
-class ResponseEvent(Struct, kw_only=True):
-    type: str
-    sequence_number: int
-    response: ResponseObject | UnsetType = UNSET
-    item_id: str | UnsetType = UNSET
-    output_index: int | UnsetType = UNSET
-    content_index: int | UnsetType = UNSET
-    item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
 
 
 class DeletedResponse(Struct):
