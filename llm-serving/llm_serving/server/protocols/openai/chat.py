@@ -34,10 +34,9 @@ from llm_serving.server.protocols.openai.schemas import (
     ChatLogprobs,
     ChatResponseMessage,
     CompletionTokensDetails,
-    FunctionDelta,
+    JsonObject,
     TokenLogprob,
     ToolCall,
-    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -90,12 +89,12 @@ def _joined(deltas: Sequence[BlockDelta]) -> ChatDelta:
     )
 
 
-def _call_delta(delta: BlockDelta) -> ToolCallDelta:
-    block = delta.block
+def _call_delta(delta: BlockDelta) -> JsonObject:
+    block, arguments = delta.block, {"arguments": delta.text}
     if not delta.is_new:
-        return ToolCallDelta(index=block.index_in_kind, function=FunctionDelta(delta.text))
-    function = FunctionDelta(delta.text, block.name)
-    return ToolCallDelta(index=block.index_in_kind, id=block.id, type="function", function=function)
+        return {"index": block.index_in_kind, "function": arguments}
+    function = arguments | {"name": block.name}
+    return {"index": block.index_in_kind, "id": block.id, "type": "function", "function": function}
 
 
 def _echo(body: ChatCompletionRequest) -> str:

@@ -282,18 +282,6 @@ class ToolCall(Struct, kw_only=True):
     function: CalledFunction
 
 
-class FunctionDelta(Struct):
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct, kw_only=True):
-    index: int
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionDelta
-
-
 class ChatResponseMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
@@ -328,7 +316,7 @@ class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    tool_calls: list[JsonObject] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
