@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from llm_serving.core.sampling_params import DEFAULTS, PARAMETERS, RULES
 from llm_serving.server.generation.sampling import REQUEST_RULES
-from llm_serving.server.parsing.body import BODIES
+from llm_serving.server.parsing.unsupported_fields import ANY_OTHER, UNKNOWN, UNSUPPORTED, IgnoredField, RefusedField
 from llm_serving.server.protocols.anthropic.schemas import MessagesRequest
 from llm_serving.server.protocols.openai.models import meanings
 from llm_serving.server.protocols.openai.responses_schemas import ResponsesRequest
@@ -22,7 +22,6 @@ from llm_serving.server.protocols.openai.schemas import (
     ContentPart,
     StreamOptions,
 )
-from llm_serving.server.protocols.openai.unsupported_fields import ANY_OTHER, UNKNOWN, IgnoredField, RefusedField
 from llm_serving.server.protocols.openai.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 from llm_serving.server.protocols.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 
@@ -115,7 +114,7 @@ def _sampling_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _other_rows(*kinds: type) -> Iterator[tuple[str, ...]]:
-    rows = {name: row for kind in kinds for name, row in BODIES[kind].items()}
+    rows = {name: row for kind in kinds for name, row in UNSUPPORTED[kind].items()}
     any_other = rows.pop(ANY_OTHER, UNKNOWN)
     for name, row in sorted(rows.items()):
         yield f"`{name}`", _effect(row)

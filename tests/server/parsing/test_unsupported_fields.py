@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from llm_serving.server.parsing.body import BODIES, IGNORED_HEADER, MAX_NAMED, fields_of
+from llm_serving.server.parsing.body import IGNORED_HEADER, MAX_NAMED, fields_of
+from llm_serving.server.parsing.unsupported_fields import UNSUPPORTED, IgnoredField, RefusedField
 from llm_serving.server.protocols.anthropic.schemas import ResultBlock
 from llm_serving.server.protocols.openai.schemas import ChatMessage, ContentPart, Function
-from llm_serving.server.protocols.openai.unsupported_fields import IgnoredField, RefusedField
 from llm_serving.server.protocols.openai.vector_schemas import TextDocument
 from llm_serving.server.protocols.text_schemas import TGIParameters
 from llm_serving.server.routes import ENDPOINTS
@@ -41,8 +41,8 @@ def bodies_of(kind: type) -> list[type]:
 def test_unsupported_field_tables_are_of_bodies():
     kinds = {kind for endpoint in ENDPOINTS if endpoint.body for kind in bodies_of(endpoint.body)}
     assert {ChatMessage, Function, ContentPart, ResultBlock, TextDocument, TGIParameters} <= kinds
-    assert set(BODIES) <= kinds
-    for kind, rules in BODIES.items():
+    assert set(UNSUPPORTED) <= kinds
+    for kind, rules in UNSUPPORTED.items():
         assert not fields_of(kind).keys() & rules.keys()
 
 
@@ -52,7 +52,7 @@ ROWS = [
     for path, usual in OPENAI
     for endpoint in ENDPOINTS
     if endpoint.path == path
-    for name, row in BODIES[endpoint.body].items()
+    for name, row in UNSUPPORTED[endpoint.body].items()
 ]
 
 

@@ -20,19 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError, RequestTimeoutError, RequestTooLargeError, shorten
-from llm_serving.server.batches.schemas import BatchRequest
 from llm_serving.server.parsing.offload import INLINE_BYTES
-from llm_serving.server.protocols import text_schemas
-from llm_serving.server.protocols.anthropic import schemas as anthropic_schemas
-from llm_serving.server.protocols.openai import responses_schemas, vector_schemas
-from llm_serving.server.protocols.openai import unsupported_fields as openai_fields
-from llm_serving.server.protocols.openai.unsupported_fields import (
-    ANY_OTHER,
-    UNKNOWN,
-    FieldRules,
-    IgnoredField,
-    RefusedField,
-)
+from llm_serving.server.parsing.unsupported_fields import ANY_OTHER, UNKNOWN, UNSUPPORTED, IgnoredField, RefusedField
 
 MAX_VALUES: Final = 2**19
 """Maximum number of values, enough for the token ids of a batch of long prompts. Decoding them takes about 6 ms."""
@@ -50,16 +39,6 @@ MAX_NEUTRAL_BYTES: Final = 64
 MAX_NAME_CHARS: Final = 60
 EMPTY_BODIES: Final = (b"", b"{}", b"null")
 ANY_MODEL: Final = "*"
-
-BODIES: Final[Mapping[type, FieldRules]] = {
-    **openai_fields.UNSUPPORTED,
-    **responses_schemas.UNSUPPORTED,
-    **vector_schemas.UNSUPPORTED,
-    **anthropic_schemas.UNSUPPORTED,
-    **text_schemas.UNSUPPORTED,
-    BatchRequest: {"output_expires_after": RefusedField()},
-}
-"""Struct of a body or of a part of a body -> its unsupported fields. Other structs refuse all unknown fields."""
 
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"000000000")
 _CUT_OFF: Final = "Input data was truncated"
@@ -299,7 +278,7 @@ def _ignored(text: bytes, kind: type, path: str) -> list[str]:
     content = _decode_object(text)
     if text.count(b":") > len(content) and (repeated := repeated_name(text, content)) is not None:
         raise RequestError(path + repeated[:MAX_NAME_CHARS], "must be given once")
-    fields, rules, ignored = fields_of(kind), BODIES.get(kind, {}), []
+    fields, rules, ignored = fields_of(kind), UNSUPPORTED.get(kind, {}), []
     for name, raw in content.items():
         if name not in fields:
             rule = rules.get(name) or rules.get(ANY_OTHER, UNKNOWN)

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
-
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
-from llm_serving.server.protocols.openai.unsupported_fields import (
-    ANY_OTHER,
-    FieldRules,
-    IgnoredField,
-    RefusedField,
-    named,
-)
 
 
 class TGIParameters(CallerFields):
@@ -64,21 +54,3 @@ class LegacyRequest(CallerFields):
     inputs: str
     parameters: LegacyParameters | None = None
     stream: bool | None = None
-
-
-_LEGACY_IGNORED: Final[FieldRules] = dict.fromkeys(
-    ("details", "decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark"),
-    IgnoredField("never had an effect on these routes"),
-)
-_OLDER: Final = IgnoredField("the older servers ignored unknown fields")
-UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
-    TGIRequest: {"options": IgnoredField("only controls caches in front of the server")},
-    TGIParameters: {
-        "watermark": RefusedField(),
-        "max_tokens": named("max_new_tokens"),
-        "min_tokens": named("min_new_tokens"),
-        "truncate_prompt_tokens": named("truncate"),
-    },
-    LegacyRequest: {ANY_OTHER: _OLDER},
-    LegacyParameters: {**_LEGACY_IGNORED, ANY_OTHER: _OLDER},
-}

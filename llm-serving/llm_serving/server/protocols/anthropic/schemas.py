@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Literal
 
 from msgspec import Raw, Struct
 
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
-from llm_serving.server.protocols.openai.unsupported_fields import (
-    EARLIER_RESPONSE,
-    SPEED_HINT,
-    TEXT_ONLY,
-    FieldRules,
-    IgnoredField,
-    RefusedField,
-    named,
-)
 
 
 class ResultBlock(Struct, kw_only=True):
@@ -138,41 +128,3 @@ class MessagesResponse(Long, kw_only=True):
 
 class CountTokensResponse(Struct):
     input_tokens: int
-
-
-_NOT_COUNTED: Final[FieldRules] = {
-    "output_format": named("output_config.format"),
-    "mcp_servers": RefusedField(),
-    "container": RefusedField(),
-    "context_management": RefusedField(),
-    "cache_control": SPEED_HINT,
-}
-_BLOCK: Final[FieldRules] = {
-    "cache_control": SPEED_HINT,
-    "citations": RefusedField(),
-    **dict.fromkeys(("source", "title", "context"), TEXT_ONLY),
-    **dict.fromkeys(("signature", "data"), EARLIER_RESPONSE),
-    "is_error": IgnoredField("the content describes the error"),
-    "caller": EARLIER_RESPONSE,
-}
-UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
-    MessagesRequest: {
-        **_NOT_COUNTED,
-        "metadata": IgnoredField("`user` names the tenant"),
-        "inference_geo": IgnoredField("the server has only one location"),
-        "stop": named("stop_sequences"),
-        "max_completion_tokens": named("max_tokens"),
-    },
-    CountTokensRequest: _NOT_COUNTED,
-    ContentBlock: _BLOCK,
-    ResultBlock: _BLOCK,
-    AnthropicTool: {
-        "cache_control": SPEED_HINT,
-        "eager_input_streaming": IgnoredField("arguments are always streamed as they are generated"),
-        **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), RefusedField()),
-    },
-    Thinking: {"display": IgnoredField("reasoning is always returned")},
-    OutputConfig: dict.fromkeys(
-        ("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is")
-    ),
-}

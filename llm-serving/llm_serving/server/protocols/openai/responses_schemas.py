@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject, Page
-from llm_serving.server.protocols.openai.unsupported_fields import (
-    EARLIER_RESPONSE,
-    SPEED_HINT,
-    TEXT_ONLY,
-    FieldRules,
-    IgnoredField,
-    RefusedField,
-    named,
-)
 
 
 class InputPart(Struct):
@@ -193,33 +183,3 @@ class DeletedResponse(Struct):
     id: str
     object: str = "response"
     deleted: bool = True
-
-
-UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
-    ResponsesRequest: {
-        "max_tool_calls": RefusedField("is not supported: it limits built-in tools, which this server does not have"),
-        "truncation": RefusedField("must be disabled: the server never truncates a conversation", ("disabled",)),
-        "include": RefusedField("is not supported: responses have no optional parts"),
-        "prompt": RefusedField("is not supported: the server stores no prompt templates"),
-        "conversation": RefusedField("is not supported; `previous_response_id` continues a stored response"),
-        "context_management": RefusedField(),
-        "top_logprobs": RefusedField(),
-        "max_tokens": named("max_output_tokens"),
-        "messages": named("input"),
-        "stream_options": IgnoredField("events are never obfuscated"),
-        "safety_identifier": IgnoredField("only identifies the end user"),
-        "prompt_cache_key": SPEED_HINT,
-        "prompt_cache_retention": SPEED_HINT,
-    },
-    Reasoning: dict.fromkeys(("summary", "generate_summary"), IgnoredField("reasoning is returned in full")),
-    InputItem: {
-        **dict.fromkeys(("id", "status"), EARLIER_RESPONSE),
-        "encrypted_content": RefusedField("is not supported: the server does not encrypt reasoning"),
-        "phase": EARLIER_RESPONSE,
-    },
-    FunctionTool: {"defer_loading": RefusedField()},
-    InputPart: {
-        **dict.fromkeys(("annotations", "logprobs"), EARLIER_RESPONSE),
-        **dict.fromkeys(("image_url", "file_id", "file_data", "refusal"), TEXT_ONLY),
-    },
-}

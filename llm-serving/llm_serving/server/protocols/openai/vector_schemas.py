@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
-
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.protocols.openai.schemas import CallerFields
-from llm_serving.server.protocols.openai.unsupported_fields import (
-    TEXT_ONLY,
-    FieldRules,
-    IgnoredField,
-    RefusedField,
-    named,
-)
 
 
 class VectorRequest(CallerFields, kw_only=True):
@@ -109,30 +99,3 @@ class Ranking(Long, kw_only=True):
     results: list[RankedDocument]
     """In descending order of score; among equal scores, in the order of the request."""
     usage: TokensUsage
-
-
-_VECTORS: Final[FieldRules] = {
-    "max_tokens": named("truncate_prompt_tokens"),
-    "messages": RefusedField("is not supported: put texts into the fields of this route"),
-    "instruction": RefusedField("is not supported: put the instruction into the text"),
-    "chat_template": RefusedField(),
-    "mm_processor_kwargs": TEXT_ONLY,
-}
-UNSUPPORTED: Final[Mapping[type, FieldRules]] = {
-    EmbeddingsRequest: {
-        **_VECTORS,
-        "input_type": RefusedField("is not supported: put the instruction of the model into the text"),
-        "task": RefusedField("is not supported: put the instruction of the model into the text"),
-        "prompt": named("input"),
-        "inputs": named("input"),
-        "embedding_types": named("encoding_format"),
-        "additional_data": IgnoredField("other servers only return it"),
-    },
-    ScoreRequest: _VECTORS,
-    RerankRequest: {
-        **_VECTORS,
-        "texts": named("documents"),
-        "rank_fields": RefusedField("is not supported: documents are texts"),
-        "max_chunks_per_doc": RefusedField("is not supported: documents are not divided into chunks"),
-    },
-}
