@@ -53,14 +53,6 @@ class Generation:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
-    def request_id(self) -> str:
-        return self.streams[0].request_id
-
-    @property
-    def num_streams(self) -> int:
-        return len(self.streams)
-
-    @property
     def headers(self) -> dict[str, str]:
         """Response header with the predicted TTFT in ms since the request's arrival. Empty without a prediction."""
         predicted_s = -1.0

@@ -83,7 +83,7 @@ async def respond(
     if idempotent is not None:
         headers |= idempotent.headers
         if idempotent.stream_id:
-            chunks = NumberedPieces(builder, idempotent.stream_id, generation.num_streams, idempotent.position)
+            chunks = NumberedPieces(builder, idempotent.stream_id, len(generation.streams), idempotent.position)
     return StreamResponse(generation, chunks, builder.error_chunk, media_type=builder.media_type, headers=headers)
 
 

@@ -133,7 +133,7 @@ class StreamResponse(Response):
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         to_bytes, last = self._chunks.chunk, b""
-        num_left = self._generation.num_streams
+        num_left = len(self._generation.streams)
         try:
             async for index, output in self._generation.outputs():
                 chunk = to_bytes(index, output)
@@ -148,7 +148,7 @@ class StreamResponse(Response):
         except Exception:
             logger.exception(
                 "The response stream failed; the client gets an internal error. request_id=%s",
-                self._generation.request_id,
+                self._generation.streams[0].request_id,
             )
             last += self._error_chunk(internal_error())
         await send({"type": "http.response.body", "body": last, "more_body": False})

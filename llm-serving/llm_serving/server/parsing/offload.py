@@ -53,14 +53,9 @@ async def large_json_response(
 
 def _parts(content: Any) -> Iterator[bytes]:
     if isinstance(content, Long):
-        opening = b"{"
-        for name in content.__struct_encode_fields__:
-            if (value := getattr(content, name)) is not msgspec.UNSET:
-                yield opening + _encode(name) + b":"
-                yield from _parts(value)
-                opening = b","
-        yield b"}"
-    elif isinstance(content, dict) and any(isinstance(value, dict | list) for value in content.values()):
+        fields = {name: getattr(content, name) for name in content.__struct_encode_fields__}
+        content = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
+    if isinstance(content, dict) and any(isinstance(value, dict | list | Long) for value in content.values()):
         opening = b"{"
         for name, value in content.items():
             yield opening + _encode(name) + b":"

@@ -213,7 +213,7 @@ async def _run_in_background(http_request: Request, generation: Generation, buil
         builder.cancel()
         raise
     except Exception:
-        logger.exception("The background response failed. request_id=%s", generation.request_id)
+        logger.exception("The background response failed. request_id=%s", generation.streams[0].request_id)
         builder.fail(internal_error())
     finally:
         await generation.aclose()
