@@ -16,10 +16,9 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.generation.generation import ClientGoneError
-from llm_serving.server.generation.streaming import internal_error
 from llm_serving.server.http.request import REQUEST_KEY
 from llm_serving.server.parsing.body import IGNORED_HEADER, check_no_body
-from llm_serving.server.parsing.errors import kind_of, openai_error_response
+from llm_serving.server.parsing.errors import internal_error, kind_of, openai_error_response
 from llm_serving.server.parsing.headers import (
     REQUEST_ID_HEADER,
     check_headers,

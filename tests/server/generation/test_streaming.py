@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from llm_serving.errors import RequestError
-from llm_serving.server.generation.streaming import NumberedPieces
+from llm_serving.server.generation.response import NumberedPieces
 from llm_serving.server.idempotency.request import BEGINNING, Position
 
 

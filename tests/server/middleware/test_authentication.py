@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.server.app import create_app
-from llm_serving.server.generation.streaming import DONE
+from llm_serving.server.generation.events import DONE
 from llm_serving.server.middleware import authentication
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.routes import ENDPOINTS

@@ -30,8 +30,8 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import ClassQueueState, EngineSnapshot, RunningRequest, WaitingRequest
 from llm_serving.server.admin.scheduler import Replica, SchedulerView, Tenant, view_of
 from llm_serving.server.endpoint import Endpoints
+from llm_serving.server.generation.events import EVENT_STREAM, STREAM_HEADERS, named_event
 from llm_serving.server.generation.generation import ClientGoneError, run_until_client_leaves
-from llm_serving.server.generation.streaming import EVENT_STREAM, STREAM_HEADERS, named_event
 from llm_serving.server.middleware.authentication import tenant_seen
 
 DIGITS: Final = 4

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
-from llm_serving.server.generation.generation import Generation, raise_unless_complete, run_until_client_leaves
+from llm_serving.log import get_logger
+from llm_serving.server.generation.events import BLANK, DONE, EVENT_STREAM, STREAM_HEADERS
+from llm_serving.server.generation.generation import (
+    ClientGoneError,
+    Generation,
+    raise_unless_complete,
+    run_until_client_leaves,
+)
 from llm_serving.server.generation.pipeline import StartedGeneration
-from llm_serving.server.generation.streaming import EVENT_STREAM, Chunks, NumberedPieces, StreamResponse
+from llm_serving.server.http.request import REQUEST_KEY, HttpRequest
+from llm_serving.server.idempotency.request import END, Position
+from llm_serving.server.parsing.errors import internal_error
 from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_TOKENS
 from llm_serving.server.request_context import source_of
+
+logger = get_logger(__name__)
 
 KEY: Final = "serving_config.max_buffered_response_bytes"
 OUTPUT_BYTES, LOGPROB_BYTES = 128, 256
@@ -70,21 +83,110 @@ class ResponseBuilder(ABC):
     async def response(self, headers: dict[str, str]) -> Response: ...
 
 
+class NumberedPieces:
+    """Adds an id to each server-sent event. Omits the events up to `position`, which the client has already read."""
+
+    def __init__(self, pieces: ResponseBuilder, stream_id: str, num_choices: int, position: Position) -> None:
+        assert len(position.num_read) in (0, num_choices)
+        self._pieces = pieces
+        self._prefix = f"id: {stream_id}:"
+        self._num_read = list(position.num_read or (0,) * num_choices)
+        self._num_closing_read = position.num_closing
+        self._num_made = [0] * num_choices
+        self._num_sent = self._num_read.copy()
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        events = self._pieces.chunk(index, output)
+        if not events:
+            return events
+        numbered = []
+        for event in events.split(BLANK)[:-1]:
+            self._num_made[index] += 1
+            if self._num_made[index] > self._num_read[index]:
+                self._num_sent[index] = self._num_made[index]
+                numbered.append(self._with_id(event, ""))
+        return b"".join(numbered)
+
+    async def finish(self) -> bytes:
+        events = (await self._pieces.finish()).split(BLANK)[:-1]
+        numbered = []
+        for number, event in enumerate(events, start=1):
+            if number > self._num_closing_read:
+                is_last = event + BLANK == DONE
+                numbered.append(self._with_id(event, f"+{END}" if is_last else f"+{number}"))
+        return b"".join(numbered)
+
+    def _with_id(self, event: bytes, closing: str) -> bytes:
+        counts = ".".join(map(str, self._num_sent))
+        return f"{self._prefix}{counts}{closing}\n".encode() + event + BLANK
+
+
+class StreamResponse(Response):
+    """Sends each output as it arrives, and closes the generation at the end or when the client disconnects. If the
+    generation fails, the status has already been sent, so the builder's `error_chunk` formats the error as last chunk.
+    """
+
+    def __init__(self, started: StartedGeneration, builder: ResponseBuilder) -> None:
+        self._generation, idempotent = started.generation, started.idempotent
+        self._builder = builder
+        self._chunks: ResponseBuilder | NumberedPieces = builder
+        headers = STREAM_HEADERS | self._generation.headers | started.identity.headers
+        if idempotent is not None:
+            headers |= idempotent.headers
+            if idempotent.stream_id:
+                num_choices = len(self._generation.streams)
+                self._chunks = NumberedPieces(builder, idempotent.stream_id, num_choices, idempotent.position)
+        self.status_code, self.media_type, self.background = 200, builder.media_type, None
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http_request: HttpRequest | None = scope.get(REQUEST_KEY)
+        if http_request is not None:
+            self._generation.report_unread_bytes(http_request.add_unsent)
+            self._generation.set_fast_path(http_request.chunk_writer(self._chunks.chunk, 0))
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await run_until_client_leaves(receive, self._send_all(send))
+        finally:
+            # Both refer to objects that refer to the generation: break the cycle.
+            self._generation.report_unread_bytes(None)
+            self._generation.set_fast_path(None)
+            await self._generation.aclose()
+
+    async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        to_bytes, last = self._chunks.chunk, b""
+        num_left = len(self._generation.streams)
+        try:
+            async for index, output in self._generation.outputs():
+                chunk = to_bytes(index, output)
+                num_left -= output.finished
+                if num_left == 0:
+                    last = chunk  # each write wakes the client: send the last chunk together with the end
+                elif chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            last += await self._chunks.finish()
+        except LLMServingError as error:
+            last += self._builder.error_chunk(error)
+        except Exception:
+            logger.exception(
+                "The response stream failed; the client gets an internal error. request_id=%s",
+                self._generation.streams[0].request_id,
+            )
+            last += self._builder.error_chunk(internal_error())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
 async def respond(
     http_request: Request, started: StartedGeneration, builder: ResponseBuilder, *, stream: bool
 ) -> Response:
     """Return a stream, or a whole response when it is complete. Raise ClientGoneError if the client disconnects."""
-    generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
-    if not stream:
-        await complete_whole(http_request, generation, builder.collect(generation))
-        headers |= generation.headers
-        return await builder.response(headers if idempotent is None else headers | idempotent.headers)
-    chunks: Chunks = builder
-    if idempotent is not None:
-        headers |= idempotent.headers
-        if idempotent.stream_id:
-            chunks = NumberedPieces(builder, idempotent.stream_id, len(generation.streams), idempotent.position)
-    return StreamResponse(generation, chunks, builder.error_chunk, media_type=builder.media_type, headers=headers)
+    if stream:
+        return StreamResponse(started, builder)
+    generation, idempotent = started.generation, started.idempotent
+    await complete_whole(http_request, generation, builder.collect(generation))
+    headers = started.identity.headers | generation.headers
+    return await builder.response(headers if idempotent is None else headers | idempotent.headers)
 
 
 @dataclass(eq=False, slots=True)

@@ -52,6 +52,11 @@ def openai_error(error: errors.LLMServingError) -> ErrorResponse:
     )
 
 
+def internal_error() -> errors.LLMServingError:
+    """Return the error that a client gets for a defect of the server. The log has the details."""
+    return errors.WorkerError("internal error")
+
+
 def openai_error_response(error: errors.LLMServingError) -> Response:
     return json_response(openai_error(error), error.http_status, error_headers(error))
 

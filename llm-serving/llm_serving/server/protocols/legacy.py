@@ -18,10 +18,10 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import pipeline
+from llm_serving.server.generation.events import EVENT_STREAM
 from llm_serving.server.generation.logprobs import token_outputs
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import sampling_params
-from llm_serving.server.generation.streaming import EVENT_STREAM
 from llm_serving.server.parsing.body import check_model, note_ignored, read_fields
 from llm_serving.server.parsing.errors import legacy_error_response
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop

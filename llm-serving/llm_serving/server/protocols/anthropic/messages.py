@@ -16,10 +16,10 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, encode_chat, flat_error
+from llm_serving.server.generation.events import named_event
 from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageParser
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, respond
-from llm_serving.server.generation.streaming import named_event
 from llm_serving.server.generation.tools import offered_tools, reasoning_format
 from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.errors import error_headers

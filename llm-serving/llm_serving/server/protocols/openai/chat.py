@@ -15,11 +15,11 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, template_message
+from llm_serving.server.generation.events import TextEvents, event
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_logprobs
 from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
-from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.parsing.body import note_ignored, read_request
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id

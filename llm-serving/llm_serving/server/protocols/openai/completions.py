@@ -15,6 +15,7 @@ from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation import pipeline
+from llm_serving.server.generation.events import TextEvents, event
 from llm_serving.server.generation.logprobs import (
     MIN_LOGPROB,
     check_prompt_logprobs,
@@ -23,7 +24,6 @@ from llm_serving.server.generation.logprobs import (
 )
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.sampling import MAX_CHOICES, bad_words, choices_of, sampling_params
-from llm_serving.server.generation.streaming import TextEvents, event
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.body import read_request
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, RequestError
+from llm_serving.server.generation.events import DONE, TextEvents, event
 from llm_serving.server.generation.generation import Generation, raise_on_failure
 from llm_serving.server.generation.pipeline import StartedGeneration
 from llm_serving.server.generation.response import ResponseBuilder
-from llm_serving.server.generation.streaming import DONE, TextEvents, event
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.headers import query_integer
 from llm_serving.server.parsing.offload import json_response, large_json_response, off_loop

@@ -17,15 +17,15 @@ from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.log import get_logger
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, flat_error
+from llm_serving.server.generation.events import named_event
 from llm_serving.server.generation.generation import Generation
 from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageParser
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, buffered, respond
-from llm_serving.server.generation.streaming import internal_error, named_event
 from llm_serving.server.generation.tools import arguments_of
 from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.parsing.body import read_request
-from llm_serving.server.parsing.errors import openai_error
+from llm_serving.server.parsing.errors import internal_error, openai_error
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai import responses_conversation as conversation
 from llm_serving.server.protocols.openai import responses_schemas as schemas
