@@ -30,7 +30,6 @@ from llm_serving.server.protocols.openai.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
-    ChatDelta,
     ChatLogprobs,
     ChatResponseMessage,
     CompletionTokensDetails,
@@ -79,14 +78,11 @@ class _ChatRequest(ConversationRequest):
         return top or 0
 
 
-def _joined(deltas: Sequence[BlockDelta]) -> ChatDelta:
+def _joined(deltas: Sequence[BlockDelta]) -> JsonObject:
     texts = {kind: "".join(delta.text for delta in deltas if delta.block.kind is kind) for kind in BlockKind}
     calls = [_call_delta(delta) for delta in deltas if delta.block.kind is BlockKind.CALL]
-    return ChatDelta(
-        content=texts[BlockKind.TEXT] or UNSET,
-        reasoning_content=texts[BlockKind.REASONING] or UNSET,
-        tool_calls=calls or UNSET,
-    )
+    joined = {"content": texts[BlockKind.TEXT], "reasoning_content": texts[BlockKind.REASONING], "tool_calls": calls}
+    return {name: value for name, value in joined.items() if value}
 
 
 def _call_delta(delta: BlockDelta) -> JsonObject:
@@ -127,15 +123,16 @@ class ChatBuilder(OpenAIResponseBuilder):
         ]
         self._prompt_logprobs: PromptLogprobs | None = None
 
-    def _delta(self, index: int, output: RequestOutput) -> ChatChunkChoice | None:
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
         self.record(index, output)
-        parser = self._parsers[index]
+        usage, parser = self.usage_so_far(output), self._parsers[index]
+        opening = b"" if index in self._started else self._opening(index, usage)
         deltas = parser.parse(output)
         if not (deltas or self._sends_empty_deltas or output.finished):
-            return None
+            return opening
         choice = ChatChunkChoice(
             index=index,
-            delta=_joined(deltas) if deltas else ChatDelta(content=""),
+            delta=_joined(deltas) if deltas else {"content": ""},
             finish_reason=parser.finish_reason(output),
             stop_reason=output.stop_reason,
         )
@@ -143,26 +140,21 @@ class ChatBuilder(OpenAIResponseBuilder):
             choice.logprobs = ChatLogprobs(self._logprobs(output.logprobs))
         if self._body.return_token_ids:
             choice.token_ids = list(output.token_ids)
-        return choice
+        return opening + event(self._chunk([choice], usage))
 
-    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        usage = self.usage_so_far(output)
-        opening = b""
-        if index not in self._started:
-            self._started.add(index)
-            role = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
-            if self._body.return_token_ids:
-                role.prompt_token_ids = self._prompt_ids
-            opening = event(role)
-            if self._echo:
-                choice = ChatChunkChoice(index=index, delta=ChatDelta(content=self._echo))
-                opening += event(self._chunk([choice], usage))
-            if self._parsers[index].is_plain and not self._sends_empty_deltas:
-                self._text_events[index] = TextEvents(
-                    lambda text: self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))], usage)
-                )
-        delta = self._delta(index, output)
-        return opening if delta is None else opening + event(self._chunk([delta], usage))
+    def _opening(self, index: int, usage: Usage | UnsetType | None) -> bytes:
+        """Return the first events of a choice: its role and the text with which it begins."""
+
+        def chunk(**delta: str) -> ChatCompletionChunk:
+            return self._chunk([ChatChunkChoice(index=index, delta=delta)], usage)
+
+        self._started.add(index)
+        if self._parsers[index].is_plain and not self._sends_empty_deltas:
+            self._text_events[index] = TextEvents(lambda text: chunk(content=text))
+        role = chunk(role="assistant", content="")
+        if self._body.return_token_ids:
+            role.prompt_token_ids = self._prompt_ids
+        return event(role) + (event(chunk(content=self._echo)) if self._echo else b"")
 
     def last_chunk(self, usage: Usage | UnsetType) -> ChatCompletionChunk:
         return self._chunk([], usage)

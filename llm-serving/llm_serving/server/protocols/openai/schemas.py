@@ -312,16 +312,10 @@ class ChatCompletion(Long, kw_only=True):
     receipt: Raw | UnsetType = UNSET
 
 
-class ChatDelta(Struct, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[JsonObject] | UnsetType = UNSET
-
-
 class ChatChunkChoice(Struct, kw_only=True):
     index: int
-    delta: ChatDelta
+    delta: JsonObject
+    """Perhaps `role`, `content`, `reasoning_content` or `tool_calls`, as in a message."""
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
