@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Final, Literal, Protocol, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -48,40 +48,29 @@ _STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
 
 T = TypeVar("T")
-AnyRequest = TypeVar("AnyRequest", bound="_NamesModel")
 _Object = dict[str, msgspec.Raw]
 _decode_object: Final = msgspec.json.Decoder(_Object).decode
 _decode_items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class _NamesModel(Protocol):
-    model: str | None
-
-
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
     """Return the request body as a struct, decoded outside the event loop if it is long. Store the names of ignored
     fields in the request's state. Raise ClientDisconnect, or RequestError, which names the invalid field or the limit.
+    Raise ModelNotFoundError if the struct has a field `model` that names an unknown model.
     """
     body = await read_body(http_request, engine.config.serving)
-    if len(body) > INLINE_BYTES:
-        return await asyncio.to_thread(_decode_long, http_request, body, kind, strict)
-    content = decode_body(body, kind, strict=strict)
-    check_other_fields(http_request, kind, body)
+    is_long = len(body) > INLINE_BYTES
+
+    def decode() -> T:
+        if is_long:
+            check_json_limits(body)
+        content = decode_body(body, kind, strict=strict)
+        check_other_fields(http_request, kind, body)
+        return content
+
+    content = await asyncio.to_thread(decode) if is_long else decode()
+    check_model(engine, getattr(content, "model", None))
     return content
-
-
-def _decode_long(http_request: Request, body: bytes, kind: type[T], strict: bool) -> T:
-    check_json_limits(body)
-    content = decode_body(body, kind, strict=strict)
-    check_other_fields(http_request, kind, body)
-    return content
-
-
-async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """Return the request body as a struct, as `read_fields` does. Raise ModelNotFoundError if its model is unknown."""
-    request = await read_fields(engine, http_request, kind)
-    check_model(engine, request.model)
-    return request
 
 
 async def read_body(request: Request, limits: ServerConfig) -> bytes:

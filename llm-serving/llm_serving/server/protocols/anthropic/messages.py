@@ -21,7 +21,7 @@ from llm_serving.server.generation.message import CALLED, BlockKind, MessageBloc
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.tools import offered_tools, reasoning_format
-from llm_serving.server.parsing.body import read_request
+from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.errors import error_headers
 from llm_serving.server.parsing.headers import REQUEST_ID_HEADER, ResponseIdentity
 from llm_serving.server.parsing.offload import json_response
@@ -66,7 +66,7 @@ ENDPOINTS: Final = Endpoints()
     id_headers=_ID_HEADERS,
 )
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_request(engine, http_request, schemas.MessagesRequest)
+    body = await read_fields(engine, http_request, schemas.MessagesRequest)
     continues = _continues_last(body.messages)
     thinks = reasoning_format(engine) is not None and not continues
     effort = conversation.effort_of(body.thinking) if thinks else None
@@ -103,7 +103,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     id_headers=_ID_HEADERS,
 )
 async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_request(engine, http_request, schemas.CountTokensRequest)
+    body = await read_fields(engine, http_request, schemas.CountTokensRequest)
     conversation.budget_of(body.thinking)
     conversation.response_format_of(body.output_config)
     messages = conversation.messages_of(body.system, body.messages)

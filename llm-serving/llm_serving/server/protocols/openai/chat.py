@@ -20,7 +20,7 @@ from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_log
 from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
-from llm_serving.server.parsing.body import note_ignored, read_request
+from llm_serving.server.parsing.body import note_ignored, read_fields
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id
 from llm_serving.server.protocols.openai.schemas import (
@@ -48,7 +48,7 @@ ENDPOINTS: Final = Endpoints()
 
 @ENDPOINTS.add("POST", PATH, "Answer a conversation", body=ChatCompletionRequest, answer=ChatCompletion)
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_request(engine, http_request, ChatCompletionRequest)
+    body = await read_fields(engine, http_request, ChatCompletionRequest)
     if body.echo and not (body.messages and body.messages[-1].role == "assistant"):
         note_ignored(http_request, "echo")
     return await respond_to_conversation(engine, http_request, body)

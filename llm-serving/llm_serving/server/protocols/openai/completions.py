@@ -25,7 +25,7 @@ from llm_serving.server.generation.logprobs import (
 from llm_serving.server.generation.response import respond
 from llm_serving.server.generation.sampling import MAX_CHOICES, bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import structured_output_of
-from llm_serving.server.parsing.body import read_request
+from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
 from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id
 from llm_serving.server.protocols.openai.schemas import (
@@ -46,7 +46,7 @@ ENDPOINTS: Final = Endpoints()
 
 @ENDPOINTS.add("POST", PATH, "Continue a prompt", body=CompletionRequest, answer=Completion)
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_request(engine, http_request, CompletionRequest)
+    body = await read_fields(engine, http_request, CompletionRequest)
     return await respond_to_completion(engine, http_request, body)
 
 

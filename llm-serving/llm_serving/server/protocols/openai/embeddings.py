@@ -23,7 +23,7 @@ from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation import pipeline
 from llm_serving.server.generation.generation import Generation, raise_unless_complete
 from llm_serving.server.generation.response import complete_whole
-from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.headers import ResponseIdentity
 from llm_serving.server.parsing.offload import INLINE_ITEMS, large_json_response, off_loop
 from llm_serving.server.protocols.openai.vector_schemas import (
@@ -95,7 +95,6 @@ async def compute_vectors(
     """Embed each text, or score each pair. The response id begins with `prefix`. Raise LLMServingError if the model has
     no pooling or a text is refused.
     """
-    check_model(engine, body.model)
     if engine.pooling is None:
         rule = "must produce embeddings: serve an embedding model, or set `model_config.pooling: last`"
         raise RequestError("model", rule)

@@ -27,7 +27,7 @@ from llm_serving.server.generation.conversation import encode_chat
 from llm_serving.server.generation.pipeline import encode_text
 from llm_serving.server.generation.sampling import REQUEST_RULES
 from llm_serving.server.generation.tools import offered_tools
-from llm_serving.server.parsing.body import check_model, read_request
+from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.caller import ceiling_of
 from llm_serving.server.parsing.offload import INLINE_ITEMS, json_response, large_json_response, off_loop
 from llm_serving.server.protocols.openai import schemas
@@ -165,7 +165,7 @@ async def list_parameters(engine: AsyncEngine, http_request: Request) -> Respons
     "POST", "/tokenize", "Convert text to token ids", body=schemas.TokenizeRequest, answer=schemas.TokenizeResponse
 )
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
-    request = await read_request(engine, http_request, schemas.TokenizeRequest)
+    request = await read_fields(engine, http_request, schemas.TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt", "or `messages` must be given, and not both")
     if request.messages is not None:
@@ -196,7 +196,7 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     answer=schemas.DetokenizeResponse,
 )
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
-    request = await read_request(engine, http_request, schemas.DetokenizeRequest)
+    request = await read_fields(engine, http_request, schemas.DetokenizeRequest)
 
     def decode() -> schemas.DetokenizeResponse:
         check_token_ids("tokens", request.tokens, engine.model_spec.vocab_size)

@@ -24,7 +24,7 @@ from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, buffered, respond
 from llm_serving.server.generation.tools import arguments_of
 from llm_serving.server.middleware.authentication import tenant_seen
-from llm_serving.server.parsing.body import read_request
+from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.errors import internal_error, openai_error
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai import responses_conversation as conversation
@@ -56,7 +56,7 @@ ENDPOINTS: Final = Endpoints()
     answer=schemas.ResponseObject,
 )
 async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
-    body = await read_request(engine, http_request, schemas.ResponsesRequest)
+    body = await read_fields(engine, http_request, schemas.ResponsesRequest)
     store = store_of(http_request)
     _check(body, store)
     messages = conversation.messages_of(body.input)
