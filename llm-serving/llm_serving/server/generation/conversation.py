@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from llm_serving.core.enums import SpecialTokensName
-from llm_serving.core.sampling_params import Whole
+from llm_serving.core.sampling_params import MAX_LOGPROBS, Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.generation import pipeline, tools
@@ -57,12 +57,9 @@ class ConversationRequest(pipeline.ProtocolRequest):
         self.choices = choices_of(chat, 1)
         self.offered: tools.OfferedTools | None = None
 
-    def num_logprobs(self) -> int | None:
-        return None
-
     async def prepare(self) -> pipeline.PrecheckInput:
         engine, chat = self.engine, self.chat
-        logprobs = self.num_logprobs()
+        logprobs = _num_logprobs(chat)
         self.offered = offered = tools.offered_tools(engine, chat)
         decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": await bad_words(engine, chat.bad_words)}
         limited_by, self._limit = _output_limit(chat)
@@ -75,7 +72,7 @@ class ConversationRequest(pipeline.ProtocolRequest):
         self._content = structured_output_of(chat)
         if offered is not None and (constrained_by := offered.constrained_by) is not None:
             check_compatible(chat, constrained_by)
-            if self._content is not None and offered.must_call:
+            if self._content is not None and offered.calls.must:
                 raise RequestError(self._content.field, f"must not be given together with `{constrained_by}`")
         self._budget = tools.reasoning_budget(chat, engine.config.serving)
         if self._budget is not None:
@@ -147,8 +144,9 @@ async def encode_chat(
 
     def render() -> tuple[str, str]:
         plain = [adapted_message(template, template_message(i, message)) for i, message in enumerate(messages)]
-        if offered is not None and offered.format.describe_tools is not None and not _TOOLS.search(template):
-            plain = with_system_text(plain, offered.format.describe_tools(offered.for_template))
+        describe = None if offered is None else offered.calls.format.describe_tools
+        if offered is not None and describe is not None and not _TOOLS.search(template):
+            plain = with_system_text(plain, describe(offered.for_template))
         plain, sentinel = engine.tokenizer.typed_text.insert_sentinels(plain) if is_typed else (plain, "")
         plain = with_shown_calls(template, plain)  # calls get no sentinels, so their special tokens work
         text = engine.tokenizer.apply_chat_template(
@@ -220,6 +218,17 @@ def _is_long(request: ChatCompletionRequest) -> bool:
         return True
     texts = (text for each in request.messages for text in (each.content, each.reasoning_content) if text)
     return sum(len(text) if isinstance(text, str) else INLINE_BYTES for text in texts) >= INLINE_BYTES
+
+
+def _num_logprobs(request: ChatCompletionRequest) -> int | None:
+    top = request.top_logprobs
+    if not request.logprobs:
+        if top:
+            raise RequestError("top_logprobs", "requires logprobs: true", top)
+        return None
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}", top)
+    return top or 0
 
 
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:

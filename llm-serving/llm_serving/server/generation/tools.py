@@ -27,13 +27,12 @@ from llm_serving.text.answer_parser import (
 )
 from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar, arguments_grammar
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
-from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Delimiters, ToolFormat, format_in
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Delimiters, format_in
 from llm_serving.text.tool_parsers.harmony import HarmonyParser
 
 MAX_BUDGET: Final = 2**24
 _BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 BUDGET: Final = Whole(0, MAX_BUDGET)
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 
 
 class ReasoningTokenCounter:
@@ -88,7 +87,7 @@ def _effort_budget(effort: str | None, config: ServerConfig) -> int:
         "high": config.high_effort_token_budget,
     }
     if effort not in budgets:
-        raise RequestError("reasoning_effort", f"must be one of {', '.join(EFFORTS)}", effort)
+        raise RequestError("reasoning_effort", f"must be one of {', '.join(budgets)}", effort)
     return budgets[effort]
 
 
@@ -102,20 +101,18 @@ _TAIL_TOKENS: Final = 16
 class OfferedTools:
     schemas: dict[str, dict[str, Any]]
     for_template: list[dict[str, Any]]
-    format: ToolFormat
-    callees: tuple[Callee, ...] = ()
-    must_call: bool = False
-    max_calls: int | None = None
+    calls: Calls
 
     @property
     def constrained_by(self) -> str | None:
         """The request field that constrains the output: `tool_choice` (must call), `tools` (strict schema), or None."""
-        if self.must_call:
+        if self.calls.must:
             return "tool_choice"
-        return "tools" if any(each.strict for each in self.callees) else None
+        return "tools" if any(each.strict for each in self.calls.callees) else None
 
     def new_id(self, rng: Random) -> str:
-        return self.format.id_prefix + "".join(rng.choice(_ID_CHARS) for _ in range(self.format.id_chars))
+        form = self.calls.format
+        return form.id_prefix + "".join(rng.choice(_ID_CHARS) for _ in range(form.id_chars))
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
@@ -131,18 +128,15 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
     if name is None or name not in TOOL_FORMATS:
         why = "the model's chat template has no known format of tool calls" if name is None else "no parser is set"
         raise RequestError("tools", f"is not supported: {why} (serving_config.tool_call_parser: {configured})")
-    return OfferedTools(
-        {tool.function.name: tool.function.parameters or {} for tool in request.tools},
-        [_template_tool(tool) for tool in request.tools],
-        TOOL_FORMATS[name],
-        tuple(
-            Callee(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
-            for tool in request.tools
-            if chosen in (None, tool.function.name)
-        ),
-        choice == "required",
-        1 if chosen is not None or request.parallel_tool_calls is False else None,
-    )
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
+    callees = [
+        Callee(tool.function.name, schemas[tool.function.name], bool(tool.function.strict))
+        for tool in request.tools
+        if chosen in (None, tool.function.name)
+    ]
+    most = 1 if chosen is not None or request.parallel_tool_calls is False else None
+    calls = Calls(TOOL_FORMATS[name], callees, choice == "required", most)
+    return OfferedTools(schemas, [_template_tool(tool) for tool in request.tools], calls)
 
 
 def chat_output(
@@ -151,7 +145,7 @@ def chat_output(
     reasoning: AnswerReasoning | None,
     content: StructuredOutput | None,
     offered: OfferedTools | None,
-    budget: ReasoningBudget | None = None,
+    budget: ReasoningBudget | None,
 ) -> StructuredOutput | None:
     """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`. Return None
     if nothing constrains the output. Raise RequestError for a budget if the chat template does not mark reasoning.
@@ -161,16 +155,16 @@ def chat_output(
         return None
     if budget is not None and (reasoning is None or reasoning.is_open is None):
         raise RequestError(budget.field, "is not supported: the model's chat template does not mark reasoning")
-    calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
+    calls = None if offered is None else offered.calls
     delimiters = Delimiters(engine.tokenizer.delimiter_id, json_whitespace(engine))
     if reasoning is not None and budget is not None:
         reasoning = replace(reasoning, budget=budget.num_tokens)
     parts = [] if content is None else [content]
     if budget is not None:
         parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, reasoning, delimiters)))
-    if request.tools is not None and offered is not None:
+    if request.tools is not None and calls is not None:
         fields = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
-        parts += [StructuredOutput(fields[each.name], partial(arguments_grammar, each)) for each in offered.callees]
+        parts += [StructuredOutput(fields[each.name], partial(arguments_grammar, each)) for each in calls.callees]
     return StructuredOutput(
         parts[0].field if content is not None or constrained_by is None else constrained_by,
         lambda whitespace: answer_grammar(
@@ -192,7 +186,7 @@ def output_parser(
         parser = HarmonyParser(names, thinks=reasoning.is_open is not None, in_thought=bool(reasoning.is_open))
         return AnswerParser(None, parser, most)
     thoughts = None if reasoning is None else ReasoningParser(reasoning.format, is_open=bool(reasoning.is_open))
-    return AnswerParser(thoughts, None if offered is None else offered.format.create(offered.schemas), most)
+    return AnswerParser(thoughts, None if offered is None else offered.calls.format.create(offered.schemas), most)
 
 
 def reasoning_counter(tokenizer: Tokenizer, reasoning: AnswerReasoning | None) -> ReasoningTokenCounter | None:
@@ -244,7 +238,7 @@ def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
 
 def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> bool:
     form = _delimiting_format(engine)
-    return (offered is not None and offered.format.special_tokens) or (form is not None and form.special_tokens)
+    return (offered is not None and offered.calls.format.special_tokens) or (form is not None and form.special_tokens)
 
 
 def _delimiting_format(engine: AsyncEngine) -> ReasoningFormat | None:

@@ -10,9 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
-from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, template_message
 from llm_serving.server.generation.events import TextEvents, event
@@ -66,16 +64,6 @@ async def respond_to_conversation(engine: AsyncEngine, http_request: Request, bo
 class _ChatRequest(ConversationRequest):
     id_prefix = "chatcmpl"
     route = PATH
-
-    def num_logprobs(self) -> int | None:
-        top = self.chat.top_logprobs
-        if not self.chat.logprobs:
-            if top:
-                raise RequestError("top_logprobs", "requires logprobs: true", top)
-            return None
-        if top is not None and not 0 <= top <= MAX_LOGPROBS:
-            raise RequestError("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}", top)
-        return top or 0
 
 
 def _joined(deltas: Sequence[BlockDelta]) -> JsonObject:
