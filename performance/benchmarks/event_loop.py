@@ -30,7 +30,7 @@ from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
-from llm_serving.server.app import create_app, reduce_garbage_collection, shorten_switch_interval
+from llm_serving.server.app import create_app, tune_interpreter
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import HttpServer
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
@@ -173,8 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
     return_large_blocks()
-    reduce_garbage_collection()
-    shorten_switch_interval()
+    tune_interpreter()
     with bind("127.0.0.1", 0) as listener, periodic_heap_trim():
         server = HttpServer(create_app(engine), listener, config.serving)
         port = listener.getsockname()[1]

@@ -48,7 +48,7 @@ from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.recorder import RecordedScheduler
-from llm_serving.server.app import create_app, reduce_garbage_collection, shorten_switch_interval
+from llm_serving.server.app import create_app, tune_interpreter
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import HttpServer
 from llm_serving.server.middleware.access_log import open_access_log
@@ -245,8 +245,7 @@ def _seconds(
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
     seconds: list[tuple[float, float]] = []
-    reduce_garbage_collection()
-    shorten_switch_interval()
+    tune_interpreter()
     access_log, close_log = open_access_log(config.serving)
     with bind("127.0.0.1", 0) as listener:
         server = HttpServer(create_app(engine, access_log), listener, engine.config.serving)
