@@ -259,9 +259,9 @@ def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
     if calls and not message["content"] and _NO_CONTENT.search(template):
         adapted["content"] = None
     if calls and _ARGUMENTS_AS_TEXT.search(template):
+        texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
         adapted["tool_calls"] = [
-            call | {"function": call["function"] | {"arguments": _text(call["function"]["arguments"])}}
-            for call in calls
+            call | {"function": call["function"] | {"arguments": text}} for call, text in zip(calls, texts, strict=True)
         ]
     return adapted
 
@@ -284,7 +284,3 @@ def with_shown_calls(template: str, messages: list[dict[str, Any]]) -> list[dict
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         shown.append(message | {"content": message["content"] + write(calls)} if calls else message)
     return shown
-
-
-def _text(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)

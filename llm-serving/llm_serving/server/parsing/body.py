@@ -199,22 +199,22 @@ def _field_error(body: bytes, message: str, kind: type) -> RequestError:
     rule = rule[0].lower() + rule[1:]
     if missing := re.fullmatch(r"object missing required field `(.+)`", rule):
         return RequestError(".".join(filter(None, [path, missing[1]])), "is required")
-    found, value = _value_at(body, path)
     literals = _literals_at(kind, path) if rule.startswith("invalid enum value") else []
     rule = f"must be one of {', '.join(literals)}" if literals else f"is not valid: {rule}"
-    return RequestError(path or "body", rule, *([value] if found else []))
+    return RequestError(path or "body", rule, *_value_at(body, path))
 
 
-def _value_at(body: bytes, path: str) -> tuple[bool, Any]:
-    if len(body) > MAX_ECHOED_BYTES:
-        return False, None
+def _value_at(body: bytes, path: str) -> list[Any]:
+    """Return the value of a field, or an empty list if there is none, or the body is large."""
+    if not path or len(body) > MAX_ECHOED_BYTES:
+        return []
     try:
         value = msgspec.json.decode(body)
         for name, index in _STEP.findall(path):
             value = value[name] if name else value[int(index)]
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):
-        return False, None
-    return bool(path), value
+        return []
+    return [value]
 
 
 def _literals_at(kind: type, path: str) -> list[str]:

@@ -58,10 +58,6 @@ def choice_of(choice: schemas.ToolChoice | None) -> str | chat.JsonObject | None
     return _CHOICES[choice.type]
 
 
-def effort_of(thinking: schemas.Thinking | None) -> str | None:
-    return "none" if thinking is not None and thinking.type == "disabled" else None
-
-
 def budget_of(thinking: schemas.Thinking | None) -> int | None:
     """Return chat completions' `thinking_token_budget`, or None for no budget. Raise RequestError if it is invalid."""
     if thinking is None:

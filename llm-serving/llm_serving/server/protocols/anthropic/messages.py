@@ -68,8 +68,8 @@ ENDPOINTS: Final = Endpoints()
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, schemas.MessagesRequest)
     continues = _continues_last(body.messages)
-    thinks = reasoning_format(engine) is not None and not continues
-    effort = conversation.effort_of(body.thinking) if thinks else None
+    must_not_think = body.thinking is not None and body.thinking.type == "disabled"
+    may_think = reasoning_format(engine) is not None and not continues
     chat = ChatCompletionRequest(
         messages=conversation.messages_of(body.system, body.messages),
         continue_final_message=continues,
@@ -81,7 +81,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         seed=body.seed,
         response_format=conversation.response_format_of(body.output_config),
         thinking_token_budget=conversation.budget_of(body.thinking),
-        reasoning_effort=effort,
+        reasoning_effort="none" if must_not_think and may_think else None,
         tools=conversation.tools_of(body.tools),
         tool_choice=conversation.choice_of(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
