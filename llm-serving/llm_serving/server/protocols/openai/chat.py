@@ -20,7 +20,7 @@ from llm_serving.server.generation.pipeline import StartedGeneration, start_gene
 from llm_serving.server.generation.response import respond
 from llm_serving.server.parsing.body import note_ignored, read_fields
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
-from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id
+from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options
 from llm_serving.server.protocols.openai.schemas import (
     CalledFunction,
     ChatChoice,
@@ -37,7 +37,6 @@ from llm_serving.server.protocols.openai.schemas import (
     TopLogprob,
     Usage,
 )
-from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 PATH: Final = "/v1/chat/completions"
 
@@ -57,8 +56,7 @@ async def respond_to_conversation(engine: AsyncEngine, http_request: Request, bo
     check_stream_options(body)
     request = _ChatRequest(engine, http_request, body, body)
     started = await start_generation(request)
-    builder = ChatBuilder(engine.tokenizer, body, started, request.message_parsers(started))
-    return await respond(http_request, started, builder, stream=bool(body.stream))
+    return await respond(http_request, started, ChatBuilder(request, started), stream=bool(body.stream))
 
 
 class _ChatRequest(ConversationRequest):
@@ -87,17 +85,12 @@ def _echo(body: ChatCompletionRequest) -> str:
 
 
 class ChatBuilder(OpenAIResponseBuilder):
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        body: ChatCompletionRequest,
-        started: StartedGeneration,
-        parsers: Sequence[MessageParser],
-    ) -> None:
-        super().__init__(body, started, len(parsers))
-        self._tokenizer = tokenizer
-        self._body = body
-        self._parsers = parsers
+    _body: ChatCompletionRequest
+
+    def __init__(self, request: _ChatRequest, started: StartedGeneration) -> None:
+        body = request.chat
+        super().__init__(request, body, started)
+        self._parsers = request.message_parsers(started)
         [self._prompt_ids] = started.prompts
         self._echo = _echo(body)
         self._choices = [
@@ -107,7 +100,7 @@ class ChatBuilder(OpenAIResponseBuilder):
                 logprobs=ChatLogprobs([]) if body.logprobs else None,
                 token_ids=[] if body.return_token_ids else UNSET,
             )
-            for index in range(len(parsers))
+            for index in range(self._n)
         ]
         self._prompt_logprobs: PromptLogprobs | None = None
 
@@ -212,6 +205,4 @@ class ChatBuilder(OpenAIResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
-        tokenizer = self._tokenizer
-        name = token_as_id if self._body.return_tokens_as_token_ids else tokenizer.token_text
-        return name(token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
+        return self.token_name(token_id), max(logprob, MIN_LOGPROB), list(self._tokenizer.token_bytes(token_id))

@@ -27,7 +27,7 @@ from llm_serving.server.generation.sampling import MAX_CHOICES, bad_words, choic
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
-from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options, token_as_id
+from llm_serving.server.protocols.openai.requests import OpenAIResponseBuilder, check_stream_options
 from llm_serving.server.protocols.openai.schemas import (
     Completion,
     CompletionChoice,
@@ -36,7 +36,6 @@ from llm_serving.server.protocols.openai.schemas import (
     Usage,
 )
 from llm_serving.text.tokenizer.detokenizer import IncrementalDetokenizer
-from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 PATH: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16
@@ -58,8 +57,7 @@ async def respond_to_completion(engine: AsyncEngine, http_request: Request, body
     request.num_prompts = len(request.prompts)
     request.choices = choices_of(body, request.num_prompts)
     started = await pipeline.start_generation(request)
-    builder = CompletionBuilder(engine.tokenizer, body, started, request.prompts, request.choices.n)
-    return await respond(http_request, started, builder, stream=bool(body.stream))
+    return await respond(http_request, started, CompletionBuilder(request, started), stream=bool(body.stream))
 
 
 class _CompletionRequest(pipeline.ProtocolRequest):
@@ -121,18 +119,11 @@ class _TextOffset:
 
 
 class CompletionBuilder(OpenAIResponseBuilder):
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        body: CompletionRequest,
-        started: pipeline.StartedGeneration,
-        prompts: Sequence[pipeline.Prompt],
-        n: int,
-    ) -> None:
-        super().__init__(body, started, n)
-        self._tokenizer = tokenizer
-        self._body = body
-        self._prompts = prompts
+    _body: CompletionRequest
+
+    def __init__(self, request: _CompletionRequest, started: pipeline.StartedGeneration) -> None:
+        super().__init__(request, request.body, started)
+        self._prompts = request.prompts
         self._prompt_ids = started.prompts
         self._offsets: dict[int, _TextOffset] = {}
         self._choices: dict[int, CompletionChoice] = {}
@@ -212,7 +203,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         if not body.echo or body.logprobs is None:
             return
         length = len(self._echo(choices[0].index))
-        first, tokens = self._token_name(prompt[0]), [] if logprobs is None else logprobs.tokens(body.logprobs)
+        first, tokens = self.token_name(prompt[0]), [] if logprobs is None else logprobs.tokens(body.logprobs)
         for choice in choices:
             generated = choice.logprobs
             assert generated is not None
@@ -227,10 +218,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
         identity = self._identity
         return Completion(id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage)
 
-    def _token_name(self, token_id: int) -> str:
-        as_id = self._body.return_tokens_as_token_ids
-        return token_as_id(token_id) if as_id else self._tokenizer.token_text(token_id)
-
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         if (offset := self._offsets.get(index)) is None:
             skips = self._body.skip_special_tokens is not False
@@ -243,7 +230,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
         """Append logprobs of consecutive tokens to `target`. `offset` is at the first token; move it past the last."""
-        name = self._token_name
+        name = self.token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)
             top = {

@@ -14,7 +14,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.generation.events import DONE, TextEvents, event
 from llm_serving.server.generation.generation import Generation, raise_on_failure
-from llm_serving.server.generation.pipeline import StartedGeneration
+from llm_serving.server.generation.pipeline import ProtocolRequest, StartedGeneration
 from llm_serving.server.generation.response import ResponseBuilder
 from llm_serving.server.parsing.errors import openai_error
 from llm_serving.server.parsing.headers import query_integer
@@ -40,19 +40,19 @@ def check_stream_options(request: GenerationRequest) -> None:
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    def __init__(self, request: GenerationRequest, started: StartedGeneration, n: int) -> None:
-        options = request.stream_options or StreamOptions()
+    def __init__(self, request: ProtocolRequest, body: GenerationRequest, started: StartedGeneration) -> None:
+        self._tokenizer, self._body, self._n = request.engine.tokenizer, body, request.choices.n
+        options = body.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_in_every_chunk = bool(options.continuous_usage_stats)
-        self._n = n
         self._tokens_of_prompt: dict[int, tuple[int, int]] = {}
         """Index of a prompt -> (number of its tokens, how many of them were cached)."""
         self._tokens_of_choice: dict[int, int] = {}
         self._identity = started.identity
         self._receipt = started.receipt
-        logprobs = getattr(request, "logprobs", None)
-        reports_tokens = (logprobs is not None and logprobs is not False) or bool(request.return_token_ids)
-        self._reports_tokens = reports_tokens or request.prompt_logprobs is not None
+        logprobs = getattr(body, "logprobs", None)
+        reports_tokens = (logprobs is not None and logprobs is not False) or bool(body.return_token_ids)
+        self._reports_tokens = reports_tokens or body.prompt_logprobs is not None
         self._sends_empty_deltas = reports_tokens or self._usage_in_every_chunk
         self._started: set[int] = set()
         self._text_events: dict[int, TextEvents] = {}
@@ -91,6 +91,10 @@ class OpenAIResponseBuilder(ResponseBuilder):
             num_cached += cached_tokens
         return usage_of(num_prompt, sum(self._tokens_of_choice.values()), num_cached)
 
+    def token_name(self, token_id: int) -> str:
+        as_id = self._body.return_tokens_as_token_ids
+        return f"token_id:{token_id}" if as_id else self._tokenizer.token_text(token_id)
+
     @abstractmethod
     def last_chunk(self, usage: Usage | UnsetType) -> Completion | ChatCompletionChunk: ...
 
@@ -120,10 +124,6 @@ class OpenAIResponseBuilder(ResponseBuilder):
         if self._reports_tokens and isinstance(whole.usage, Usage) and whole.usage.total_tokens > MAX_INLINE_TOKENS:
             return await large_json_response(whole, headers)
         return json_response(whole, headers=headers)
-
-
-def token_as_id(token_id: int) -> str:
-    return f"token_id:{token_id}"
 
 
 def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
