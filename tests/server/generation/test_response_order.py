@@ -148,10 +148,10 @@ def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
         reason = FinishReason.STOP if number == len(pieces) else None
         for block, begins, more in parser.fold(RequestOutput("id", text, (), (), 1, 0, number, reason)):
             if begins:
-                received.append((block.kind.value, f"{block.name} " if block.name else ""))
+                received.append((block.kind, f"{block.name} " if block.name else ""))
             assert block.index == len(received) - 1, "only the last block goes on"
             received[-1] = (received[-1][0], received[-1][1] + more)
-    return received, [(each.kind.value, f"{each.name} {each.text}".removeprefix(" ")) for each in parser.blocks]
+    return received, [(each.kind, f"{each.name} {each.text}".removeprefix(" ")) for each in parser.blocks]
 
 
 @pytest.mark.parametrize("name", ANSWERS)

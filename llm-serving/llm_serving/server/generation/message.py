@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
@@ -16,10 +15,7 @@ from llm_serving.text.tool_parsers import Call, Part, Thought
 CALLED: Final = "tool_calls"
 
 
-class BlockKind(enum.Enum):
-    REASONING = "reasoning"
-    TEXT = "text"
-    CALL = "call"
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +72,7 @@ class MessageParser:
         return block
 
     def of_kind(self, kind: BlockKind) -> list[MessageBlock]:
-        return [block for block in self.blocks if block.kind is kind]
+        return [block for block in self.blocks if block.kind == kind]
 
     def text(self, kind: BlockKind) -> str:
         """Return the folded text of all blocks of a kind."""
@@ -90,17 +86,19 @@ class MessageParser:
     def num_reasoning_tokens(self) -> int | None:
         if self.counter is None:
             return None
-        return self.counter.num_tokens if self.of_kind(BlockKind.REASONING) else 0
+        return self.counter.num_tokens if self.of_kind("reasoning") else 0
 
     def finish_reason(self, output: RequestOutput) -> str | None:
-        has_called = output.finish_reason is FinishReason.STOP and self.of_kind(BlockKind.CALL)
-        return CALLED if has_called else output.finish_reason
+        if output.finish_reason is None:
+            return None
+        return CALLED if output.finish_reason is FinishReason.STOP and self.of_kind("call") else output.finish_reason
 
     def _delta(self, part: Part) -> BlockDelta:
         if isinstance(part, Call):
             return self._call_delta(part)
-        kind, text = (BlockKind.REASONING, part.text) if isinstance(part, Thought) else (BlockKind.TEXT, part)
-        is_new = not self.blocks or self.blocks[-1].kind is not kind
+        kind: BlockKind
+        kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("text", part)
+        is_new = not self.blocks or self.blocks[-1].kind != kind
         return BlockDelta(self.open(kind) if is_new else self.blocks[-1], is_new, text)
 
     def _call_delta(self, call: Call) -> BlockDelta:
@@ -108,6 +106,6 @@ class MessageParser:
             return BlockDelta(self.blocks[-1], False, call.arguments)
         assert self.offered is not None
         is_unique = call.id and all(call.id != block.id for block in self.blocks)
-        block = self.open(BlockKind.CALL)
+        block = self.open("call")
         block.id, block.name = call.id if is_unique else self.offered.new_id(self.rng), call.name
         return BlockDelta(block, True, call.arguments)

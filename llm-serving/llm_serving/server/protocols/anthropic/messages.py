@@ -201,22 +201,22 @@ class MessagesBuilder(ResponseBuilder):
 
 
 _OPENINGS: Final[dict[BlockKind, Callable[[MessageBlock], schemas.ResponseBlock]]] = {
-    BlockKind.TEXT: lambda block: schemas.TextBlock(""),
-    BlockKind.REASONING: lambda block: schemas.ThinkingBlock(""),
-    BlockKind.CALL: lambda block: schemas.ToolUseBlock(block.id, block.name, Raw(b"{}")),
+    "text": lambda block: schemas.TextBlock(""),
+    "reasoning": lambda block: schemas.ThinkingBlock(""),
+    "call": lambda block: schemas.ToolUseBlock(block.id, block.name, Raw(b"{}")),
 }
 _DELTAS: Final = {
-    BlockKind.TEXT: ("text_delta", "text"),
-    BlockKind.REASONING: ("thinking_delta", "thinking"),
-    BlockKind.CALL: ("input_json_delta", "partial_json"),
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }
 """Kind of a block -> type of its deltas, and their field with the text."""
 
 
 def _content(block: MessageBlock) -> schemas.ResponseBlock:
-    if block.kind is BlockKind.TEXT:
+    if block.kind == "text":
         return schemas.TextBlock(block.text)
-    if block.kind is BlockKind.REASONING:
+    if block.kind == "reasoning":
         return schemas.ThinkingBlock(block.text)
     return schemas.ToolUseBlock(block.id, block.name, _object(block.text))
 

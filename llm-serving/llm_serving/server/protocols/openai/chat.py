@@ -15,7 +15,7 @@ from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, template_message
 from llm_serving.server.generation.events import TextEvents, event
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_logprobs
-from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageParser
+from llm_serving.server.generation.message import BlockDelta, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
 from llm_serving.server.parsing.body import note_ignored, read_fields
@@ -65,10 +65,14 @@ class _ChatRequest(ConversationRequest):
 
 
 def _joined(deltas: Sequence[BlockDelta]) -> JsonObject:
-    texts = {kind: "".join(delta.text for delta in deltas if delta.block.kind is kind) for kind in BlockKind}
-    calls = [_call_delta(delta) for delta in deltas if delta.block.kind is BlockKind.CALL]
-    joined = {"content": texts[BlockKind.TEXT], "reasoning_content": texts[BlockKind.REASONING], "tool_calls": calls}
-    return {name: value for name, value in joined.items() if value}
+    joined: JsonObject = {}
+    for delta in deltas:
+        if delta.block.kind == "call":
+            joined.setdefault("tool_calls", []).append(_call_delta(delta))
+        else:
+            name = "content" if delta.block.kind == "text" else "reasoning_content"
+            joined[name] = joined.get(name, "") + delta.text
+    return joined
 
 
 def _call_delta(delta: BlockDelta) -> JsonObject:
@@ -175,14 +179,13 @@ class ChatBuilder(OpenAIResponseBuilder):
         return usage
 
     def _message(self, parser: MessageParser) -> ChatResponseMessage:
-        content = self._echo + parser.text(BlockKind.TEXT)
+        content = self._echo + parser.text("text")
         called = [
-            ToolCall(id=each.id, function=CalledFunction(each.name, each.text))
-            for each in parser.of_kind(BlockKind.CALL)
+            ToolCall(id=each.id, function=CalledFunction(each.name, each.text)) for each in parser.of_kind("call")
         ]
         return ChatResponseMessage(
             content=None if called and not content else content,
-            reasoning_content=parser.text(BlockKind.REASONING) or UNSET,
+            reasoning_content=parser.text("reasoning") or UNSET,
             tool_calls=called or UNSET,
         )
 

@@ -19,7 +19,7 @@ from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, flat_error
 from llm_serving.server.generation.events import named_event
 from llm_serving.server.generation.generation import Generation
-from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageParser
+from llm_serving.server.generation.message import BlockDelta, MessageBlock, MessageParser
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, buffered, respond
 from llm_serving.server.generation.tools import arguments_of
@@ -272,7 +272,7 @@ class ResponsesBuilder(ResponseBuilder):
         if not output.finished:
             return deltas
         if not self._parser.blocks:
-            deltas.append(BlockDelta(self._parser.open(BlockKind.TEXT), True, ""))
+            deltas.append(BlockDelta(self._parser.open("text"), True, ""))
         num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
         self._response.usage = schemas.ResponseUsage(
             num_prompt,
@@ -320,11 +320,11 @@ class ResponsesBuilder(ResponseBuilder):
     def _item(self, block: MessageBlock) -> schemas.OutputItem:
         is_last = block.index == len(self._parser.blocks) - 1
         status, item_id, text = self._last_item_status if is_last else "completed", self._item_id(block), block.text
-        if block.kind is BlockKind.CALL:
+        if block.kind == "call":
             return schemas.FunctionCallItem(
                 id=item_id, call_id=block.id, name=block.name, arguments=text, status=status
             )
-        if block.kind is BlockKind.REASONING:
+        if block.kind == "reasoning":
             return schemas.ReasoningItem(id=item_id, content=[schemas.ReasoningText(text)], status=status)
         return schemas.OutputMessage(id=item_id, status=status, content=[schemas.OutputText(text)])
 
@@ -355,7 +355,7 @@ class ResponsesBuilder(ResponseBuilder):
     def _of_block(self, kind: str, block: MessageBlock, **fields: object) -> bytes:
         if "item" not in fields:
             fields["item_id"] = self._item_id(block)
-            if block.kind is not BlockKind.CALL:
+            if block.kind != "call":
                 fields["content_index"] = 0
         return self._event(f"response.{kind}", output_index=block.index, **fields)
 
@@ -365,23 +365,23 @@ class ResponsesBuilder(ResponseBuilder):
         return named_event(kind, content)
 
 
-_PREFIXES: Final = {BlockKind.TEXT: "msg", BlockKind.CALL: "fc", BlockKind.REASONING: "rs"}
+_PREFIXES: Final = {"text": "msg", "call": "fc", "reasoning": "rs"}
 _DELTAS: Final = {
-    BlockKind.TEXT: "output_text.delta",
-    BlockKind.CALL: "function_call_arguments.delta",
-    BlockKind.REASONING: "reasoning_text.delta",
+    "text": "output_text.delta",
+    "call": "function_call_arguments.delta",
+    "reasoning": "reasoning_text.delta",
 }
 
 
 def _logprobs(block: MessageBlock) -> dict[str, object]:
-    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+    return {"logprobs": []} if block.kind == "text" else {}
 
 
 def _message(parser: MessageParser) -> ChatMessage:
-    called = parser.of_kind(BlockKind.CALL)
+    called = parser.of_kind("call")
     return ChatMessage(
         "assistant",
-        parser.text(BlockKind.TEXT),
+        parser.text("text"),
         tool_calls=[ToolCallOfMessage(FunctionOfMessage(each.name, each.text), each.id) for each in called] or None,
-        reasoning_content=parser.text(BlockKind.REASONING) or None,
+        reasoning_content=parser.text("reasoning") or None,
     )
