@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
@@ -35,10 +35,8 @@ class MessageBlock:
         return "".join(self.parts)
 
 
-class BlockDelta(NamedTuple):
-    block: MessageBlock
-    is_new: bool
-    text: str
+BlockDelta = tuple[MessageBlock, bool, str]
+"""(block, whether the block is new, text to append to it). A plain tuple, because each output creates one."""
 
 
 @dataclass(eq=False)
@@ -98,14 +96,14 @@ class MessageParser:
             return self._call_delta(part)
         kind: BlockKind
         kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("text", part)
-        is_new = not self.blocks or self.blocks[-1].kind != kind
-        return BlockDelta(self.open(kind) if is_new else self.blocks[-1], is_new, text)
+        last = self.blocks[-1] if self.blocks else None
+        return (self.open(kind), True, text) if last is None or last.kind != kind else (last, False, text)
 
     def _call_delta(self, call: Call) -> BlockDelta:
         if not call.name:
-            return BlockDelta(self.blocks[-1], False, call.arguments)
+            return self.blocks[-1], False, call.arguments
         assert self.offered is not None
         is_unique = call.id and all(call.id != block.id for block in self.blocks)
         block = self.open("call")
         block.id, block.name = call.id if is_unique else self.offered.new_id(self.rng), call.name
-        return BlockDelta(block, True, call.arguments)
+        return block, True, call.arguments

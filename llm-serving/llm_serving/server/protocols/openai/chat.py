@@ -15,7 +15,7 @@ from llm_serving.server.endpoint import Endpoints
 from llm_serving.server.generation.conversation import ConversationRequest, template_message
 from llm_serving.server.generation.events import TextEvents, event
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_logprobs
-from llm_serving.server.generation.message import BlockDelta, MessageParser
+from llm_serving.server.generation.message import BlockDelta, MessageBlock, MessageParser
 from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
 from llm_serving.server.generation.response import respond
 from llm_serving.server.parsing.body import note_ignored, read_fields
@@ -66,20 +66,19 @@ class _ChatRequest(ConversationRequest):
 
 def _joined(deltas: Sequence[BlockDelta]) -> JsonObject:
     joined: JsonObject = {}
-    for delta in deltas:
-        if delta.block.kind == "call":
-            joined.setdefault("tool_calls", []).append(_call_delta(delta))
+    for block, is_new, text in deltas:
+        if block.kind == "call":
+            joined.setdefault("tool_calls", []).append(_call_delta(block, is_new, text))
         else:
-            name = "content" if delta.block.kind == "text" else "reasoning_content"
-            joined[name] = joined.get(name, "") + delta.text
+            name = "content" if block.kind == "text" else "reasoning_content"
+            joined[name] = joined.get(name, "") + text
     return joined
 
 
-def _call_delta(delta: BlockDelta) -> JsonObject:
-    block, arguments = delta.block, {"arguments": delta.text}
-    if not delta.is_new:
-        return {"index": block.index_in_kind, "function": arguments}
-    function = arguments | {"name": block.name}
+def _call_delta(block: MessageBlock, is_new: bool, arguments: str) -> JsonObject:
+    if not is_new:
+        return {"index": block.index_in_kind, "function": {"arguments": arguments}}
+    function = {"arguments": arguments, "name": block.name}
     return {"index": block.index_in_kind, "id": block.id, "type": "function", "function": function}
 
 

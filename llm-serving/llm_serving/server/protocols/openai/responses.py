@@ -272,7 +272,7 @@ class ResponsesBuilder(ResponseBuilder):
         if not output.finished:
             return deltas
         if not self._parser.blocks:
-            deltas.append(BlockDelta(self._parser.open("text"), True, ""))
+            deltas.append((self._parser.open("text"), True, ""))
         num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
         self._response.usage = schemas.ResponseUsage(
             num_prompt,
