@@ -13,10 +13,10 @@ from llm_serving.network.quantization import unsupported_by_ascend
 
 WINDOW = "attention with a window of 64 tokens"
 LAYER_NORMS = "layer norms"
-CHOICE = "experts chosen by anything but the largest of a softmax"
-LATENT = "products with a weight for each head"
+CHOICE = "experts not chosen by their softmax scores alone"
+LATENT = "projections with one weight per head"
 REFUSED = {
-    "BaichuanForCausalLM": {"attention with slopes"},
+    "BaichuanForCausalLM": {"attention with ALiBi slopes"},
     "Cohere2ForCausalLM": {LAYER_NORMS},
     "CohereForCausalLM": {LAYER_NORMS},
     "DeepseekV2ForCausalLM": {LATENT},

@@ -25,12 +25,12 @@ DELTA = "the gated delta rule"
         ("llama3.1", None, None),
         ("mistral", "attention with a window of 64 tokens", None),
         ("gemma2", "attention with a window of 64 tokens", None),
-        ("baichuan2-13b", "attention with slopes", None),
+        ("baichuan2-13b", "attention with ALiBi slopes", None),
         ("gpt-oss", "attention with sinks", "attention with sinks"),
         ("cohere", "layer norms", "layer norms"),
         ("qwen3-next", f"causal convolutions and {DELTA}", f"causal convolutions and {DELTA}"),
-        ("ernie4.5-moe", "experts chosen by anything but the largest of a softmax", None),
-        ("deepseek-v2-lite", "products with a weight for each head", "products with a weight for each head"),
+        ("ernie4.5-moe", "experts not chosen by their softmax scores alone", None),
+        ("deepseek-v2-lite", "projections with one weight per head", "projections with one weight per head"),
     ],
 )
 def test_unsupported_operations_of_each_family(tmp_path, name, primitives, cells):
@@ -69,7 +69,7 @@ def feed_forward(body):
     return net
 
 
-CHOSEN = "experts chosen by anything but the largest of a softmax"
+CHOSEN = "experts not chosen by their softmax scores alone"
 PARTS = {"rates": "rates", "bias": "bias"}
 SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32))
 
@@ -79,8 +79,8 @@ SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32)
     [
         (attention(), None),
         (attention(window=64), "attention with a window of 64 tokens"),
-        (attention(cap=30.0), "attention with a cap on its scores"),
-        (attention(slopes=SLOPES), "attention with slopes"),
+        (attention(cap=30.0), "attention with soft-capped scores"),
+        (attention(slopes=SLOPES), "attention with ALiBi slopes"),
         (attention(q_rope=Value("turned", 64)), "attention to latent keys"),
         (attention(sinks=Weight(("sinks",), (4,), ((4,),))), "attention with sinks"),
         (feed_forward(lambda net, x: net.layer_norm(x, "norm")), "layer norms"),

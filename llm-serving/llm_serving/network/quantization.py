@@ -223,7 +223,7 @@ def unsupported_by_cells(network: Network) -> str | None:
 def _unsupported_by_cells(operation: Operation) -> str | None:
     attributes, weights = operation.attributes, operation.weights
     if operation.kind == "linear" and attributes["heads"] > 1:
-        return "products with a weight for each head"
+        return "projections with one weight per head"
     if is_latent(operation):
         return _LATENT
     if operation.kind in _WITHOUT_CELL:
@@ -271,14 +271,14 @@ def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
         if each.kind == "route":
             is_softmax = attributes["score"] == "softmax" and attributes["groups"] == 1
             if not is_softmax or "correction" in each.weights:
-                return "experts chosen by anything but the largest of a softmax"
+                return "experts not chosen by their softmax scores alone"
         if each.kind == "attention":
             if 0 < attributes["window"] < num_positions:
                 return f"attention with a window of {attributes['window']} tokens"
             if attributes["cap"]:
-                return "attention with a cap on its scores"
+                return "attention with soft-capped scores"
             if "slopes" in each.weights:
-                return "attention with slopes"
+                return "attention with ALiBi slopes"
     return None
 
 
