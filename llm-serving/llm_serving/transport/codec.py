@@ -180,7 +180,7 @@ def decode_output(message: StepDone) -> StepOutput:
     if not len(token_ids) == len(logprobs) == top.num_results or len(scores.logprobs) != len(scores.ranks):
         raise ProtocolError(f"the reply to step {message.step} has arrays of different lengths")
     if others and not (_is_consistent(top) and _is_consistent(scores.top)):
-        raise ProtocolError(f"the reply to step {message.step} has top tokens that their offsets do not divide")
+        raise ProtocolError(f"the reply to step {message.step} has offsets that do not match its top tokens")
     return StepOutput(message.step, token_ids, logprobs, top, message.row_errors, scores, vectors)
 
 

@@ -65,7 +65,7 @@ _OPENAI: Final[FieldRules] = {
     "stop_sequences": named("stop"),
     "truncate": named("truncate_prompt_tokens"),
     "top_n_tokens": named("logprobs"),
-    "modalities": RefusedField("must be text alone", (["text"],)),
+    "modalities": RefusedField("is not supported: the server generates only text", (["text"],)),
     "audio": TEXT_ONLY,
     "verbosity": RefusedField(neutral=("medium",)),
     "kv_transfer_params": RefusedField(),
