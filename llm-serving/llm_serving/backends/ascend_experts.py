@@ -106,8 +106,8 @@ class QuantizedGroupedMatmul(nn.Cell):
 class AscendExperts(nn.Cell):
     """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> weighted sums [T, H].
 
-    With a `dtype`, which is that of the result, weights are int8: qvalues [experts, K, N] and float32 scales
-    [experts, N].
+    If `dtype` is given, weights are int8: qvalues [experts, K, N] and float32 scales [experts, N]. The result has
+    this dtype.
     """
 
     def __init__(self, num_experts: int, gate: nn.Cell, dtype: Any = None) -> None:
@@ -118,7 +118,7 @@ class AscendExperts(nn.Cell):
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
 
     def numbers_of(self, topk_ids: ms.Tensor) -> ms.Tensor:
-        """Return the expert of each dispatched row."""
+        """Return the index of the expert that computes each dispatched row."""
         each = self.reshape(topk_ids, (-1, 1))
         numbers, _, _ = self.dispatch(self.cast(each, ms.float32), each)
         return self.reshape(self.cast(numbers, ms.int32), (-1,))

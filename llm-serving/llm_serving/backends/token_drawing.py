@@ -334,6 +334,6 @@ class TokenDrawing(nn.Cell):
         return index, target - self.at(before, index)
 
     def block_of(self, weights: ms.Tensor, row: ms.Tensor, index: ms.Tensor) -> ms.Tensor:
-        indices = row * self.num_blocks_of_row + index  # below 2^24
+        indices = row * self.num_blocks_of_row + index  # below 2^24, so exact in float32
         blocks = self.reshape(weights, (-1, _BLOCK))
         return self.gather_rows(blocks, self.reshape(self.cast(indices, ms.int32), (-1,)), 0)

@@ -87,7 +87,7 @@ class BlockType:
         return math.prod(shape[:-2]) * -(-out // PANEL_ROWS) * panel
 
     def __call__(self, arrays: Mapping[str, Array]) -> BlockTensor:
-        """Unpack the array BLOCKS_PART, as `PackedTensor.unpack`."""
+        """Unpack the array BLOCKS_PART. A `PackedTensor` calls this as its `unpack`."""
         return self.unpacked(arrays[BLOCKS_PART])
 
     def unpacked(self, rows: Array) -> BlockTensor:

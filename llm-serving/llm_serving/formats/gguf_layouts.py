@@ -113,7 +113,7 @@ def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
 
 
 def parts_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts, *, parts: slice) -> ReadableTensor:
-    """Return some parts of `in_proj_qkvz`, one after another. The file stores the four parts key head by key head."""
+    """Return some of q, k, v, z of `in_proj_qkvz`, in order. The file stores the parts of each key head together."""
     own = head_rows(name, tensor, heads.linear_keys)
     values = heads.linear_values // heads.linear_keys * heads.linear_dim
     key_dim = own // 2 - values

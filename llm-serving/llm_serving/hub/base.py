@@ -75,7 +75,7 @@ class Hub(Protocol):
         """Yield the models in the local cache by name."""
 
     def listed(self, name: str, revision: str) -> HubModel:
-        """Return a model with the files that the hub has of it."""
+        """Ask the hub for a model. Return it with the sizes of its files."""
 
     def fetch(self, model: HubModel, files: Sequence[str]) -> None:
         """Download files into the model's folder, and resume interrupted downloads."""

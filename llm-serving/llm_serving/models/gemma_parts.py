@@ -42,7 +42,7 @@ class LayerInputs:
         """Return what layer `index` adds to `x` for its own input. `at`: tensor name prefix of the layer."""
         net = self._net
         gate = net.activation(net.linear(x, at + "per_layer_input_gate", self._width), "gelu_tanh")
-        half = Scaled(0.5**0.5)  # scales the input of the layer
+        half = Scaled(0.5**0.5)  # scales the sum of both parts of the layer's input
         gated = net.multiply(self._inputs[index], gate)
         x = net.linear(gated, at + "per_layer_projection", net.hidden, transform=half)
         return net.rms_norm(x, at + "post_per_layer_input_norm")
@@ -81,8 +81,8 @@ def text_decoder(
 class SharingAttention:
     """Attention with norms of queries, keys and values, and with unscaled scores. Call it for each layer, in order.
 
-    The last `num_kv_shared_layers` layers read the keys and values of an earlier layer of the same kind. `sources` has
-    the index of this layer, or None for a layer with its own keys and values. `heads`, `rotaries`: for each kind.
+    The last `num_kv_shared_layers` layers read the keys and values of an earlier layer of the same kind. `sources`: for
+    each layer, the index of that earlier layer, or None if it has its own. `heads`, `rotaries`: by kind of layer.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SharingAttention:
         self._net, self._kinds, self._heads, self._rotaries = net, kinds, heads, rotaries
         self._window, self._bias = c.integer("sliding_window", 512), c.boolean("attention_bias")
         self._numbers: list[int] = []
-        """Index of the layer in the KV cache that each layer reads."""
+        """For each layer, the index of the KV cache that it reads."""
         first = len(kinds) - c.integer("num_kv_shared_layers", num_shared, least=0)
         own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
         if missing := set(kinds) - own.keys():

@@ -46,7 +46,7 @@ class MetadataReader:
         return self.number(self.key(name))
 
     def of_layers(self, name: str) -> list[Any] | None:
-        """Return a list with a number or flag for each layer. Return None if there is no list or if it is too long."""
+        """Return the list of a key, with a number or flag for each layer, or None if it is absent or too long."""
         value = self.found.metadata.get(self.key(name))
         return value.tolist() if isinstance(value, np.ndarray) and len(value) <= MAX_LAYERS else None
 

@@ -130,7 +130,7 @@ def _rotation(reader: ConfigReader) -> tuple[float, dict[str, Any]]:
 
 
 class MindFormersClass(NamedTuple):
-    """A network class of MindFormers. `module` and `family` are parts of the names of modules and of classes."""
+    """A network class of MindFormers. Names of its modules contain `module`, and names of its classes `family`."""
 
     package: str
     module: str

@@ -50,7 +50,7 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
             return _gated_attention(net, x, at, heads, rotary, bias=bias)
         return _delta_net(net, c, x, at + "linear_attn.", names)
 
-    net.allow_unused("mtp.", "model.visual.")  # read by another network, and what reads images
+    net.allow_unused("mtp.", "model.visual.")  # the MTP network reads the first; images are not supported
     at = "model.language_model" if c.has(TEXT_CONFIG) else "model"
     experts_or_mlp = partial(feed_forward, net, c, experts, stacks=stacks, normalise=True)
     return block_decoder(

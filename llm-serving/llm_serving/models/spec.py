@@ -46,7 +46,7 @@ _MATRICES: Final[Mapping[str, tuple[str, ...]]] = {
     "route": ("weight",),
     "experts": ("gate_up", "down"),
 }
-"""Operation kind -> weights by which a token is multiplied."""
+"""Operation kind -> its weights that are matrices, by which each token is multiplied."""
 _UNLIMITED: Final = 2**20
 _MAX_TOKENIZER_CONFIG_BYTES: Final = 2**26
 _MAX_POSITIONS: Final = 2**31 - 1
@@ -215,7 +215,7 @@ class ModelSpec:
     def from_hugging_face(
         cls, config: Mapping[str, Any], where: str = CONFIG_NAME, scheme: Scheme | None = None
     ) -> ModelSpec:
-        """Return the spec of a config.json. `scheme`: format of the weights, by default the one that it states."""
+        """Return the spec of a config.json. `scheme`: format of the weights, by default that in `config`."""
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.normalized_config(ConfigReader(config, where))

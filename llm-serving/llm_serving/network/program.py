@@ -106,8 +106,8 @@ def _of_given_rows(
 
 
 def assemble(plan: Plan, dtype: str, network: Network | None = None, first: Sequence[Weight] = ()) -> Program:
-    """Encode the operations of a plan as a program. `network`: the network with their caches, states and adapter slots,
-    or None if they use none. `first`: weights that get the lowest numbers, by default those of the last operation.
+    """Encode the operations of a plan as a program. `network`: has their caches, states and adapter slots. None if
+    they use none. `first`: weights that get the lowest numbers, by default those of the last operation.
     """
     layout = None if network is None else network.layout
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
