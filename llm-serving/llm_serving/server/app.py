@@ -250,8 +250,8 @@ async def _reload_files(models: ServedModels, access_log: AccessLog | None) -> N
 def tune_interpreter() -> None:
     """Make garbage collections rare, and let a waiting event loop get the GIL after 0.5 ms."""
     gc.freeze()
-    # A burst of 128 requests allocates about 20,000 objects that stay in use, so a lower first threshold would search
-    # them in vain. Full collections take 0.1 s with many connections.
+    # A burst of 128 requests allocates about 20,000 objects that stay in use. With a lower first threshold, the
+    # collector would search them in vain. Full collections take 0.1 s with many connections.
     gc.set_threshold(20_000, 1, 20)
     sys.setswitchinterval(0.0005)  # Python's default is 5 ms
 

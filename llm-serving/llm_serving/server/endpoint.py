@@ -71,7 +71,7 @@ class Endpoint:
                 await check_no_body(request, serving)
             response = await self.handler(engine, request)
             size, most = len(getattr(response, "body", b"")), serving.max_buffered_bytes
-            if size > most and REQUEST_KEY in request.scope:  # the connection would be closed before its end
+            if size > most and REQUEST_KEY in request.scope:  # the server would abort the connection
                 rule = f"must ask for an answer of at most {most} bytes (serving_config.max_buffered_bytes)"
                 raise RequestError("body", f"{rule}, or for a stream", size)
             if (request_id := response.headers.get(REQUEST_ID_HEADER)) is not None:

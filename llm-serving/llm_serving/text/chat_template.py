@@ -82,7 +82,7 @@ def sandbox() -> ImmutableSandboxedEnvironment:
 
 
 class _Renderer:
-    """Answers the questions of the master: the first one has the template, the others have conversations."""
+    """Answers the master's messages: the first has the template, each later one has a conversation to render."""
 
     _template: jinja2.Template | None = None
 

@@ -50,7 +50,7 @@ class MessageParser:
     blocks: list[MessageBlock] = field(default_factory=list)
 
     def parse(self, output: RequestOutput) -> list[BlockDelta]:
-        """Return what an output adds to the message. Do not keep its text."""
+        """Return what an output adds to the message, without adding its text to the blocks."""
         if self.counter is not None:
             self.counter.add(output.token_ids)
         if self.parser is None:

@@ -201,7 +201,7 @@ class HttpRequest:
         self._connection = connection
         self._is_old = head.is_http_1_0
         self.max_weight = most = limits.max_request_body_bytes
-        """How many body bytes count as buffered at most. Routes that write bodies to disk reduce it."""
+        """Maximum number of body bytes that count as buffered. Routes that write bodies to disk reduce it."""
         self._must_close = head.expects_continue or head.body_length is None or head.body_length > most
         self.arrived = monotonic()
         self.num_unsent = 0
@@ -261,8 +261,8 @@ class HttpRequest:
         scope[REQUEST_KEY] = self
         has_body = scope["method"] != "HEAD"
         if self._is_old and has_body:
-            # In a response to HEAD uvicorn writes the head only. Otherwise it would write chunks, which are not part of
-            # HTTP/1.0. `send_and_record` writes the body.
+            # HTTP/1.0 has no chunks. Because uvicorn would write the body in chunks, its scope names the method HEAD,
+            # so it writes only the head. `send_and_record` writes the body.
             uvicorn_scope, scope = scope, {**scope}
             uvicorn_scope["method"] = "HEAD"
 

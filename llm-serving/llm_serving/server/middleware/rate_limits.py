@@ -116,7 +116,7 @@ class Quota:
 
 
 def update_quotas(quotas: dict[str, Quota], keys: Sequence[ApiKey], clock: Clock) -> None:
-    """Change `quotas`, by name of the key, to those of `keys`. What a key has used stays counted."""
+    """Update `quotas` (name of the API key -> quota) to those of `keys`. The usage of a key stays counted."""
     for key in keys:
         if key.name in quotas:
             quotas[key.name].reload(key)

@@ -249,7 +249,7 @@ def note_ignored(http_request: Request, name: str) -> None:
 
 @functools.cache
 def fields_of(kind: type) -> Mapping[str, type | None]:
-    """Return the fields of a struct: name -> struct of the object, or of the objects in the list, that it contains."""
+    """Return the fields of a struct: name -> struct of its object or of the objects in its list, or None."""
 
     def struct_in(kind: msgspec.inspect.Type) -> type | None:
         if isinstance(kind, msgspec.inspect.ListType):

@@ -140,7 +140,7 @@ class ConstraintCompiler:
 def _with_a_large_stack(work: Callable[[], T]) -> T:
     with ThreadPoolExecutor(1, "grammar") as executor:
         with _THREAD_START:
-            before = threading.stack_size(STACK_BYTES)  # also of other threads that start meanwhile, without harm
+            before = threading.stack_size(STACK_BYTES)  # harmless: other threads that start now get it, too
             try:
                 done = executor.submit(work)  # starts the thread
             finally:

@@ -52,7 +52,7 @@ class TokenConstraint:
         self.restart()
 
     def restart(self) -> None:
-        """Replace the matcher by one without cached lexer states, whose number is limited for all its copies."""
+        """Compile the grammar again, because all copies of a matcher share one limit on cached lexer states."""
         self._start = self.compile_grammar()
 
     @property

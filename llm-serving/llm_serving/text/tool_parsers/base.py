@@ -54,7 +54,7 @@ class CallSource:
 
     A reader is a generator. It yields each call, or further arguments of the last call, as soon as a longer text cannot
     change them, and None if it needs more text. It returns when no more calls follow, and raises NotACallError if the
-    text is no call. Readers begin at the index `at` of `body`, and move it behind the text of a call before they yield
+    text is no call. Readers begin at the index `at` of `body`, and move `at` after the text of a call before they yield
     the call. `end`: index after the text of all yielded calls. `ended`: no more text follows `body`. `opening`: the
     delimiter, or "" if an answer begins without one.
     """

@@ -29,7 +29,7 @@ def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
         if value < 0:
             source.at = max(source.at, len(source.body) - len(CLOSING))
             yield None
-        elif (end := source.body.find(_VALUE_END, value)) >= 0:  # a value may contain anything except its closing
+        elif (end := source.body.find(_VALUE_END, value)) >= 0:  # a value may contain anything but its closing tag
             source.at = end
         else:
             yield None

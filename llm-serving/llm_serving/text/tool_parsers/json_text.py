@@ -127,7 +127,7 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any, name_key: str = "name") -> Call:
-    """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError otherwise."""
+    """Return the call in an object with `name_key` and `arguments` or `parameters`, or raise NotACallError."""
     if not isinstance(value, dict) or not is_name(name := value.get(name_key)):
         raise NotACallError
     given = value.get("arguments", value.get("parameters", {}))

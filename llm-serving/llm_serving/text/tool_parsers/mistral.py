@@ -29,7 +29,7 @@ def _read(schemas: base.Schemas, source: base.CallSource) -> base.Reading:
 
 
 def _head(body: str) -> tuple[str | None, int] | None:
-    """Return the name before the arguments, or None before a list, and the index of the JSON. None: text is missing."""
+    """Return the name before the JSON (None before a list) and the JSON's index, or None if more text is needed."""
     stripped = body.lstrip()
     start = len(body) - len(stripped)
     if not stripped:

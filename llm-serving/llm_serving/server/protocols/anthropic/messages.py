@@ -210,7 +210,7 @@ _DELTAS: Final = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Kind of a block -> type of its deltas, and their field with the text."""
+"""Kind of a block -> (type of its deltas, name of their field that holds the text)."""
 
 
 def _content(block: MessageBlock) -> schemas.ResponseBlock:

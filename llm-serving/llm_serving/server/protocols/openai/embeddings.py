@@ -63,7 +63,7 @@ class TextInput(NamedTuple):
     """Name of the request field that holds the text, for error messages."""
     content: pipeline.Prompt | TextPair
     max_tokens: int | None
-    """None if there is no limit, -1 for as many as fit."""
+    """None if there is no limit, -1 for as many as the model's context holds."""
 
     @property
     def text(self) -> pipeline.Prompt:

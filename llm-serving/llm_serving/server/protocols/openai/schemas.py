@@ -315,7 +315,7 @@ class ChatCompletion(Long, kw_only=True):
 class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: JsonObject
-    """Perhaps `role`, `content`, `reasoning_content` or `tool_calls`, as in a message."""
+    """May have `role`, `content`, `reasoning_content` or `tool_calls`, as in a message."""
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
