@@ -248,7 +248,7 @@ def test_simulator_imports_only_parts_below_the_commands():
 
 
 def test_tools_import_only_parts_below_the_commands():
-    """The tools must not import MindSpore. `export` computes a graph with the parts of the WorkAgent."""
+    """The tools must not import MindSpore, except `export`, which uses parts of the WorkAgent."""
     assert (
         imports_above(TOOLS, 6.5, commands={"commands", "new_folder.py", "server_client.py"}, except_for={"export.py"})
         == []

@@ -275,7 +275,7 @@ class _Steps:
         self.flush()
         if isinstance(output, StartedStep):
             self._started = message.step, output
-            if message.allowed_follow:  # finishing the step reads the next message, SetAllowedTokens
+            if message.allowed_follow:  # `flush` reads the next message, SetAllowedTokens
                 self.flush()
         else:
             self._reply(message.step, output)
@@ -301,7 +301,7 @@ class _Steps:
             return self._runner.start(step, lambda: self._await_allowed_tokens(message))
 
     def _announce_ending(self, step: RunStep) -> None:
-        """Send `StepEnding` shortly before the step ends, if requested, or now if the backend cannot report the end."""
+        """If requested, send `StepEnding` shortly before the step ends, or now if the backend cannot report that."""
 
         def announce() -> None:
             with contextlib.suppress(ChannelClosedError):  # the master has exited
@@ -313,7 +313,7 @@ class _Steps:
     def _await_allowed_tokens(self, step: RunStep) -> AllowedTokens:
         """Wait for a step's allowed tokens. Raise TransportError if the master exits or sends a different message."""
         message = self._channel.receive()
-        while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
+        while isinstance(message, SetAllowedTokens) and message.step < step.step:  # the allowed tokens of a failed step
             message = self._channel.receive()
         if isinstance(message, Shutdown):
             raise ChannelClosedError("the master shuts down")

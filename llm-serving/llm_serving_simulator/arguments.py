@@ -1,4 +1,4 @@
-"""Values of arguments that several subcommands of the simulator have."""
+"""Checks of arguments that several subcommands of the simulator share."""
 
 from __future__ import annotations
 

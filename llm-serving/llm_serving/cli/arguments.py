@@ -1,4 +1,4 @@
-"""Arguments that subcommands share, and loading of the model that they name."""
+"""Arguments that subcommands share, and functions that load the model named in them."""
 
 from __future__ import annotations
 

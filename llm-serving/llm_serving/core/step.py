@@ -130,7 +130,7 @@ class SamplingInput:
 
     @classmethod
     def plain(cls, num_samples: int, **given: NDArray[Any]) -> SamplingInput:
-        """Return parameters without penalties, biases and constraints. By default, sampling is greedy."""
+        """Return `given` and defaults for the other fields: greedy, no penalties, biases and constraints."""
         zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
         whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
         nothing = np.empty(0, np.int32)
@@ -207,8 +207,8 @@ class StepInput:
     """[G * B, W] block ids, first group of layers first. Columns before the window are NO_BLOCK, unused ones 0."""
     block_epochs: Int32Array  # [G * B, W], for each entry of block_tables the epoch of its block
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
-    sampling: SamplingInput  # of the S results of kind TOKEN
-    scoring: ScoringInput = NO_SCORING  # of the P results of kind LOGPROBS
+    sampling: SamplingInput  # for the S results of kind TOKEN
+    scoring: ScoringInput = NO_SCORING  # for the P results of kind LOGPROBS
     block_moves: Int32Array = field(default_factory=lambda: NO_BLOCK_MOVES)
     """[N, 6], each row a `BlockMove`. They are executed in order before the tokens are computed."""
     exports: Int32Array = field(default_factory=lambda: NO_BLOCK_MOVES)

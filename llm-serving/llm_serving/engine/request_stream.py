@@ -121,7 +121,7 @@ class CoalescedResponse:
     _abort: Callable[[str], None]
     _extend_deadline: ExtendDeadline
     _grew: Callable[[CoalescedResponse, int], None]
-    """Gets the size of each new output in bytes."""
+    """Called with the size in bytes of each new output."""
     _clock: Clock
     num_bytes: int = field(default=0, init=False)
     last: RequestOutput | None = field(default=None, init=False)

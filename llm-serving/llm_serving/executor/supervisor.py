@@ -130,7 +130,7 @@ def start_work_agent(
         try:
             with cancellation.on_cancel(process.kill):
                 loaded = _load(index, channel, settings, on_progress, timeout_s, config.serving.load_timeout_s)
-            if cancellation.is_cancelled:  # after `Loaded` arrived
+            if cancellation.is_cancelled:  # cancelled after `Loaded` arrived
                 raise WorkerDiedError(f"the start of WorkAgent {index} was cancelled")
         except ChannelClosedError as error:
             _kill_and_wait(process)

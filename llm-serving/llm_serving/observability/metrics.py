@@ -128,7 +128,7 @@ class Metrics(Collector):
         *,
         replica: int = 0,
     ) -> None:
-        """Record the load of a replica, after a step of `num_step_tokens` unless that is None."""
+        """Record the load of a replica. Unless `num_step_tokens` is None, also count a step with as many tokens."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             if num_step_tokens is not None:
@@ -237,8 +237,8 @@ class Metrics(Collector):
         )
 
     def record_migrated(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count requests that migrated here, and their KV blocks, which the copies in `moves` import. `seconds`: for
-        each request, the time from its last step on the old replica to its first step here.
+        """Count requests that migrated here, and the KV blocks that the `moves` import. `seconds`: for each request,
+        the time from its last step on the old replica to its first step here.
         """
         num_blocks = sum(move.kind == BlockMoveKind.IMPORT for move in moves)
         self._add(

@@ -26,7 +26,7 @@ class SchedulingRules(NamedTuple):
     limits: SchedulerLimits
     policy: Policy
     classes: Sequence[RequestClass]
-    """By ascending rank."""
+    """Request classes by ascending rank."""
     order: Order
     """Order of the requests of a class."""
     prefix_caching: bool

@@ -163,8 +163,7 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
 
     step: int
     arrays: tuple[bytes, ...]
-    """The arrays of the output (`codec.OUTPUT_DTYPES`). After the first two, either all follow, or none if none of them
-    holds a result."""
+    """The arrays of the output (`codec.OUTPUT_DTYPES`). All after the first two are absent if they hold no result."""
     row_errors: dict[int, str]
     num_compilations: int = 0
     """Number of graphs compiled so far. It must not grow after the warm-up."""

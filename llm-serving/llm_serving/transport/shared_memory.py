@@ -128,7 +128,7 @@ def _views(
     for array in layout:
         try:
             view: AnyArray = np.ndarray(array.shape, DTYPES[array.dtype], memory, offset)
-        except (KeyError, TypeError, ValueError):  # a length below 0, or more than there is
+        except (KeyError, TypeError, ValueError):  # a negative length, or more bytes than `memory` has
             kind = f"{array.dtype} of shape {array.shape}"
             raise ProtocolError(f"memory of {len(memory)} bytes cannot contain an array of {kind}") from None
         offset += view.nbytes + -view.nbytes % alignment

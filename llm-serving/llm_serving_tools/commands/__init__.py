@@ -1,1 +1,1 @@
-"""The subcommands of `llm-serving` that need no server code, one module each; `llm_serving.cli.main` names them."""
+"""The subcommands of `llm-serving` beside the server, one module each. `llm_serving.cli.main` loads them by name."""

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     cache_bytes = num_blocks * config.pa.block_size * sum(each.kv_bytes_per_token(2) for each in ranks)
     with new_folder(arguments.target, 2 * sum(each.num_weight_elements for each in ranks) + cache_bytes) as written:
         for rank, each in enumerate(ranks):
-            os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # read by MindSpore's collectives
+            os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # MindSpore's collectives read these
             of_rank = written if num_ranks == 1 else written / f"rank_{rank}"
             of_rank.mkdir(exist_ok=True)
             caches = KVTensors.allocate(each, backend, num_blocks, config.pa.block_size).layers

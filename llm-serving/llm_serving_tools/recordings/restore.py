@@ -41,7 +41,7 @@ def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
         return kind(*values)
     instance = object.__new__(kind)
     attributes = dict(zip(layouts[name], values, strict=True)) | dict.fromkeys(LEFT_OUT.get(kind, ()))
-    attributes = _constants(kind) | attributes  # a version without a field decided as with its default
+    attributes = _constants(kind) | attributes  # older recordings lack new fields: use their defaults
     if (declared := declared_attributes(kind)) and attributes.keys() != set(declared):
         raise ValueError(f"the recorded attributes of {name} are not those of this version")
     for attribute, value in attributes.items():

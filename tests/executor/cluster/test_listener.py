@@ -84,7 +84,7 @@ def test_listener_limits_the_first_frame(listener: Listener, monkeypatch: pytest
 def test_a_connection_after_the_end_of_its_start_is_closed(listener: Listener) -> None:
     with listener.expect("a") as arrival:
         agent = come_in(listener, "a")
-        arrival.put(arrival.get(timeout=DEADLINE_S))  # it has arrived, and no start waits for it
+        arrival.put(arrival.get(timeout=DEADLINE_S))  # connected, but no caller waits for it
     assert is_closed(agent._socket)
     agent.close()
 
@@ -157,7 +157,7 @@ def test_an_authenticated_connection_is_not_dropped(monkeypatch: pytest.MonkeyPa
         while listener._handshakes._connections:
             threading.Event().wait(0.001)
         strangers = [come_from(listener, "127.0.0.2") for _ in range(3)]
-        assert is_closed(strangers[0]), "the limit applies to the others"
+        assert is_closed(strangers[0]), "the limit applies to unauthenticated connections"
         channels: list[Channel[MasterMessage]] = [Channel(each, MasterMessage) for each in agents]  # type: ignore[arg-type]
         channels[0].send(Attach("a"))
         taken = arrival.get(timeout=DEADLINE_S)

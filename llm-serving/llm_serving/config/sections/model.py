@@ -190,7 +190,7 @@ def _describe_scaling(scaling: Scaling | None) -> str:
 
 
 def _agree(values: Values, name: str, own: Sequence[int], config: str) -> None:
-    """Check that a key has one of the model's `own` values, or set it to the only one of these."""
+    """Check that a given key has one of the model's `own` values. If it is not given, set it to the only such value."""
     if values.is_given(name):
         if own and values[name] not in own:
             raise values.error(name, f"must be {' or '.join(map(str, own))} as in {config}, or be left out")

@@ -165,7 +165,7 @@ _FOR_DRAFT_MODEL: Final = (
     ("model_config.mindir_path", (None,)),
     ("model_config.implementation", (ImplementationName.NATIVE,)),
 )
-"""(key, allowed values) with a draft model, which runs inside one WorkAgent on this project's own network."""
+"""(key, allowed values) if a draft model is used: it runs in one WorkAgent and needs the native implementation."""
 
 
 def check_scheduler(values: Values, spec: ModelSpec | None) -> None:

@@ -108,7 +108,7 @@ class ClassLeadMonitor:
         self._leads: Counter[str] = Counter()
         self._lowest: defaultdict[str, MinimumSince] = defaultdict(MinimumSince)
         self._highest: defaultdict[str, MinimumSince] = defaultdict(MinimumSince)
-        """The same of the negative leads."""
+        """Minima of the negated leads, which give the highest leads."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
 

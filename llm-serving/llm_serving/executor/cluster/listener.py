@@ -41,7 +41,7 @@ class PendingHandshakes:
         self._connections: dict[ssl.SSLSocket, tuple[str, threading.Thread]] = {}
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> None:
-        """Add a connection, which `thread` must `remove` after the handshake, and before closing it."""
+        """Add a connection. After the handshake and before closing it, `thread` must call `remove`."""
         with self._lock:
             dropped = self._drop_one() if len(self._connections) >= self._limit else None
             self._connections[connection] = peer, thread
@@ -49,16 +49,16 @@ class PendingHandshakes:
             dropped.join()
 
     def remove(self, connection: ssl.SSLSocket) -> bool:
-        """Return False if the connection was replaced."""
+        """Remove a connection. Return False if a new connection has replaced it."""
         with self._lock:
             return self._connections.pop(connection, None) is not None
 
     def _drop_one(self) -> threading.Thread:
         counts = Counter(peer for peer, _ in self._connections.values())
-        dropped = max(self._connections, key=lambda each: counts[self._connections[each][0]])  # among equals the oldest
+        dropped = max(self._connections, key=lambda each: counts[self._connections[each][0]])  # if equal, the oldest
         _, thread = self._connections.pop(dropped)
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(dropped, socket.SHUT_RDWR)  # wakes its thread
+            socket.socket.shutdown(dropped, socket.SHUT_RDWR)  # ends the handshake in its thread
         return thread
 
 
@@ -80,7 +80,7 @@ class PendingStarts:
         finally:
             with self._lock:
                 self._expected.pop(token, None)
-            with contextlib.suppress(Empty):  # it connected after the wait had ended
+            with contextlib.suppress(Empty):  # the WorkAgent connected after the caller stopped waiting
                 queue.get_nowait().close()
 
     def deliver(self, token: str, channel: AgentChannel) -> bool:
