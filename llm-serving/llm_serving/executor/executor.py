@@ -229,8 +229,7 @@ class RemoteExecutor(Executor):
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         buffer = step.step % self._num_buffers
-        for _, each in self._in_flight:
-            assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
+        self._check_unused(buffer)
         written = self._buffers.write(buffer, step_arrays(step))
         message = RunStep(step.step, buffer, written.layout, announce_ending, step.allowed_follow, written.content)
         self._send(message)
@@ -307,6 +306,10 @@ class RemoteExecutor(Executor):
 
     def fileno(self) -> int | None:
         return self._channel.fileno()
+
+    def _check_unused(self, buffer: int) -> None:
+        for _, each in self._in_flight:
+            assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
 
     def _send(self, message: RunStep | Propose) -> None:
         try:
