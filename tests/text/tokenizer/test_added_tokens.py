@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llm_serving.text.tokenizer.tokenizer import read_vocabulary
 from llm_serving.text.tokenizer.vocabulary import TokenSplitter, read_added_tokens
 from tokenizers import AddedToken
 
@@ -51,3 +52,27 @@ def test_malformed_added_tokens_are_omitted():
     assert (token_id, {name: getattr(token, name) for name in good}) == (7, good)
     assert not any((token.lstrip, token.single_word))
     assert read_added_tokens({"added_tokens_decoder": []}) == {}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "text", "ids"),
+    [
+        ({"special": True, "lstrip": True}, "x   [MASK]", [5, 4]),
+        ({"special": True, "single_word": True}, "x[MASK]", [5, 6, 7, 8]),
+        ({"special": False}, "[mask]", [4]),
+    ],
+)
+def test_word_pieces_keep_the_attributes_of_their_special_tokens(tmp_path, attributes, text, ids):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x", "[", "mask", "]"]))
+    config = {"added_tokens_decoder": {"4": {"content": "[MASK]", **attributes}}, "mask_token": "[MASK]"}
+    assert read_vocabulary(path, config).encode(text, add_special_tokens=False) == ids
+
+
+def test_tokens_that_become_special_by_name_are_still_found_in_the_normalized_text(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[UNK]", "[CLS]", "[SEP]", "<end>"]))
+    config = {"added_tokens_decoder": {"3": {"content": "<end>", "special": False}}, "eos_token": "<end>"}
+    vocabulary = read_vocabulary(path, config)
+    assert vocabulary.encode("<END>", add_special_tokens=False) == [3]
+    assert 3 in vocabulary.special_ids

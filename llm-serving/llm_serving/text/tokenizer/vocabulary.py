@@ -35,8 +35,9 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
             continue
         if isinstance(text := token.get("content"), str) and text:
             flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")}
-            if isinstance(normalized := token.get("normalized"), bool):
-                flags["normalized"] = normalized  # the default of AddedToken is `not special`
+            normalized = token.get("normalized")
+            # Without this attribute, only special tokens are searched in the text as given.
+            flags["normalized"] = normalized if isinstance(normalized, bool) else not flags["special"]
             added[int(token_id)] = AddedToken(text, **flags)
     return added
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -56,5 +57,7 @@ def word_pieces(
         "strip_accents": flag(config, "strip_accents", None),
         "lowercase": flag(config, "do_lower_case", True),
     }
-    content = BertWordPieceTokenizer(vocab, **options).to_str().encode()
-    return TokenizersVocabulary(path, added, [*special, *(text for text in names.values() if text in vocab)], content)
+    # The library adds the special tokens without the attributes that the config may give them.
+    content = {**json.loads(BertWordPieceTokenizer(vocab, **options).to_str()), "added_tokens": []}
+    all_special = [*special, *(text for text in names.values() if text in vocab)]
+    return TokenizersVocabulary(path, added, all_special, json.dumps(content).encode())
