@@ -96,6 +96,9 @@ def test_tool_call_stream_has_item_events():
         "completed",
     ]
     data = [each for _, each in received]
+    places = {each["type"].removeprefix("response."): [*each][2:5] for each in data}
+    assert places["output_text.delta"] == ["item_id", "output_index", "content_index"]
+    assert places["function_call_arguments.delta"] == ["item_id", "output_index", "delta"]
     final = data[-1]["response"]["output"]
     assert final == [each["item"] for each in data if each["type"] == "response.output_item.done"]
     for index, item in enumerate(final):
