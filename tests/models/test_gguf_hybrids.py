@@ -154,6 +154,16 @@ def test_gguf_file_of_a_hybrid_with_other_sizes_is_refused(tmp_path, name, facts
         check_folder(tmp_path / "a.gguf")
 
 
+def test_gguf_file_of_granite_without_the_width_of_its_experts_is_refused(tmp_path):
+    architecture, config, weights = case("granitehybrid")
+    path = tmp_path / "a.gguf"
+    write_gguf(path, architecture, config, weights)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"granitehybrid.feed_forward_length", b"granitehybrid.feed_forward_other_"))
+    with pytest.raises(ModelError, match="`intermediate_size` must be an integer >= 1"):
+        check_folder(path)
+
+
 def test_gguf_rates_must_be_negative(tmp_path):
     architecture, config, weights = case("falcon-h1")
     weights["model.layers.0.mamba.A_log"] = np.full(4, -np.inf, np.float32)

@@ -71,7 +71,7 @@ def _granite_hybrid(reader: MetadataReader, config: Config) -> None:
     granite(reader, config)
     _mamba(reader, config)
     config["layer_types"] = [FULL if each else MAMBA_KIND for each in _kv_heads(reader, config)]
-    config.setdefault("shared_intermediate_size", config["intermediate_size"])
+    config.setdefault("shared_intermediate_size", config.get("intermediate_size"))
     rotates = reader.value(reader.key("rope.scaling.finetuned"), False)
     config["position_embedding_type"] = "rope" if rotates else "nope"
 
