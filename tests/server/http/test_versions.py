@@ -49,6 +49,16 @@ def test_http_1_0_response_of_known_length_has_its_length():
     assert closed
 
 
+def test_http_1_0_response_to_a_failure_of_the_application_has_its_body():
+    async def fail(scope, receive, send):
+        raise ValueError
+
+    written, closed = answer(OLD, fail)
+    assert written.startswith(b"HTTP/1.1 500 ")
+    assert written.endswith(b"\r\n\r\nInternal Server Error")
+    assert closed
+
+
 def test_http_1_0_chunked_body_is_refused():
     """A proxy may see another end of it (RFC 9112, 6.1)."""
     written, _ = answer(b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n")

@@ -260,10 +260,11 @@ class HttpRequest:
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         scope[REQUEST_KEY] = self
         has_body = scope["method"] != "HEAD"
+        uvicorn_scope = scope
         if self._is_old and has_body:
             # HTTP/1.0 has no chunks. Because uvicorn would write the body in chunks, its scope names the method HEAD,
             # so it writes only the head. `send_and_record` writes the body.
-            uvicorn_scope, scope = scope, {**scope}
+            scope = {**scope}
             uvicorn_scope["method"] = "HEAD"
 
         async def receive_and_record() -> Message:
@@ -281,7 +282,11 @@ class HttpRequest:
                 self._connection.write(message.get("body", b""))
             return send(message) if message.get("more_body") else self._send_last(send, message)
 
-        await app(scope, receive_and_record, send_and_record)
+        try:
+            await app(scope, receive_and_record, send_and_record)
+        finally:
+            if not self.is_started:  # uvicorn responds with an error that has a length
+                uvicorn_scope["method"] = scope["method"]
 
     async def _send_start(self, send: Send, message: Message, *, has_chunks: bool) -> None:
         self.is_started = True
