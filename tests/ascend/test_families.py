@@ -13,7 +13,7 @@ from llm_serving.network.quantization import unsupported_by_ascend
 
 WINDOW = "attention with a window of 64 tokens"
 LAYER_NORMS = "layer norms"
-CHOICE = "experts not chosen by their softmax scores alone"
+CHOICE = "experts chosen by a rule other than their softmax scores"
 LATENT = "projections with one weight per head"
 REFUSED = {
     "BaichuanForCausalLM": {"attention with ALiBi slopes"},

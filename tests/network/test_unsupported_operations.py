@@ -29,7 +29,7 @@ DELTA = "the gated delta rule"
         ("gpt-oss", "attention with sinks", "attention with sinks"),
         ("cohere", "layer norms", "layer norms"),
         ("qwen3-next", f"causal convolutions and {DELTA}", f"causal convolutions and {DELTA}"),
-        ("ernie4.5-moe", "experts not chosen by their softmax scores alone", None),
+        ("ernie4.5-moe", "experts chosen by a rule other than their softmax scores", None),
         ("deepseek-v2-lite", "projections with one weight per head", "projections with one weight per head"),
     ],
 )
@@ -69,7 +69,7 @@ def feed_forward(body):
     return net
 
 
-CHOSEN = "experts not chosen by their softmax scores alone"
+CHOSEN = "experts chosen by a rule other than their softmax scores"
 PARTS = {"rates": "rates", "bias": "bias"}
 SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32))
 

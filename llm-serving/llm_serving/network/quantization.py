@@ -271,7 +271,7 @@ def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
         if each.kind == "route":
             is_softmax = attributes["score"] == "softmax" and attributes["groups"] == 1
             if not is_softmax or "correction" in each.weights:
-                return "experts not chosen by their softmax scores alone"
+                return "experts chosen by a rule other than their softmax scores"
         if each.kind == "attention":
             if 0 < attributes["window"] < num_positions:
                 return f"attention with a window of {attributes['window']} tokens"
