@@ -7,10 +7,10 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse, InvalidURL
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from llm_serving.cli.arguments import API_KEY_VARIABLE
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
@@ -23,6 +23,7 @@ ADMINISTRATOR_KEY: Final = "an administrator's; "
 TIMEOUT_S: Final = 600.0
 """Maximum seconds between two bytes of a response. The limit is high because a request may wait in the queue."""
 MAX_ERROR_BYTES: Final = 4096
+Content = TypeVar("Content")
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
@@ -82,6 +83,20 @@ def opened(
         raise UnavailableError(f"no server answers at {url}: {error.reason}") from None
     except (OSError, HTTPException) as error:
         raise UnavailableError(f"the connection to {url} broke: {error or type(error).__name__}") from None
+
+
+def call(
+    arguments: argparse.Namespace, path: str, read: Callable[[Any], Content], method: str | None = None
+) -> Content:
+    """Send a request to the server that `arguments` name. Return `read(JSON value of the response)`. Raise
+    ServerRefusal if `read` does not find what this server's responses have, and the errors of `opened`.
+    """
+    url = url_of(arguments)
+    with opened(url, path, api_key_of(arguments), method=method) as response:
+        try:
+            return read(json.load(response))
+        except (ValueError, LookupError, TypeError):
+            raise ServerRefusal(f"{url} does not answer like an llm-serving server") from None
 
 
 def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], method: str | None) -> HTTPResponse:

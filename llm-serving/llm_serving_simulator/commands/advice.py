@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llm_serving.cli.arguments import say
-from llm_serving_tools.server_client import (
-    ADMINISTRATOR_KEY,
-    ServerRefusal,
-    add_server_arguments,
-    api_key_of,
-    opened,
-    url_of,
-)
+from llm_serving_tools.server_client import ADMINISTRATOR_KEY, add_server_arguments, call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     say("simulating the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
-    with opened(url_of(arguments), path, api_key_of(arguments)) as response:
-        try:
-            lines = list(described(json.load(response)))
-        except (ValueError, LookupError, TypeError):
-            raise ServerRefusal(f"{url_of(arguments)} does not answer as this server does") from None
-    print("\n".join(lines), flush=True)
+    print("\n".join(call(arguments, path, lambda advice: list(described(advice)))), flush=True)
     return 0
 
 

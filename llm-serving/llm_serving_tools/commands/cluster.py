@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from llm_serving.cli.arguments import add_command
 
-from llm_serving_tools.server_client import (
-    ADMINISTRATOR_KEY,
-    ServerRefusal,
-    add_server_arguments,
-    api_key_of,
-    opened,
-    url_of,
-)
+from llm_serving_tools.server_client import ADMINISTRATOR_KEY, add_server_arguments, call
 from llm_serving_tools.text_table import aligned
 
 
@@ -78,15 +70,11 @@ def run_replicas(arguments: argparse.Namespace) -> int:
     path, method = "/v1/replicas", "GET"
     if arguments.order is not None:
         path, method = f"{path}/{arguments.replica}/{arguments.order}", "POST"
-    with opened(url_of(arguments), path, api_key_of(arguments), method=method) as response:
-        try:
-            rows = [
-                (each["replica"], each["state"], each["num_unfinished"], each["machine"])
-                for each in json.load(response)["replicas"]
-            ]
-        except (ValueError, LookupError, TypeError):
-            raise ServerRefusal(f"{url_of(arguments)} does not answer like an llm-serving server") from None
-    for replica, state, num_unfinished, machine in rows:
+    for replica, state, num_unfinished, machine in call(arguments, path, _replica_rows, method):
         where = f"  at {machine}" if machine else ""
         print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished{where}", flush=True)
     return 0
+
+
+def _replica_rows(content: Any) -> list[tuple[Any, ...]]:
+    return [(each["replica"], each["state"], each["num_unfinished"], each["machine"]) for each in content["replicas"]]

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
+from typing import Any
 
-from llm_serving_tools.server_client import (
-    ADMINISTRATOR_KEY,
-    ServerRefusal,
-    add_server_arguments,
-    api_key_of,
-    opened,
-    url_of,
-)
+from llm_serving_tools.server_client import ADMINISTRATOR_KEY, add_server_arguments, call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,15 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with opened(url_of(arguments), "/v1/reload", api_key_of(arguments), method="POST") as response:
-        try:
-            answer = json.load(response)
-            changed, late = list(map(str, answer["changed"])), list(map(int, answer["late"]))
-        except (ValueError, LookupError, TypeError):
-            raise ServerRefusal(f"{url_of(arguments)} does not answer like an llm-serving server") from None
+    changed, late = call(arguments, "/v1/reload", _changes, "POST")
     print("\n".join(changed) or "nothing has changed", flush=True)
     if late:
         print(
             f"replicas {', '.join(map(str, late))} apply the changes when their WorkAgents have restarted", flush=True
         )
     return 0
+
+
+def _changes(content: Any) -> tuple[list[str], list[int]]:
+    return list(map(str, content["changed"])), list(map(int, content["late"]))
