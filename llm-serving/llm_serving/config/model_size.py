@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import psutil
@@ -45,7 +46,7 @@ class _Sizes:
         # The plain backend computes every dtype in float32. Whether `auto` selects it is known only in the WorkAgent.
         is_plain = config.device.device_target == "CPU" and config.device.kernels == "plain"
         self.dtype = "float32" if is_plain else config.model.model_dtype
-        dtype_bytes = 4 if self.dtype == "float32" else 2
+        self.dtype_bytes = dtype_bytes = 4 if self.dtype == "float32" else 2
         self.max_tokens, max_prefill = config.model.max_generate_length, config.scheduler.max_prefill_tokens
         self.quantization = config.quant.weights_on(config.device)
         self.weights = weight_bytes(spec, dtype_bytes, self.quantization)
@@ -55,15 +56,19 @@ class _Sizes:
         self.per_block = self.per_token * config.pa.block_size
         self.num_states = config.num_state_slots(spec.state_bytes)
         self.states = self.num_states * spec.state_bytes
-        lora, draft_model = config.lora, config.scheduler.draft_model_path
+        lora = config.lora
         self.adapters = spec.adapter_bytes(lora.max_loras, lora.max_lora_rank, dtype_bytes) if lora.is_enabled else 0
-        self.drafts = 0
-        if config.scheduler.speculative_method == SpeculativeMethodName.MTP:
-            self.drafts = mtp_bytes(spec, dtype_bytes, config.pa.block_size, self.quantization)
-        elif draft_model is not None:
-            self.drafts = draft_model_bytes(ModelSpec.from_folder(draft_model), dtype_bytes, config.pa.block_size)
         self.groups = CacheGroups.of(spec.layout.windows, max_prefill, self.max_tokens)
         self.num_groups = len(self.groups.windows)
+
+    @cached_property
+    def drafts(self) -> int:
+        block_size, draft_model = self.config.pa.block_size, self.config.scheduler.draft_model_path
+        if self.config.scheduler.speculative_method == SpeculativeMethodName.MTP:
+            return mtp_bytes(self.spec, self.dtype_bytes, block_size, self.quantization)
+        if draft_model is None:
+            return 0
+        return draft_model_bytes(ModelSpec.from_folder(draft_model), self.dtype_bytes, block_size)
 
     @property
     def without_cache(self) -> int:
