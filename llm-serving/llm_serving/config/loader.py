@@ -345,13 +345,13 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     for name, given in reading.given.items():
         if (kind := RULES[name].kind) is None or name == MODEL_PATH:
             continue
-        place = values[name], given.folders, name, given.source
+        arguments = values[name], given.folders, name, given.source
         if kind in CREATED:
             values.set(name, _expand_home(name, values[name], given.source), given.source)
         elif name == DRAFT_MODEL_PATH:
-            values.set(name, resolve_model(*place, str(given.value)) or resolve(*place), given.source)
+            values.set(name, resolve_model(*arguments, str(given.value)) or resolve(*arguments), given.source)
         elif name not in (MINDIR_PATH, MINDIR_INI) or values.is_given(MINDIR_PATH):
-            values.set(name, resolve(*place), given.source)
+            values.set(name, resolve(*arguments), given.source)
         _check_kind(name, values[name], given.source)
     if (lora := reading.given.get(MODULES)) is not None:
         modules = {name: resolve(each, lora.folders, MODULES, lora.source) for name, each in values[MODULES].items()}

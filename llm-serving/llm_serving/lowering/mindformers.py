@@ -212,8 +212,8 @@ def _check(lacks: str | None, backend: Backend) -> None:
 
 def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     classes = MINDFORMERS_CLASSES[spec.architecture]
-    places = classes.config, classes.network
-    make_config, make_network = (getattr(module_of_mindformers(module), name) for module, name in places)
+    names = classes.config, classes.network
+    make_config, make_network = (getattr(module_of_mindformers(module), name) for module, name in names)
     if backend.name == "cpu":
         for module, replaced in operators_for_cpu.REPLACED.items():
             vars(module_of_mindformers(module)).update(replaced)

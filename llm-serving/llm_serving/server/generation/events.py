@@ -10,13 +10,14 @@ import msgspec
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Response headers with which proxies neither store nor buffer the response."""
-DONE: Final = b"data: [DONE]\n\n"
-_encode: Final = msgspec.json.Encoder().encode
 BLANK: Final = b"\n\n"
+"""End of an event."""
+DONE: Final = b"data: [DONE]" + BLANK
+_encode: Final = msgspec.json.Encoder().encode
 
 
 def event(content: object) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+    return b"data: " + _encode(content) + BLANK
 
 
 def named_event(name: str, content: object) -> bytes:

@@ -353,11 +353,11 @@ class ResponsesBuilder(ResponseBuilder):
         return done + self._of_block("output_item.done", block, item=item)
 
     def _of_block(self, kind: str, block: MessageBlock, **fields: object) -> bytes:
-        place: dict[str, object] = {} if "item" in fields else {"item_id": self._item_id(block)}
-        place["output_index"] = block.index
+        position: dict[str, object] = {} if "item" in fields else {"item_id": self._item_id(block)}
+        position["output_index"] = block.index
         if "item" not in fields and block.kind != "call":
-            place["content_index"] = 0
-        return self._event(f"response.{kind}", **place, **fields)
+            position["content_index"] = 0
+        return self._event(f"response.{kind}", **position, **fields)
 
     def _event(self, kind: str, **fields: object) -> bytes:
         content = {"type": kind, "sequence_number": self._num_events, **fields}
