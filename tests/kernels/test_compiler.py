@@ -19,9 +19,11 @@ from llm_serving.kernels.instruction_sets import (
     supported_isas,
 )
 
-# A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself.
+# A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself. It
+# knows every option, unless the file `old` is beside it.
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake compiler 1.0"; exit 0; fi
+case "$*" in *-fsyntax-only*) if [ -e "$(dirname "$0")/old" ]; then exit 1; else exit 0; fi;; esac
 echo "$@" >> "$(dirname "$0")/calls"
 while [ "$1" != -o ]; do shift; done
 echo object > "$2"
@@ -51,6 +53,15 @@ def test_library_is_compiled_once_and_then_reused(compiler: Path) -> None:
     assert build.library_path() == path
     assert len(calls(compiler)) == num_calls
     assert {each.name for each in path.parent.iterdir()} == {"build.lock", path.name, kernels.name}
+
+
+@pytest.mark.skipif("avx2" not in compilable_isas(), reason="needs x86")
+def test_optional_flags_are_given_only_to_a_compiler_that_knows_them(compiler: Path) -> None:
+    build.kernels_path("avx2")
+    (compiler.parent / "old").touch()
+    build.kernels_path("avx_vnni")
+    assert isas_of([call for call in calls(compiler) if "-mmove-max=256" in call]) == ["avx2"]
+    assert isas_of(calls(compiler)) == ["avx2", "avx_vnni"]
 
 
 def isas_of(lines: list[str]) -> list[str]:

@@ -154,7 +154,7 @@ def _writable(folders: list[Path]) -> Path:
 
 
 def _fingerprint_of_sources() -> str:
-    flags = {name: each.compiler_flags for name, each in INSTRUCTION_SETS.items()}
+    flags = {name: (each.compiler_flags, each.optional_flags) for name, each in INSTRUCTION_SETS.items()}
     parts = [repr((_FLAGS, _LINKER_FLAGS, flags, platform.machine())).encode()]
     for source in sorted(_SOURCES.iterdir()):
         parts += [source.name.encode(), source.read_bytes()]
@@ -231,7 +231,9 @@ def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str
     sources = set(_SOURCES.glob("*.cc")) - kernels
     if part != _LIBRARY:
         isa = part.removeprefix(_kernels_of(""))
-        sources, flags = kernels, (*INSTRUCTION_SETS[isa].compiler_flags, f"-DLLM_ISA={isa}")
+        instructions = INSTRUCTION_SETS[isa]
+        flags = (*instructions.compiler_flags, *_known(compiler, instructions.optional_flags), f"-DLLM_ISA={isa}")
+        sources = kernels
     targets = {
         source: folder / f"{source.stem}{'' if part == _LIBRARY else f' for {isa}'}.o" for source in sorted(sources)
     }
@@ -239,6 +241,12 @@ def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str
         target: [compiler.path, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
         for source, target in targets.items()
     }
+
+
+def _known(compiler: Compiler, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the flags if the compiler knows all of them, otherwise none."""
+    command = [compiler.path, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return flags if flags and subprocess.run(command, capture_output=True).returncode == 0 else ()  # noqa: S603
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,9 +15,14 @@ class InstructionSet(NamedTuple):
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
     is_for_tests: bool = False
+    optional_flags: tuple[str, ...] = ()
+    """Flags that only some compilers know."""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
+# For g++ from version 12 on. Without them it copies structs of vectors 16 bytes at a time, and a load of a whole vector
+# from such a copy waits, because CPUs forward a store only to loads that it contains.
+_AVX2_COPIES = ("-mmove-max=256", "-mstore-max=256")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -31,8 +36,10 @@ INSTRUCTION_SETS: Final = {
     "avx512_bf16": InstructionSet(_AVX512_BF16, _HAS_BF16),
     "avx512_vnni": InstructionSet((*_AVX512, "-mavx512vnni"), _HAS_VNNI),
     "avx512": InstructionSet(_AVX512, _HAS_AVX512),
-    "avx_vnni": InstructionSet((*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}),
-    "avx2": InstructionSet(_AVX2, _HAS_AVX2),
+    "avx_vnni": InstructionSet(
+        (*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}, optional_flags=_AVX2_COPIES
+    ),
+    "avx2": InstructionSet(_AVX2, _HAS_AVX2, optional_flags=_AVX2_COPIES),
     PLAIN: InstructionSet((), frozenset()),
     # The amx kernels with loops that emulate the AMX instructions, compiled without full optimisation.
     "amx_emulated": InstructionSet(
