@@ -429,11 +429,12 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
     }
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      const GroupNumbers of_group = *numbers[p]++;
+      const auto* of_group = reinterpret_cast<const float*>(numbers[p]++);
+      const GroupNumbers group = {load(of_group), kMinima ? load(of_group + kPanelWidth) : zeros()};
 #pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) {
-        const Floats row_sum = broadcast(kMinima ? static_cast<float>(row_sums[r]) : 0.0f);
-        total[r][p] = total[r][p] + group_value<kMinima>(sums[r][p], of_group, row_sum) * broadcast(row_scales[r]);
+        const Floats row_sum = kMinima ? to_numbers(broadcast_sum(row_sums[r])) : zeros();
+        total[r][p] = total[r][p] + group_value<kMinima>(sums[r][p], group, row_sum) * broadcast(row_scales[r]);
       }
     }
     row_sums += rows;
