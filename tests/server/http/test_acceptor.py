@@ -44,7 +44,7 @@ class Greeting(asyncio.Protocol):
 
     is_busy = has_unread = False
     weight = 0
-    handshake = None
+    handshake = tls = None
 
     def __init__(self, limits, registry, address, client):
         self.address = address

@@ -15,8 +15,8 @@ import trustme
 import uvloop
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
-from llm_serving.server.http import acceptor
 from llm_serving.server.http import server as server_module
+from llm_serving.server.http import tls
 from llm_serving.server.http.connection import Connection
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import Certificate, HttpServer
@@ -65,6 +65,13 @@ def test_tls_serves_requests_and_streams(authority, tmp_path):
             assert "[DONE]" in client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": True}).text
 
 
+def test_tls_request_in_records_of_a_byte_is_answered(authority, tmp_path):
+    with serving(FakeEngine(limits=issue(authority, tmp_path))) as url, secured(authority, url) as client:
+        for byte in post("/v1/completions", b'{"prompt": "x"}'):
+            client.sendall(bytes([byte]))
+        assert read_until(client, b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+
+
 def test_tls_disconnect_aborts_the_request(authority, tmp_path):
     engine, aborted = FakeEngine(Script(hold_after=1), limits=issue(authority, tmp_path)), threading.Event()
     engine.aborted = type("Aborted", (list,), {"append": lambda self, item: aborted.set()})()
@@ -105,7 +112,7 @@ def test_tls_long_response_is_complete(authority, tmp_path):
 
 def test_tls_close_needs_no_reply(authority, tmp_path, monkeypatch):
     """Neither a connection slot nor the end of the server waits for a client that sends no close."""
-    monkeypatch.setattr(acceptor, "TLS_SHUTDOWN_S", 0.01)
+    monkeypatch.setattr(tls, "TLS_SHUTDOWN_S", 0.01)
     with serving(FakeEngine(limits=issue(authority, tmp_path))) as url:
         client = secured(authority, url)
         client.sendall(get("/health", "Connection: close"))

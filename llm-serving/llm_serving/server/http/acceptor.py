@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.log import get_logger
 from llm_serving.server.http.request import TOO_MANY_BYTES, TOO_MANY_CONNECTIONS
+from llm_serving.server.http.tls import TlsRecords
 
 if TYPE_CHECKING:
     from llm_serving.server.http.connection import Connection
@@ -25,7 +26,6 @@ logger = get_logger(__name__)
 ACCEPTED_AT_ONCE: Final = 64
 EXHAUSTED_PAUSE_S: Final = 0.25
 """Seconds until the next attempt if the process has no free file descriptor."""
-TLS_SHUTDOWN_S: Final = 2.0
 HANDSHAKES_AT_ONCE: Final = 2
 """Maximum number of TLS handshakes, of about 1 ms each, begun in one iteration of the event loop."""
 ESTABLISHED: Final = 1
@@ -215,12 +215,12 @@ class Acceptor:
             self._loop.call_soon(self._begin_handshakes)
 
     def _establish(self, connection: Connection, client: socket.socket) -> None:
-        timeouts: dict[str, Any] = {}
-        if self.context is not None:
-            timeouts = {"ssl_handshake_timeout": self.limits.header_timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
-        handshake = self._loop.create_task(
-            self._loop.connect_accepted_socket(lambda: connection, client, ssl=self.context, **timeouts)
-        )
+        if self.context is None:
+            connecting: Any = self._loop.connect_accepted_socket(lambda: connection, client)
+        else:
+            tls = connection.tls = TlsRecords(connection, self.context, self.limits.header_timeout_s)
+            connecting = self._shake_hands(tls, client)
+        handshake = self._loop.create_task(connecting)
         connection.handshake = handshake
         self._handshakes.add(handshake)
 
@@ -234,6 +234,16 @@ class Acceptor:
                 logger.error("the connection of a client could not be set up", exc_info=error)
 
         handshake.add_done_callback(on_done)
+
+    async def _shake_hands(self, tls: TlsRecords, client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: tls, client)
+            await tls.handshake
+        except BaseException:
+            tls.abort()
+            raise
+        finally:
+            del tls.handshake  # breaks a reference cycle with the traceback of a failed handshake
 
 
 def _drop(connection: Connection, client: socket.socket) -> None:

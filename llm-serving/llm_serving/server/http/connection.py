@@ -26,6 +26,7 @@ from llm_serving.server.http.request import (
     check_limits,
     parse_head,
 )
+from llm_serving.server.http.tls import TlsRecords
 
 BODY_GRACE_S: Final = 5.0
 """Seconds after `body_timeout_s` in which the application may send its own 408."""
@@ -62,6 +63,8 @@ class Connection(asyncio.Protocol):
         self.address = address
         self.weight = 0
         self.handshake: asyncio.Task[Any] | None = None
+        self.tls: TlsRecords | None = None
+        self.has_received = False
         self.write: Callable[[bytes], None] = _discard
         self.request: HttpRequest | NoRequest = NO_REQUEST
         self._config, self._state = config, state
@@ -116,6 +119,7 @@ class Connection(asyncio.Protocol):
         self._set_timer(self._limits.header_timeout_s, self._on_head_timeout)
 
     def data_received(self, data: bytes) -> None:
+        self.has_received = True
         if self._is_closing:
             self._num_dropped += len(data)
             if self._num_dropped > LINGER_BYTES:
@@ -153,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._drop_protocol()
         # Break reference cycles: a search of the garbage collector would stall the event loop.
         self._held = b""
-        self._transport = self._socket = self.handshake = None
+        self._transport = self._socket = self.handshake = self.tls = None
         self.request = NO_REQUEST
         self.write = _discard
 
@@ -231,7 +235,8 @@ class Connection(asyncio.Protocol):
         paused = (self._app_paused or is_ahead) and waits and not self._is_closing
         if paused != self._is_read_paused and self._transport is not None and not self._transport.is_closing():
             self._is_read_paused = paused
-            (self._transport.pause_reading if paused else self._transport.resume_reading)()
+            source = self.tls or self._transport
+            (source.pause_reading if paused else source.resume_reading)()
 
     def update_weight(self) -> None:
         request = NO_REQUEST if self._is_closing else self.request
@@ -335,9 +340,9 @@ class Connection(asyncio.Protocol):
         self._held = b""
         self._stop_timer()
         self.update_weight()
+        self._update_reading()
         if is_sending and self._transport.can_write_eof():
             self._transport.write_eof()
-            self._update_reading()
             self._set_timer(LINGER_S, self._end_lingering)
             return
         self._closes_when_sent = self._is_tls and self._write_paused
