@@ -33,6 +33,8 @@ class Request(NamedTuple):
     environment: Mapping[str, str]
     output: str
     """The file of its output."""
+    current: str
+    """The process's current directory, which is empty."""
     packages: str | None = None
     """A folder with further packages."""
 
@@ -67,6 +69,7 @@ def _run(request: Request) -> None:
         output = os.open(request.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        os.chdir(request.current)
         importlib.import_module(f"ascend.{request.module}").main(*request.arguments)
         status = 0
     except Exception:  # noqa: BLE001  the fork must not return to `main`

@@ -179,6 +179,8 @@ class Ended:
     returncode: int
     output: str
     jobs: Mapping[str, Job]
+    created: Sequence[str]
+    """Names of what it created in its current directory."""
 
 
 def request(
@@ -195,13 +197,15 @@ def request(
     """Return the request for a process in an empty folder, on a machine and device of this size. `invariant`: what
     `cann_stubs.invariant_products` returned.
     """
-    home = folder / "home"
+    home, current = folder / "home", folder / "current"
     home.mkdir()
+    current.mkdir()
     environment = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
     # Kernels write log files into their folder of logs.
     environment |= {"ASCEND_PROCESS_LOG_PATH": str(home), TRACE: str(folder / "trace.txt")}
     environment |= invariant.get("environment", {})
-    return Request(name, module, arguments, environment, str(folder / "output.txt"), invariant.get("packages"))
+    output, packages = str(folder / "output.txt"), invariant.get("packages")
+    return Request(name, module, arguments, environment, output, str(current), packages)
 
 
 def run_all(
@@ -259,7 +263,7 @@ def read(request: Request, code: int) -> Ended:
         mark = f"load {each['job']}"
         own_calls = _between(calls, mark, None) if calls else ""
         by_name[each["job"]] = Job(each, _between(output, mark, None), own_calls)
-    return Ended(code, output, by_name)
+    return Ended(code, output, by_name, [each.name for each in Path(request.current).iterdir()])
 
 
 def requests_of_ranks(folder: Path, model: Path, num_ranks: int) -> list[Request]:

@@ -17,6 +17,11 @@ def test_every_model_starts_on_ascend(ended, name):
     assert set(found.jobs) == {job["name"] for job in PROCESSES[name].jobs}
 
 
+@pytest.mark.parametrize("name", PROCESSES)
+def test_nothing_is_created_in_the_current_directory(ended, name):
+    assert ended(name).created == []
+
+
 def test_every_family_starts_on_ascend(ended):
     assert set(FAMILIES) < set(ended("families").jobs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import mindspore as ms
 
@@ -27,6 +28,8 @@ _DISPATCH_THREADS = 5
 def configure_device(device: DeviceConfig | LoadModel, device_id: int = 0) -> None:
     """Set this process's device and graph mode, before its first operator. Raise ConfigError for an unknown NPU."""
     on_ascend = device.device_target == "Ascend"
+    if on_ascend:
+        _create_no_offload_folder()
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:
         _refuse_soc(_soc_version())
@@ -73,6 +76,18 @@ def _soc_version() -> str:
         return str(MSContext.get_instance().get_ascend_soc_version()).lower()
     except (ImportError, AttributeError, RuntimeError):
         return ""
+
+
+def _create_no_offload_folder() -> None:
+    """Set MindSpore's folder for swapped tensors to an existing one. On an NPU it creates the folder at the start, by
+    default `offload` in the current directory. Nothing is swapped, so it stays empty.
+    """
+    try:
+        from mindspore._c_expression import OffloadContext
+
+        OffloadContext.get_instance().set_offload_path(tempfile.gettempdir())
+    except (ImportError, AttributeError):
+        return
 
 
 def _refuse_soc(version: str) -> None:
