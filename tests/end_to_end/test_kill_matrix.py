@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import signal
 
+import psutil
 import pytest
+from support.agent_forks import end_forks
 from support.kills import Table
 from tools.kill_matrix import DISTANCE, model_tables
 from tools.killed_servers import a_server, end_of_a_master, table_of_one, table_of_two
@@ -38,3 +40,5 @@ def test_streams_survive_a_work_agent_killed_in_given_steps() -> None:
     check(table)
     met = {moment for _, moment in table.num_answers}
     assert {"idle", "waiting", "first chunk", "later chunk", "between steps", "decode"} <= met
+    end_forks()
+    assert not [each for each in psutil.Process().children() if "support.agent_forks" in each.cmdline()]

@@ -7,6 +7,7 @@ arguments, descriptors, environment and session of a started one, and is a child
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -29,6 +30,9 @@ from llm_serving.executor.worker_process import LocalProcess
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_BYTES, _MAX_FDS = 2**17, 32
 """Sizes of a request: the environment is part of it."""
+_ENDS = contextlib.ExitStack()
+"""Ends the process that forks: closes the connection to it, then waits for it."""
+atexit.register(_ENDS.close)
 
 
 class ForkedProcess(LocalProcess):
@@ -67,12 +71,14 @@ def _forks() -> socket.socket:
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
         )
 
-    def end() -> None:
-        ours.close()
-        process.wait()
+    _ENDS.callback(process.wait)
+    return _ENDS.enter_context(ours)
 
-    atexit.register(end)
-    return ours
+
+def end_forks() -> None:
+    """End the process that forks, if there is one. The next WorkAgent starts another."""
+    _forks.cache_clear()
+    _ENDS.close()
 
 
 # --- in the process that forks ----------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ import psutil
 from llm_serving.core.step import StepInput
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.tensor_parallel import RankProcesses
+from support.agent_forks import end_forks
 from support.engine_harness import bytes_of
 from support.fake_speculation import RandomDrafts
 from support.fragile_harness import FragileHarness
@@ -203,6 +204,7 @@ def main() -> int:
                 if sent == signal.SIGKILL:
                     show(table_of_two(server))
                 sys.stdout.write(f"{end_of_a_master(server, sent)}\n")
+    end_forks()
     left = [process.pid for process in myself.children(recursive=True)]
     new = sorted(shared_memory_names() - names)
     sys.stdout.write(f"processes left: {left or 'none'}; new in /dev/shm: {new or 'none'}\n")
