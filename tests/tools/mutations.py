@@ -302,7 +302,7 @@ def _play_seed(one: Simulation, verdict: Verdict, *, with_faults: bool) -> None:
     verdict.num_garbled += sum(client.is_garbled for client in one.clients)
 
 
-TEST = "test_guard_is_the_only_defence_against_its_fault"
+TEST = "test_guard_catches_the_injected_fault"
 
 
 def main() -> None:
