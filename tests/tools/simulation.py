@@ -439,10 +439,13 @@ class Simulation:
 
 def replicas_in(part: object) -> set[int]:
     """Return the replicas of which an object of the fleet accounting has data: the integer keys of its mappings."""
-    found, parts = set[int](), getattr(part, "__dict__", {}).values()
-    if isinstance(part, dict):
-        found, parts = {key for key in part if isinstance(key, int)}, part.values()
-    return found.union(*map(replicas_in, parts))
+    found, parts = set[int](), [part]
+    while parts:
+        each = parts.pop()
+        if isinstance(each, dict):
+            found.update(key for key in each if isinstance(key, int))
+        parts += each.values() if isinstance(each, dict) else getattr(each, "__dict__", {}).values()
+    return found
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
