@@ -247,7 +247,7 @@ class RecordingError(LLMServingError):
 
 
 class KernelError(LLMServingError):
-    """The operator library cannot be built or loaded, or has too little memory."""
+    """The operator library cannot be built or loaded, has too little memory, or one of its operators has failed."""
 
 
 class TransportError(LLMServingError):

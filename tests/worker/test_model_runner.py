@@ -3,9 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from llm_serving.core.step import AllowedTokens, BlockMoveKind, StepOutput
-from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
+from llm_serving.errors import ConfigError, KernelError, StepMismatchError, WorkerError
 from llm_serving.kernels import library
 from llm_serving.worker.model_runner import ModelRunner
+from mindspore import nn
 from support.graph_model import GraphModel, backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import sampling_input, step_input
@@ -74,6 +75,23 @@ def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
     assert output.token_ids.tolist() == greedy_tokens[:1]
     runner.execute(step_input([(PROMPT, 0, [0, 1])], step=1, scores=[(0, 3, [5], 2)], vectors=[(0, 20)]))
     assert runner.num_compilations == 3
+
+
+def test_after_warm_up_steps_call_the_operator_without_mindspore(runner, greedy_tokens, monkeypatch):
+    runner.warm_up()
+    monkeypatch.setattr(nn.Cell, "__call__", lambda *given: pytest.fail("a step runs a graph of MindSpore"))
+    num_calls = library.load().llm_num_calls()
+    output = runner.execute(step_input([(PROMPT, 0, [0, 1, 3])]))
+    assert output.token_ids.tolist() == greedy_tokens[:1]
+    runner.execute(step_input([(PROMPT, 0, [0, 1])], step=1, scores=[(0, 3, [5], 2)]))
+    assert library.load().llm_num_calls() - num_calls >= 2
+
+
+def test_a_failure_of_the_operator_fails_the_step_with_its_reason(runner):
+    runner.warm_up()
+    runner._limits = replace(runner._limits, vocab_size=10**6)  # so that the operator meets the id first
+    with pytest.raises(KernelError, match=r"program: .*100000"):
+        runner.execute(step_input([([100000], 0, [0])]))
 
 
 def test_whole_prompt_steps_use_their_own_graph_up_to_its_rows(folder, greedy_tokens):

@@ -63,6 +63,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "llm_exchange": (None, [_POINTER, _POINTER, _I64, _POINTER]),
     "llm_leave_ranks": (None, [_POINTER]),
     "llm_use_ranks": (None, [_POINTER]),
+    "program": (_INT, [_INT, *[_POINTER] * 6]),
 }
 
 
@@ -252,3 +253,23 @@ class AddressTable:
         row.rank = array.ndim
         for axis, size in zip(_AXES, array.shape, strict=False):
             setattr(row, axis, size)
+
+
+class ProgramCall:
+    """A direct call of the operator `program` on a table, with the arguments that MindSpore would pass."""
+
+    def __init__(self, table: AddressTable) -> None:
+        rows, words = table.memory.shape
+        placeholder = ctypes.c_float()  # the operator's own result
+        data = (ctypes.c_void_p * 2)(table.memory.ctypes.data, ctypes.addressof(placeholder))
+        ranks = (ctypes.c_int * 2)(2, 1)
+        shapes = (_I64 * 2)(rows, words), (_I64 * 1)(1)
+        addresses = (ctypes.c_void_p * 2)(*[ctypes.addressof(each) for each in shapes])
+        types = (ctypes.c_char_p * 2)(b"int64", b"float32")
+        self._memory = table, placeholder, data, ranks, shapes, addresses, types
+        self._arguments = 2, *[ctypes.addressof(each) for each in (data, ranks, addresses, types)], None, None
+
+    def __call__(self) -> None:
+        """Run the program. Raise KernelError if it fails."""
+        if load().program(*self._arguments):
+            raise KernelError(last_error())

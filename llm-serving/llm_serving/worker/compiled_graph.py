@@ -65,11 +65,15 @@ class CompiledNetwork:
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
         """Run the graph and return its result. The arrays (or results of `submit`) must not change during the call. If
-        one CPU operator computes the whole network, the next call overwrites the result.
+        one CPU operator computes the whole network, the next call overwrites the result. MindSpore compiles and runs
+        the graph of such an operator at the first call; later calls run the operator itself.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
-            float(self._run(()))  # waits for the result ten times faster than `asnumpy`
+            if self.num_compilations:
+                self._network.run()
+            else:
+                self._network().asnumpy()  # waits for the result
             return result
         values: NDArray[Any] = self.submit(arrays).asnumpy()
         return values
