@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -248,29 +249,37 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
 
 
 def _check_result_tokens(step: StepInput) -> None:
-    result_tokens, num_rows = step.result_tokens, step.num_rows
+    result_tokens = step.result_tokens
     if result_tokens.ndim != 2 or result_tokens.shape[1] != len(ResultToken._fields):
         raise WorkerError(
             f"result_tokens must be an array of {', '.join(ResultToken._fields)}. "
             f"Given: the shape {result_tokens.shape}"
         )
+    given = step.sampling.num_samples, step.scoring.num_results
+    _check_results(step.query_lens.tobytes(), result_tokens.tobytes(), given)
+
+
+@lru_cache(maxsize=8)  # decode steps of the same requests have the same results
+def _check_results(query_lens_bytes: bytes, result_bytes: bytes, given: tuple[int, int]) -> None:
+    query_lens = np.frombuffer(query_lens_bytes, np.int32)
+    result_tokens = np.frombuffer(result_bytes, np.int32).reshape(-1, len(ResultToken._fields))
+    num_rows = len(query_lens)
     rows, tokens, kinds = result_tokens.T
     if not all_in_range(rows, num_rows):
         raise WorkerError(f"result_tokens must have rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
     # Read as unsigned numbers, negative numbers are the largest.
-    if not all_true(tokens.view(np.uint32) < step.query_lens[rows]):
+    if not all_true(tokens.view(np.uint32) < query_lens[rows]):
         raise WorkerError("the token positions in result_tokens must be less than `query_lens` of their rows")
     if not all_in_range(kinds, len(ResultKind)):
         raise WorkerError(
             f"result_tokens must have kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}"
         )
     if len(result_tokens) > 1:
-        order = (kinds.astype(np.int64) * num_rows + rows) * step.num_tokens + tokens
+        order = (kinds.astype(np.int64) * num_rows + rows) * int(query_lens.sum()) + tokens
         if (order[1:] <= order[:-1]).any():
             raise WorkerError("result_tokens must ascend by kind, row and token")
     counts = np.bincount(kinds, minlength=len(ResultKind)).tolist()
-    given = [step.sampling.num_samples, step.scoring.num_results]
-    if counts[:2] != given:
+    if (counts[0], counts[1]) != given:
         raise WorkerError(
             f"sampling must describe {counts[0]} results and scoring {counts[1]}, as many as result_tokens has. "
             f"Given: sampling {given[0]}, scoring {given[1]}"
