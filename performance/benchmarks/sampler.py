@@ -19,8 +19,8 @@ import numpy as np
 from harness.machine_limits import least_seconds
 from llm_serving.core.step import SamplingInput
 from llm_serving.kernels import library
-from llm_serving.worker import sampler, sampling_reference
-from llm_serving.worker.sampler import sample
+from llm_serving.worker import sampling_reference
+from llm_serving.worker.sampler import LibrarySampler, sample
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling = _sampling_input(num_rows, arguments.vocab_size, **parameters)
             seconds = [
                 least_seconds(partial(sample, 0, logits, sampling, NO_TOKENS, choose), SECONDS_PER_FIGURE)
-                for choose in (sampling_reference.choose_tokens, sampler.choose_tokens)
+                for choose in (sampling_reference.choose_tokens, LibrarySampler())
             ]
             print(f"{kind:24} {num_rows:5} {1e6 * seconds[0]:10,.0f} {1e6 * seconds[1]:10,.0f}", flush=True)
             figures.append({"kind": kind, "rows": num_rows, "numpy": seconds[0], "library": seconds[1]})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 from llm_serving.worker import sampler, sampling_reference
-from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
+from llm_serving.worker.sampler import LibrarySampler, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.sampling_reference import uniform
 from support.instruction_sets import real_isas
 from support.step_factories import sampling_input, select_samples
@@ -82,7 +82,7 @@ def test_sampler_equals_numpy_for_all_isas_and_threads(seed, vocab_size, kind):
     for isa in real_isas():
         for threads in (1, 2):
             with library.use_isa(isa), library.use_threads(threads):
-                assert_equal_choices(sampler.choose_tokens(logits, sampling, history), expected)
+                assert_equal_choices(LibrarySampler()(logits, sampling, history), expected)
 
 
 @pytest.mark.parametrize("kind", sorted(LOGITS))
@@ -101,14 +101,14 @@ def test_sampled_tokens_of_each_kind_equal_numpy(isa, kind):
     ):
         sampling = sampling_input(count, temperature=0.9, position=np.arange(count), **parameters)
         expected = sampling_reference.choose_tokens(logits, sampling, NO_TOKENS)
-        assert_equal_choices(sampler.choose_tokens(logits, sampling, NO_TOKENS), expected)
+        assert_equal_choices(LibrarySampler()(logits, sampling, NO_TOKENS), expected)
 
 
 def test_sampler_is_batch_invariant(isa):
     logits, sampling = batch(3, 1000, "normal", num_samples=40)
-    together = sample(0, logits, sampling, NO_TOKENS, sampler.choose_tokens)
+    together = sample(0, logits, sampling, NO_TOKENS, LibrarySampler())
     for row in range(len(logits)):
-        alone = sample(0, logits[row : row + 1], select_samples(sampling, [row]), NO_TOKENS, sampler.choose_tokens)
+        alone = sample(0, logits[row : row + 1], select_samples(sampling, [row]), NO_TOKENS, LibrarySampler())
         assert alone.token_ids[0] == together.token_ids[row]
         assert alone.logprobs[0].tobytes() == together.logprobs[row].tobytes()
         assert alone.top.of(0) == together.top.of(row)
@@ -118,7 +118,7 @@ def test_sampler_distinguishes_subnormal_logits():
     """The library's threads compute operators with subnormals as zero."""
     rows = np.repeat(np.array([[1e-44, 3e-44, 2e-44]], np.float32), 5_000, axis=0)
     with library.use_threads(2):
-        assert (sampler.choose_tokens(rows, sampling_input(len(rows)), NO_TOKENS).token_ids == 1).all()
+        assert (LibrarySampler()(rows, sampling_input(len(rows)), NO_TOKENS).token_ids == 1).all()
 
 
 def test_sampler_random_numbers_equal_python():
@@ -130,22 +130,20 @@ def test_sampler_random_numbers_equal_python():
         seed=np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64),
         position=np.arange(count),
     )
-    chosen = sampler.choose_tokens(np.zeros((count, vocab_size), np.float32), sampling, NO_TOKENS).token_ids
+    chosen = LibrarySampler()(np.zeros((count, vocab_size), np.float32), sampling, NO_TOKENS).token_ids
     assert chosen.tolist() == np.floor(uniform(sampling.seed, sampling.position) * vocab_size).astype(int).tolist()
 
 
 def test_sampler_accepts_strided_and_read_only_logits():
     logits = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32).T
     logits.flags.writeable = False
-    assert sampler.choose_tokens(logits, sampling_input(8), NO_TOKENS).token_ids.tolist() == (
-        logits.argmax(axis=1).tolist()
-    )
+    assert LibrarySampler()(logits, sampling_input(8), NO_TOKENS).token_ids.tolist() == (logits.argmax(axis=1).tolist())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "ascend", "ascend_fast", "ascend_invariant"])
 def test_sampler_library_is_used_unless_it_is_missing(backend, monkeypatch, caplog):
     assert choose_tokens_for("plain") is sampling_reference.choose_tokens
-    assert choose_tokens_for(backend) is sampler.choose_tokens
+    assert isinstance(choose_tokens_for(backend), LibrarySampler)
 
     def missing():
         raise KernelError("no compiler")
@@ -153,6 +151,14 @@ def test_sampler_library_is_used_unless_it_is_missing(backend, monkeypatch, capl
     monkeypatch.setattr(library, "load", missing)
     assert choose_tokens_for(backend) is sampling_reference.choose_tokens
     assert "the operator library is missing, so NumPy samples the tokens, many times slower: no compiler" in caplog.text
+
+
+def test_a_sampler_gives_the_same_tokens_in_every_order_of_calls():
+    """Calls with other numbers of samples, log-probabilities and lists, as in the steps of a server."""
+    choose, given = LibrarySampler(), [batch(seed, 300, "normal") for seed in range(12)]
+    for logits, sampling in [*given, *given[::-1], *[each for each in given for _ in range(2)]]:
+        history = sampling.history_token_ids
+        assert_equal_choices(choose(logits, sampling, history), LibrarySampler()(logits, sampling, history))
 
 
 def test_sampler_arguments_have_the_expected_lengths():

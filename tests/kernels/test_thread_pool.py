@@ -10,7 +10,7 @@ import psutil
 import pytest
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
-from llm_serving.worker.sampler import choose_tokens
+from llm_serving.worker.sampler import LibrarySampler
 from support.decoder_calls import create_decoder, mixed_step
 from support.kernel_calls import call, empty, integers, scalar, typed
 from support.program_calls import llama_of, parameters, run, status_of_program
@@ -136,11 +136,11 @@ def test_out_of_memory_while_sampling_fails_one_call_only() -> None:
 
     def choose_in_vain() -> None:
         with no_more_memory_than(2**24), pytest.raises(KernelError, match="llm_sample: there is no memory"):
-            choose_tokens(logits, sampling, np.empty(0, np.int32))
+            LibrarySampler()(logits, sampling, np.empty(0, np.int32))
 
     with ThreadPoolExecutor(1) as fresh:  # a thread keeps the memory that it once had
         fresh.submit(choose_in_vain).result()
-    assert choose_tokens(logits[:, :5], sampling, np.empty(0, np.int32)).token_ids.tolist() == [0]
+    assert LibrarySampler()(logits[:, :5], sampling, np.empty(0, np.int32)).token_ids.tolist() == [0]
 
 
 def test_thread_pool_works_without_further_threads() -> None:

@@ -10,7 +10,7 @@ from llm_serving.errors import KernelError, WorkerError
 from llm_serving.kernels import library
 from llm_serving.worker import sampler, sampling_reference
 from llm_serving.worker.model_inputs import NO_TOKENS
-from llm_serving.worker.sampler import check_sampling, sample
+from llm_serving.worker.sampler import SamplingCheck, check_sampling, sample
 from support.step_factories import sampling_input, select_samples
 
 NAN, INF = math.nan, math.inf
@@ -35,7 +35,7 @@ def frequencies(logits, draws=20_000, **fields):
     """
     try:
         library.load()
-        fields["choose_tokens"] = sampler.choose_tokens
+        fields["choose_tokens"] = sampler.LibrarySampler()
     except KernelError:
         pass
     rows = np.broadcast_to(np.array(logits, np.float32), (draws, len(logits))).copy()
@@ -389,3 +389,28 @@ class TestAllowedTokens:
         arrays = {name: np.array(value, np.int32) for name, value in change.items()}
         with pytest.raises(WorkerError, match=text):
             check_sampling(replace(sampling_input(2, allowed={0: [9]}), **arrays), 10)
+
+
+def test_repeated_parameters_are_checked_again_only_for_their_positions(monkeypatch):
+    check = SamplingCheck(4)
+    plain = sampling_input(2)
+    check(plain)
+    num_checked = []
+    monkeypatch.setattr(sampler, "check_allowed", lambda *given: num_checked.append(given))
+    check(replace(plain, position=plain.position + np.int32(1)))
+    assert not num_checked
+    for changed in (replace(plain, top_k=plain.top_k + np.int32(1)), plain, sampling_input(3)):
+        check(changed)
+    assert len(num_checked) == 3
+    with pytest.raises(WorkerError, match="position"):
+        check(replace(sampling_input(3), position=np.array([1, -1, 1], np.int32)))
+    with pytest.raises(WorkerError, match="position must have 3 entries"):
+        check(replace(sampling_input(3), position=np.zeros(2, np.int32)))
+
+
+def test_parameters_with_lists_are_checked_at_every_step():
+    check = SamplingCheck(4)
+    biased = sampling_input(1, bias={0: {3: 1.0}})
+    check(biased)
+    with pytest.raises(WorkerError, match="bias_token_ids"):
+        check(replace(biased, bias_token_ids=np.array([4], np.int32)))

@@ -8,7 +8,7 @@ import pytest
 from llm_serving.backends.ascend_cells import AscendLargestLogits
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.sampler import choose_tokens, greedy_samples, uses_logits_unchanged
+from llm_serving.worker.sampler import LibrarySampler, greedy_samples, uses_logits_unchanged
 from llm_serving.worker.token_graph import StartedStep, TokenChoice, TokenGraph, choice_of, tokens_of
 from support.graph_model import backend
 from support.model_factories import tiny_spec, write_model
@@ -34,7 +34,7 @@ def test_device_logits_break_ties_by_the_lowest_id(largest, size):
     logits[0] = 0
     logits[1, -1] = 7
     logits[2, size // 2 :] = 1e38
-    chosen = choose_tokens(logits, sampling_input(9), NO_HISTORY)
+    chosen = LibrarySampler()(logits, sampling_input(9), NO_HISTORY)
     on_device, copied = largest(logits)
     assert on_device.dtype == np.int32
     assert (on_device == chosen.token_ids).all()

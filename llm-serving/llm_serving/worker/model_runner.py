@@ -39,8 +39,8 @@ from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemo
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs, resolve_token_ids
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import (
+    SamplingCheck,
     check_allowed,
-    check_sampling,
     choose_tokens_for,
     output_of_tokens,
     sample,
@@ -156,6 +156,7 @@ class ModelRunner:
         self._network, self._states, self._head, self._prompts, tokens = networks
         self._tokens = None if tokens is None else TokenGraph(tokens, backend, spec.network.vocab)
         self._choose_tokens = choose_tokens_for(backend.name)
+        self._check_sampling = SamplingCheck(spec.network.vocab)
         shared = self.kv_tensors.transfer
         tags = None if shared is None else BlockTags(shared.epochs, shared.num_written)
         self._state_guard = StateGuard(num_state_slots) if spec.states else None
@@ -236,7 +237,7 @@ class ModelRunner:
         # If the device still computes the previous step, the device replaces the references in `token_ids`.
         previous = latest.placeholders if isinstance(latest, StartedStep) else latest
         network = self.spec.network
-        check_sampling(step.sampling, network.vocab)
+        self._check_sampling(step.sampling)
         check_scoring(step.scoring, network.vocab)
         inputs = with_token_types(build_model_inputs(step, previous, self._limits), network.vocab, network.positions)
         self._guard.check_ids(step.block_moves)

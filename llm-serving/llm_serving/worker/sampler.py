@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -55,23 +56,33 @@ class SampleArgs(ctypes.Structure):
     )
 
 
-def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample like `sampling_reference.choose_tokens`, by the library of CPU kernels. `sampling` is not checked."""
-    choices = SampledTokens.unset(sampling)
-    logits = np.ascontiguousarray(logits, np.float32)
-    inputs = [
-        (history if name == "history_token_ids" else getattr(sampling, name)).astype(dtype, copy=False).tobytes()
-        for name, dtype in SAMPLING_DTYPES.items()
-    ]
-    arguments = SampleArgs(
-        *logits.shape,
-        logits.ctypes.data,
-        *inputs,
-        choices.top_token_ids.shape[1],
-        *[getattr(choices, name).ctypes.data for name in _RESULT_FIELDS],
-    )
-    library.done(library.load().llm_sample(ctypes.byref(arguments)))
-    return choices
+class LibrarySampler:
+    """Samples like `sampling_reference.choose_tokens`, by the library of CPU kernels. Parameters are not checked. The
+    next call overwrites the results, because most arguments are kept: decode steps of the same requests repeat them.
+    """
+
+    def __init__(self) -> None:
+        self._arguments = SampleArgs()
+        self._num_logprobs: bytes | None = None
+
+    def __call__(self, logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
+        logits, arguments = np.ascontiguousarray(logits, np.float32), self._arguments
+        arguments.num_samples, arguments.vocab_size = logits.shape
+        arguments.logits = logits.ctypes.data
+        for name, dtype in SAMPLING_DTYPES.items():
+            array = history if name == "history_token_ids" else getattr(sampling, name)
+            setattr(arguments, name, array.astype(dtype, copy=False).tobytes())
+        if (num_logprobs := sampling.num_logprobs.tobytes()) != self._num_logprobs:
+            self._allocate_results(sampling)
+            self._num_logprobs = num_logprobs
+        library.done(library.load().llm_sample(ctypes.byref(arguments)))
+        return self._choices
+
+    def _allocate_results(self, sampling: SamplingInput) -> None:
+        self._choices = choices = SampledTokens.unset(sampling)
+        self._arguments.top_width = choices.top_token_ids.shape[1]
+        for name in _RESULT_FIELDS:
+            setattr(self._arguments, name, getattr(choices, name).ctypes.data)
 
 
 ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]
@@ -87,7 +98,7 @@ def choose_tokens_for(backend_name: str) -> ChooseTokens:
     except KernelError as error:
         logger.warning("the operator library is missing, so NumPy samples the tokens, many times slower: %s", error)
         return sampling_reference.choose_tokens
-    return choose_tokens
+    return LibrarySampler()
 
 
 _REALS = {name: rule for name in SAMPLE_FIELDS if isinstance(rule := RULES.get(name), Real)}
@@ -99,6 +110,30 @@ _BIAS_HIGH = LOGIT_BIAS.high
 # Minima of integer parameters. `seed` is not checked, because every value of its type is valid.
 _WHOLE = {"top_k": 0, "position": 0, "num_logprobs": -1, "history_prompt_lens": 0}
 _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
+
+
+_arrays_but_positions = attrgetter(*[name for name in SAMPLING_DTYPES if name != "position"])
+
+
+class SamplingCheck:
+    """Checks the sampling parameters of steps. Decode steps of the same requests repeat those of the step before,
+    except for positions. If they have no history, bias and allowed tokens, only the positions are checked again.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._checked: list[bytes] = []
+
+    def __call__(self, sampling: SamplingInput) -> None:
+        """Raise the errors of `check_sampling`."""
+        position = sampling.position
+        given: list[bytes] = []
+        if not (sampling.history_token_ids.size or sampling.bias_token_ids.size or sampling.allowed_words.size):
+            given = [array.tobytes() for array in _arrays_but_positions(sampling)]
+        if given and given == self._checked and len(position) == sampling.num_samples and position.min(initial=0) >= 0:
+            return
+        check_sampling(sampling, self._vocab_size)
+        self._checked = given
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
@@ -172,7 +207,7 @@ def sample(
         logits, choices.token_ids, choices.top_token_ids, choices.largest, choices.total_weights
     )
     row_errors = {} if all_zero(choices.failures) else _row_errors(choices)
-    return StepOutput(step, choices.token_ids, logprobs, top, row_errors)
+    return StepOutput(step, choices.token_ids.copy(), logprobs, top, row_errors)
 
 
 def greedy_samples(sampling: SamplingInput) -> NDArray[np.bool_]:
