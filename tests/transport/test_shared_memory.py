@@ -48,6 +48,22 @@ def test_arrays_written_behind_others_do_not_change_them(buffers) -> None:
         buffers.write(0, [np.zeros(210, np.int32)], behind=layout)
 
 
+def test_each_read_returns_what_was_written_last(buffers) -> None:
+    one, two = np.arange(4, dtype=np.int32), np.full((2, 2), 9, np.int32)
+    for number, array in enumerate((one, one + 1, two, one, one.astype(np.float32), two)):
+        for buffer in (0, 1):
+            layout = buffers.write(buffer, [array + np.array(buffer + number, array.dtype)]).layout
+            (view,) = buffers.read(buffer, layout)
+            np.testing.assert_array_equal(view, array + buffer + number)
+            assert view.dtype == array.dtype
+
+
+def test_a_list_that_was_read_can_be_changed(buffers) -> None:
+    layout = buffers.write(0, [np.arange(4, dtype=np.int32)]).layout
+    buffers.read(0, layout).clear()
+    assert len(buffers.read(0, layout)) == 1
+
+
 def test_empty_arrays_keep_their_shape(buffers) -> None:
     layout = buffers.write(0, [np.zeros((0, 7), np.int32)]).layout
     assert buffers.read(0, layout)[0].shape == (0, 7)
