@@ -247,7 +247,7 @@ class RecordingError(LLMServingError):
 
 
 class KernelError(LLMServingError):
-    """The operator library cannot be built or loaded, has too little memory, or one of its operators has failed."""
+    """The operator library cannot be built or loaded, it lacks memory, or one of its operators failed."""
 
 
 class TransportError(LLMServingError):

@@ -180,7 +180,7 @@ class Ended:
     output: str
     jobs: Mapping[str, Job]
     created: Sequence[str]
-    """Names of what it created in its current directory."""
+    """Names of the files and folders that the process created in its current directory."""
 
 
 def request(

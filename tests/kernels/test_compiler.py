@@ -20,7 +20,7 @@ from llm_serving.kernels.instruction_sets import (
 )
 
 # A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself. It
-# knows every option, unless the file `old` is beside it.
+# accepts every option, but no optional flags if the file `old` is beside it.
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake compiler 1.0"; exit 0; fi
 case "$*" in *-fsyntax-only*) if [ -e "$(dirname "$0")/old" ]; then exit 1; else exit 0; fi;; esac

@@ -79,7 +79,9 @@ def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
 
 def test_after_warm_up_steps_call_the_operator_without_mindspore(runner, greedy_tokens, monkeypatch):
     runner.warm_up()
-    monkeypatch.setattr(nn.Cell, "__call__", lambda *given: pytest.fail("a step runs a graph of MindSpore"))
+    monkeypatch.setattr(
+        nn.Cell, "__call__", lambda *given: pytest.fail("a step after warm-up must not run a graph of MindSpore")
+    )
     num_calls = library.load().llm_num_calls()
     output = runner.execute(step_input([(PROMPT, 0, [0, 1, 3])]))
     assert output.token_ids.tolist() == greedy_tokens[:1]

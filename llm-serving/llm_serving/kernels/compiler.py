@@ -232,7 +232,11 @@ def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str
     if part != _LIBRARY:
         isa = part.removeprefix(_kernels_of(""))
         instructions = INSTRUCTION_SETS[isa]
-        flags = (*instructions.compiler_flags, *_known(compiler, instructions.optional_flags), f"-DLLM_ISA={isa}")
+        flags = (
+            *instructions.compiler_flags,
+            *_flags_if_accepted(compiler, instructions.optional_flags),
+            f"-DLLM_ISA={isa}",
+        )
         sources = kernels
     targets = {
         source: folder / f"{source.stem}{'' if part == _LIBRARY else f' for {isa}'}.o" for source in sorted(sources)
@@ -243,8 +247,8 @@ def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str
     }
 
 
-def _known(compiler: Compiler, flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the flags if the compiler knows all of them, otherwise none."""
+def _flags_if_accepted(compiler: Compiler, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the flags if the compiler accepts all of them, otherwise none."""
     command = [compiler.path, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     return flags if flags and subprocess.run(command, capture_output=True).returncode == 0 else ()  # noqa: S603
 

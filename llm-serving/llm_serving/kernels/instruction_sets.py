@@ -16,13 +16,13 @@ class InstructionSet(NamedTuple):
     cpu_flags: frozenset[str]
     is_for_tests: bool = False
     optional_flags: tuple[str, ...] = ()
-    """Flags that only some compilers know."""
+    """Flags that are left out if the compiler does not accept all of them."""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# For g++ from version 12 on. Without them it copies structs of vectors 16 bytes at a time, and a load of a whole vector
-# from such a copy waits, because CPUs forward a store only to loads that it contains.
-_AVX2_COPIES = ("-mmove-max=256", "-mstore-max=256")
+# g++ 12 and later accept these flags. Without them, g++ copies structs of AVX2 vectors in halves of 16 bytes. A load of
+# 32 bytes from such a copy stalls, because a CPU forwards a store to a load only if one store has all of its bytes.
+_AVX2_WIDE_COPIES = ("-mmove-max=256", "-mstore-max=256")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -37,9 +37,9 @@ INSTRUCTION_SETS: Final = {
     "avx512_vnni": InstructionSet((*_AVX512, "-mavx512vnni"), _HAS_VNNI),
     "avx512": InstructionSet(_AVX512, _HAS_AVX512),
     "avx_vnni": InstructionSet(
-        (*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}, optional_flags=_AVX2_COPIES
+        (*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}, optional_flags=_AVX2_WIDE_COPIES
     ),
-    "avx2": InstructionSet(_AVX2, _HAS_AVX2, optional_flags=_AVX2_COPIES),
+    "avx2": InstructionSet(_AVX2, _HAS_AVX2, optional_flags=_AVX2_WIDE_COPIES),
     PLAIN: InstructionSet((), frozenset()),
     # The amx kernels with loops that emulate the AMX instructions, compiled without full optimisation.
     "amx_emulated": InstructionSet(

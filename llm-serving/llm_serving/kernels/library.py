@@ -256,17 +256,19 @@ class AddressTable:
 
 
 class ProgramCall:
-    """A direct call of the operator `program` on a table, with the arguments that MindSpore would pass."""
+    """Calls the operator `program` with an AddressTable, and with the other arguments that MindSpore would pass."""
 
     def __init__(self, table: AddressTable) -> None:
         rows, words = table.memory.shape
-        placeholder = ctypes.c_float()  # the operator's own result
+        placeholder = (
+            ctypes.c_float()
+        )  # the result that MindSpore expects; those of the program are in the table's arrays
         data = (ctypes.c_void_p * 2)(table.memory.ctypes.data, ctypes.addressof(placeholder))
         ranks = (ctypes.c_int * 2)(2, 1)
         shapes = (_I64 * 2)(rows, words), (_I64 * 1)(1)
         addresses = (ctypes.c_void_p * 2)(*[ctypes.addressof(each) for each in shapes])
         types = (ctypes.c_char_p * 2)(b"int64", b"float32")
-        self._memory = table, placeholder, data, ranks, shapes, addresses, types
+        self._kept_alive = table, placeholder, data, ranks, shapes, addresses, types  # their addresses are passed
         self._arguments = 2, *[ctypes.addressof(each) for each in (data, ranks, addresses, types)], None, None
 
     def __call__(self) -> None:

@@ -63,8 +63,8 @@ class ProgramNetwork(nn.Cell):
             for number, array in enumerate(arrays, first):
                 self._addresses.set_view(number, array)
         self.table = parameter_over(self._addresses.memory, "int64", "addresses")
-        self.run = ProgramCall(self._addresses)
-        """Computes the step without MindSpore, whose executor takes 60 to 300 us for a graph of one operator."""
+        self.call_operator = ProgramCall(self._addresses)
+        """Runs the program on the arrays of `bind_inputs`, without MindSpore's executor, which takes 60 to 300 us."""
         self.operator = operator
 
     def construct(self) -> ms.Tensor:

@@ -62,7 +62,7 @@ class SharedBuffers:
         self.buffer_bytes = _aligned(buffer_bytes)
         self._memory = mmap.mmap(fd, num_buffers * self.buffer_bytes)
         self._views: dict[int, tuple[tuple[Sequence[ArrayLayout], ...], list[AnyArray]]] = {}
-        """Buffer -> the layouts and the result of its latest `read`. Most steps have the layouts of earlier ones."""
+        """Number of a buffer -> the layouts and views of its latest `read`. Most steps repeat earlier layouts."""
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
@@ -99,9 +99,9 @@ class SharedBuffers:
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
-        layouts, known = self._views.get(buffer, ((), []))
+        layouts, views = self._views.get(buffer, ((), []))
         if layouts == (layout, behind):
-            return known.copy()
+            return views.copy()
         start = self._start(buffer)
         views, end = _views(layout, self._memory, start + _length_of(behind), _ALIGNMENT)
         if end > start + self.buffer_bytes:

@@ -65,15 +65,15 @@ class CompiledNetwork:
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
         """Run the graph and return its result. The arrays (or results of `submit`) must not change during the call. If
-        one CPU operator computes the whole network, the next call overwrites the result. MindSpore compiles and runs
-        the graph of such an operator at the first call; later calls run the operator itself.
+        one CPU operator computes the whole network, the next call overwrites the result. In that case, the first call
+        compiles and runs the graph with MindSpore, and later calls run the operator directly.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
-            if self.num_compilations:
-                self._network.run()
+            if self.num_compilations:  # the graph has been compiled
+                self._network.call_operator()
             else:
-                self._network().asnumpy()  # waits for the result
+                self._network().asnumpy()  # `asnumpy` waits until the operator has ended
             return result
         values: NDArray[Any] = self.submit(arrays).asnumpy()
         return values

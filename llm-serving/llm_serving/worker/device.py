@@ -29,7 +29,7 @@ def configure_device(device: DeviceConfig | LoadModel, device_id: int = 0) -> No
     """Set this process's device and graph mode, before its first operator. Raise ConfigError for an unknown NPU."""
     on_ascend = device.device_target == "Ascend"
     if on_ascend:
-        _create_no_offload_folder()
+        _redirect_offload_folder()
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:
         _refuse_soc(_soc_version())
@@ -78,15 +78,16 @@ def _soc_version() -> str:
         return ""
 
 
-def _create_no_offload_folder() -> None:
-    """Set MindSpore's folder for swapped tensors to an existing one. On an NPU it creates the folder at the start, by
-    default `offload` in the current directory. Nothing is swapped, so it stays empty.
+def _redirect_offload_folder() -> None:
+    """Set MindSpore's offload path to the system's temporary folder. On an NPU, MindSpore creates its offload folder at
+    the start, by default `offload` in the current directory. This server lets MindSpore swap no tensors, so MindSpore
+    writes no file there.
     """
     try:
         from mindspore._c_expression import OffloadContext
 
         OffloadContext.get_instance().set_offload_path(tempfile.gettempdir())
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError):  # this release has no such class: MindSpore creates the folder
         return
 
 

@@ -256,11 +256,11 @@ def _check_result_tokens(step: StepInput) -> None:
             f"Given: the shape {result_tokens.shape}"
         )
     given = step.sampling.num_samples, step.scoring.num_results
-    _check_results(step.query_lens.tobytes(), result_tokens.tobytes(), given)
+    _check_rows_and_counts(step.query_lens.tobytes(), result_tokens.tobytes(), given)
 
 
-@lru_cache(maxsize=8)  # decode steps of the same requests have the same results
-def _check_results(query_lens_bytes: bytes, result_bytes: bytes, given: tuple[int, int]) -> None:
+@lru_cache(maxsize=8)  # decode steps of the same requests ask for results of the same rows
+def _check_rows_and_counts(query_lens_bytes: bytes, result_bytes: bytes, given: tuple[int, int]) -> None:
     query_lens = np.frombuffer(query_lens_bytes, np.int32)
     result_tokens = np.frombuffer(result_bytes, np.int32).reshape(-1, len(ResultToken._fields))
     num_rows = len(query_lens)

@@ -57,8 +57,9 @@ class SampleArgs(ctypes.Structure):
 
 
 class LibrarySampler:
-    """Samples like `sampling_reference.choose_tokens`, by the library of CPU kernels. Parameters are not checked. The
-    next call overwrites the results, because most arguments are kept: decode steps of the same requests repeat them.
+    """Samples with the library of CPU kernels, the same tokens as `sampling_reference.choose_tokens`. The caller must
+    have checked the parameters. While `num_logprobs` stays the same, as in decode steps of the same requests, the
+    arrays of the results are reused, so the next call overwrites the results.
     """
 
     def __init__(self) -> None:
@@ -86,11 +87,12 @@ class LibrarySampler:
 
 
 ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]
-"""(logits [S, V], checked sampling parameters, their history without references) -> the sampled tokens."""
+"""(logits [S, V], checked sampling parameters, their history without references) -> the sampled tokens, which
+the next call may overwrite."""
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the library's sampling function, or NumPy's if the library is missing or the backend is `plain`."""
+    """Return a new sampler of the library, or NumPy's function if the library is missing or the backend is `plain`."""
     if backend_name == "plain":
         return sampling_reference.choose_tokens
     try:
@@ -112,28 +114,33 @@ _WHOLE = {"top_k": 0, "position": 0, "num_logprobs": -1, "history_prompt_lens": 
 _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
 
-_arrays_but_positions = attrgetter(*[name for name in SAMPLING_DTYPES if name != "position"])
+_arrays_except_position = attrgetter(*[name for name in SAMPLING_DTYPES if name != "position"])
 
 
 class SamplingCheck:
-    """Checks the sampling parameters of steps. Decode steps of the same requests repeat those of the step before,
-    except for positions. If they have no history, bias and allowed tokens, only the positions are checked again.
+    """Checks the sampling parameters of each step. A decode step usually repeats the parameters of the previous step,
+    except `position`. If it does, and has no token history, no bias and no allowed tokens, only `position` is checked.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._checked: list[bytes] = []
+        self._last_valid: list[bytes] = []
 
     def __call__(self, sampling: SamplingInput) -> None:
-        """Raise the errors of `check_sampling`."""
+        """Check the parameters. Raise WorkerError like `check_sampling`."""
         position = sampling.position
         given: list[bytes] = []
         if not (sampling.history_token_ids.size or sampling.bias_token_ids.size or sampling.allowed_words.size):
-            given = [array.tobytes() for array in _arrays_but_positions(sampling)]
-        if given and given == self._checked and len(position) == sampling.num_samples and position.min(initial=0) >= 0:
+            given = [array.tobytes() for array in _arrays_except_position(sampling)]
+        if (
+            given
+            and given == self._last_valid
+            and len(position) == sampling.num_samples
+            and position.min(initial=0) >= 0
+        ):
             return
         check_sampling(sampling, self._vocab_size)
-        self._checked = given
+        self._last_valid = given
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""How TLS records are passed on to uvloop's TLS, whose place a fake takes."""
+"""`TlsRecords` passes records to a fake of uvloop's `SSLProtocol`."""
 
 from __future__ import annotations
 

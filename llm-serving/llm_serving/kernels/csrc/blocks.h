@@ -229,7 +229,8 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     a[r] = x.at(row + r, 0);
     total[r] = zeros();
   }
-  const size_t ahead_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
+  // Each block prefetches its share of the lines of a chunk, and so does each block of a short last chunk.
+  const size_t block_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
   for (size_t index = 0; index * kChunkInputs < k; index++) {
     const BlockChunk chunk(layout, panel, k, index);
     const GroupReader<kMinima> reader(layout, chunk);
@@ -237,7 +238,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     size_t group = 0;
     const uint8_t* ahead = chunk.planes + kBytesAheadOfStream;
     for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
-      for (size_t i = 0; i < ahead_lines; i++, ahead += kLineBytes) __builtin_prefetch(ahead, 0, 2);
+      for (size_t i = 0; i < block_lines; i++, ahead += kLineBytes) __builtin_prefetch(ahead, 0, 2);
       Floats sums[kChains][kRows];
 #pragma GCC unroll 2
       for (size_t half = 0; half < 2; half++) {

@@ -44,7 +44,7 @@ constexpr size_t unit_panels(size_t rows) {
 constexpr size_t kBytesAhead = LLM_AVX2_ONLY ? 2048 : 1024;
 
 // Few rows of fast products are multiplied by one panel after the other, so that each thread reads a single stream of
-// memory: up to 1.2 times as fast as several panels side by side, on Zen 5. The stream then has all prefetches.
+// memory: up to 1.2 times as fast as several panels side by side, on Zen 5. This is the distance of its prefetches.
 constexpr size_t kBytesAheadOfStream = 4096;
 template <class Element>
 constexpr bool is_stream(size_t rows) {

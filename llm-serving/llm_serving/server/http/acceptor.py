@@ -219,7 +219,7 @@ class Acceptor:
             connecting: Any = self._loop.connect_accepted_socket(lambda: connection, client)
         else:
             tls = connection.tls = TlsRecords(connection, self.context, self.limits.header_timeout_s)
-            connecting = self._shake_hands(tls, client)
+            connecting = self._complete_handshake(tls, client)
         handshake = self._loop.create_task(connecting)
         connection.handshake = handshake
         self._handshakes.add(handshake)
@@ -235,7 +235,7 @@ class Acceptor:
 
         handshake.add_done_callback(on_done)
 
-    async def _shake_hands(self, tls: TlsRecords, client: socket.socket) -> None:
+    async def _complete_handshake(self, tls: TlsRecords, client: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: tls, client)
             await tls.handshake
@@ -243,7 +243,7 @@ class Acceptor:
             tls.abort()
             raise
         finally:
-            del tls.handshake  # breaks a reference cycle with the traceback of a failed handshake
+            del tls.handshake  # a failed handshake's traceback refers to this frame: break the cycle
 
 
 def _drop(connection: Connection, client: socket.socket) -> None:
