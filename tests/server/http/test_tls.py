@@ -17,11 +17,13 @@ from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.http import server as server_module
 from llm_serving.server.http import tls
+from llm_serving.server.http.acceptor import ConnectionLimits
 from llm_serving.server.http.connection import Connection
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import Certificate, HttpServer
 from support.fakes import FakeEngine, Piece, Script
 from support.http_serving import TIMEOUT_S, connect, get, post, read_all, read_until, serving
+from tools.attackers import client_hello
 
 STREAM = b'{"prompt": "x", "stream": true}'
 
@@ -187,6 +189,18 @@ class TestHandshakes:
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
+
+    def test_tls_handshake_with_many_records_ends_the_connection(self, authority, tmp_path, monkeypatch):
+        removed, remove = threading.Event(), ConnectionLimits.remove
+        monkeypatch.setattr(
+            ConnectionLimits, "remove", lambda self, connection: (remove(self, connection), removed.set())
+        )
+        pieces = [bytes([byte]) for byte in client_hello()[tls.HEADER_BYTES :]]
+        assert len(pieces) > tls.MAX_EMPTY_RECORDS
+        with serving(FakeEngine(limits=issue(authority, tmp_path))) as url, connect(url) as client:
+            client.sendall(b"".join(b"\x16\x03\x01\x00\x01" + piece for piece in pieces))
+            assert read_all(client) == b""
+            assert removed.wait(TIMEOUT_S)
 
     def test_tls_handshakes_count_as_connections(self, authority, tmp_path):
         limits = issue(authority, tmp_path) | {"max_connections": 4}

@@ -62,7 +62,7 @@ class TlsRecords(asyncio.BufferedProtocol):
             self._decrypted.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._tls.connection_lost(exc)
+        self._tls.connection_lost(exc or ConnectionAbortedError())  # without an error, a handshake would count as done
 
     def pause_writing(self) -> None:
         self._tls.pause_writing()
