@@ -19,8 +19,6 @@ MAX_EMPTY_RECORDS: Final = 32
 """Maximum number of records without data in the life of a connection. A handshake takes three to five. A client changes
 its key after millions of records.
 """
-SHORT_BYTES: Final = 512
-"""A closing connection drops all data. Then only records up to this size count as records without data."""
 HEADER_BYTES: Final = 5
 """Bytes in front of each record. The last two are its length."""
 READ_BYTES: Final = 32 * 1024
@@ -28,7 +26,8 @@ READ_BYTES: Final = 32 * 1024
 
 class TlsRecords(asyncio.BufferedProtocol):
     """Passes the records of a client on to uvloop's TLS, one at a time, and closes a connection with too many records
-    without data. Such records are cheap to send, but each change of a key takes the server about 20 us.
+    without data. Such records are cheap to send, but each change of a key takes the server about 20 us. A connection
+    that is closing already drops further records instead, so that the client can read the last response.
     """
 
     def __init__(self, connection: Connection, context: ssl.SSLContext, handshake_timeout_s: float) -> None:
@@ -47,8 +46,8 @@ class TlsRecords(asyncio.BufferedProtocol):
         self._transport: Any = None
         self._decrypted: Any = None
         self._held = bytearray()
-        self._size = self._num_missing = 0
-        """Bytes of the current record, and those of them that have not been passed on."""
+        self._num_missing = 0
+        """Bytes of the current record that have not been passed on."""
         self._num_empty = 0
         self._is_paused = False
 
@@ -93,6 +92,8 @@ class TlsRecords(asyncio.BufferedProtocol):
         for _ in range(RECORDS_AT_ONCE):
             if self._is_paused or self._transport.is_closing():
                 return
+            if self._num_empty > MAX_EMPTY_RECORDS:  # the connection is closing
+                self._held.clear()
             if len(self._held) < (1 if self._num_missing else HEADER_BYTES):
                 self._transport.resume_reading()
                 return
@@ -103,15 +104,14 @@ class TlsRecords(asyncio.BufferedProtocol):
     def _decrypt(self) -> None:
         """Pass on what has been received of the current record, and count the record if that brings no data."""
         if not self._num_missing:
-            self._size = self._num_missing = HEADER_BYTES + int.from_bytes(self._held[3:HEADER_BYTES])
+            self._num_missing = HEADER_BYTES + int.from_bytes(self._held[3:HEADER_BYTES])
         piece = bytes(self._held[: self._num_missing])
         del self._held[: self._num_missing]
         self._num_missing -= len(piece)
         self._connection.has_received = False
         self._tls.get_buffer(len(piece))[: len(piece)] = piece
         self._tls.buffer_updated(len(piece))
-        is_dropped = self._connection.is_closing() and self._size > SHORT_BYTES  # the rest of a refused body
-        if not (self._num_missing or self._connection.has_received or is_dropped):
+        if not (self._num_missing or self._connection.has_received):
             self._num_empty += 1
-            if self._num_empty > MAX_EMPTY_RECORDS:
+            if self._num_empty > MAX_EMPTY_RECORDS and not self._connection.is_closing():
                 self.abort()
