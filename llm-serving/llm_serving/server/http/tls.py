@@ -21,7 +21,7 @@ its key after millions of records.
 """
 HEADER_BYTES: Final = 5
 """Bytes in front of each record. The last two are its length."""
-READ_BYTES: Final = 32 * 1024
+READ_BYTES: Final = RECORDS_AT_ONCE * 16 * 1024
 
 
 class TlsRecords(asyncio.BufferedProtocol):
@@ -45,7 +45,8 @@ class TlsRecords(asyncio.BufferedProtocol):
         self._connection = connection
         self._transport: Any = None
         self._decrypted: Any = None
-        self._held = bytearray()
+        self._begin = self._end = 0
+        """Bounds of the bytes in uvloop's buffer that have not been passed on."""
         self._num_missing = 0
         """Bytes of the current record that have not been passed on."""
         self._num_empty = 0
@@ -73,10 +74,13 @@ class TlsRecords(asyncio.BufferedProtocol):
         self._tls.eof_received()
 
     def get_buffer(self, sizehint: int) -> Any:
-        return self._tls.get_buffer(sizehint)[:READ_BYTES]
+        buffer, num_held = self._tls.get_buffer(sizehint), self._end - self._begin
+        buffer[:num_held] = buffer[self._begin : self._end]
+        self._begin, self._end = 0, num_held
+        return buffer[num_held : num_held + READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._held += self._tls.get_buffer(nbytes)[:nbytes]
+        self._end += nbytes
         self._pass_on()
 
     def pause_reading(self) -> None:
@@ -93,8 +97,8 @@ class TlsRecords(asyncio.BufferedProtocol):
             if self._is_paused or self._transport.is_closing():
                 return
             if self._num_empty > MAX_EMPTY_RECORDS:  # the connection is closing
-                self._held.clear()
-            if len(self._held) < (1 if self._num_missing else HEADER_BYTES):
+                self._begin = self._end
+            if self._end - self._begin < (1 if self._num_missing else HEADER_BYTES):
                 self._transport.resume_reading()
                 return
             self._decrypt()
@@ -103,14 +107,15 @@ class TlsRecords(asyncio.BufferedProtocol):
 
     def _decrypt(self) -> None:
         """Pass on what has been received of the current record, and count the record if that brings no data."""
+        buffer, begin = self._tls.get_buffer(0), self._begin
         if not self._num_missing:
-            self._num_missing = HEADER_BYTES + int.from_bytes(self._held[3:HEADER_BYTES])
-        piece = bytes(self._held[: self._num_missing])
-        del self._held[: self._num_missing]
-        self._num_missing -= len(piece)
+            self._num_missing = HEADER_BYTES + int.from_bytes(buffer[begin + 3 : begin + HEADER_BYTES])
+        size = min(self._num_missing, self._end - begin)
+        self._begin += size
+        self._num_missing -= size
         self._connection.has_received = False
-        self._tls.get_buffer(len(piece))[: len(piece)] = piece
-        self._tls.buffer_updated(len(piece))
+        buffer[:size] = buffer[begin : self._begin]  # uvloop reads the beginning of the buffer
+        self._tls.buffer_updated(size)
         if not (self._num_missing or self._connection.has_received):
             self._num_empty += 1
             if self._num_empty > MAX_EMPTY_RECORDS and not self._connection.is_closing():
