@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         self.weight = 0
         self.handshake: asyncio.Task[Any] | None = None
         self.tls: TlsRecords | None = None
-        self.has_received = False
+        self.has_received = False  # since `tls` has last set it
         self.write: Callable[[bytes], None] = _discard
         self.request: HttpRequest | NoRequest = NO_REQUEST
         self._config, self._state = config, state

@@ -1,4 +1,4 @@
-"""Decrypts what a client sends, little at a time, so that its TLS records do not delay other connections."""
+"""Decrypts a few TLS records of each connection at a time, so that one client does not delay the others."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 TLS_SHUTDOWN_S: Final = 2.0
 RECORDS_AT_ONCE: Final = 8
-"""Maximum number of records of a client that are decrypted in one iteration of the event loop."""
+"""Maximum number of records of one connection that are decrypted in one iteration of the event loop."""
 MAX_EMPTY_RECORDS: Final = 32
-"""Maximum number of records without data in the life of a connection. A handshake takes three to five. A client changes
-its key after millions of records.
+"""Maximum number of records without data during the life of a connection. A handshake needs three to five. Honest
+clients rarely add others: they update their key only after millions of records.
 """
 HEADER_BYTES: Final = 5
-"""Bytes in front of each record. The last two are its length."""
+"""Bytes of the header in front of each record. The last two are the length of the rest of the record."""
 READ_BYTES: Final = RECORDS_AT_ONCE * 16 * 1024
+"""Maximum number of encrypted bytes that are read from the socket at once."""
 
 
 class TlsRecords(asyncio.BufferedProtocol):
-    """Passes the records of a client on to uvloop's TLS, one at a time, and closes a connection with too many records
-    without data. Such records are cheap to send, but each change of a key takes the server about 20 us. A connection
-    that is closing already drops further records instead, so that the client can read the last response.
+    """Passes the records of one connection to uvloop's `SSLProtocol`, one at a time, and closes the connection after
+    `MAX_EMPTY_RECORDS` records without data. Such records cost the client little, but each update of a key takes the
+    server about 20 us. If the connection is closing already, further records are dropped instead, so that the client
+    can read the last response.
     """
 
     def __init__(self, connection: Connection, context: ssl.SSLContext, handshake_timeout_s: float) -> None:
@@ -44,7 +46,7 @@ class TlsRecords(asyncio.BufferedProtocol):
         )
         self._connection = connection
         self._transport: Any = None
-        self._decrypted: Any = None
+        self._app_transport: Any = None
         self._begin = self._end = 0
         """Bounds of the bytes in uvloop's buffer that have not been passed on."""
         self._num_missing = 0
@@ -54,12 +56,14 @@ class TlsRecords(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._decrypted = self._tls._get_app_transport(contextvars.copy_context())  # writes need the context
+        self._app_transport = self._tls._get_app_transport(
+            contextvars.copy_context()
+        )  # `SSLProtocol` runs writes in this context
         self._tls.connection_made(transport)
 
     def abort(self) -> None:
-        if self._decrypted is not None:
-            self._decrypted.abort()
+        if self._app_transport is not None:
+            self._app_transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._tls.connection_lost(exc or ConnectionAbortedError())  # without an error, a handshake would count as done
@@ -84,7 +88,7 @@ class TlsRecords(asyncio.BufferedProtocol):
         self._pass_on()
 
     def pause_reading(self) -> None:
-        """Pass nothing on. Unlike in uvloop's TLS, encrypted bytes wait here, where their records are still counted."""
+        """Stop reading and decrypting. What has been received waits encrypted, and is decrypted and counted later."""
         self._is_paused = True
         self._transport.pause_reading()
 
@@ -101,12 +105,12 @@ class TlsRecords(asyncio.BufferedProtocol):
             if self._end - self._begin < (1 if self._num_missing else HEADER_BYTES):
                 self._transport.resume_reading()
                 return
-            self._decrypt()
+            self._pass_piece()
         self._transport.pause_reading()
         self._loop.call_soon(self._pass_on)
 
-    def _decrypt(self) -> None:
-        """Pass on what has been received of the current record, and count the record if that brings no data."""
+    def _pass_piece(self) -> None:
+        """Pass the received part of the current record to uvloop. Count a complete record if it has brought no data."""
         buffer, begin = self._tls.get_buffer(0), self._begin
         if not self._num_missing:
             self._num_missing = HEADER_BYTES + int.from_bytes(buffer[begin + 3 : begin + HEADER_BYTES])
