@@ -10,7 +10,7 @@ from llm_serving.backends.ascend_cells import AscendLargestLogits
 from llm_serving.backends.token_drawing import LEAST_FLOAT, MAX_DRAWN_VOCAB, NUM_PARAMETERS, _Share, split_floats
 from llm_serving.lowering.mindir import write_mindir
 from llm_serving.worker.compiled_graph import CompiledNetwork
-from llm_serving.worker.sampler import choose_tokens_for
+from llm_serving.worker.sampler import LibrarySampler
 from llm_serving.worker.token_graph import (
     NUM_SORTED,
     DeviceLogits,
@@ -27,12 +27,7 @@ from support.step_factories import sampling_input
 
 pytestmark = pytest.mark.mindspore
 NO_HISTORY = np.empty(0, np.int32)
-
-
-def choose_tokens(logits, sampling, history):
-    return choose_tokens_for("cpu")(logits, sampling, history)
-
-
+choose_tokens = LibrarySampler()
 NUM_ROWS = 64
 
 

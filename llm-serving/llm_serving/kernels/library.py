@@ -260,9 +260,7 @@ class ProgramCall:
 
     def __init__(self, table: AddressTable) -> None:
         rows, words = table.memory.shape
-        placeholder = (
-            ctypes.c_float()
-        )  # the result that MindSpore expects; those of the program are in the table's arrays
+        placeholder = ctypes.c_float()  # for the operator's own result; those of the program are in the table's arrays
         data = (ctypes.c_void_p * 2)(table.memory.ctypes.data, ctypes.addressof(placeholder))
         ranks = (ctypes.c_int * 2)(2, 1)
         shapes = (_I64 * 2)(rows, words), (_I64 * 1)(1)

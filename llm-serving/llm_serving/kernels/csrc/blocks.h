@@ -229,7 +229,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     a[r] = x.at(row + r, 0);
     total[r] = zeros();
   }
-  // Each block prefetches its share of the lines of a chunk, and so does each block of a short last chunk.
+  // The lines of a chunk that each of its blocks prefetches, rounded up.
   const size_t block_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
   for (size_t index = 0; index * kChunkInputs < k; index++) {
     const BlockChunk chunk(layout, panel, k, index);
@@ -433,6 +433,7 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
     }
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
+      // A load for each vector, as in load_qvalues: g++ copies the struct through memory.
       const auto* of_group = reinterpret_cast<const float*>(numbers[p]++);
       const GroupNumbers group = {load(of_group), kMinima ? load(of_group + kPanelWidth) : zeros()};
 #pragma GCC unroll 8
