@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import struct
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +34,7 @@ from llm_serving.transport.messages import (
     StepFailed,
     Welcome,
 )
+from msgspec.structs import replace
 from support.fake_runner import expected_output
 from support.step_factories import sampling_input, step_input
 from support.work_agent_master import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.worker.kv_transfer import BackgroundThrottle
 from llm_serving.worker.token_graph import StartedStep
+from msgspec.structs import replace
 from support.work_agent_master import (
     DEADLINE_S,
     Runner,

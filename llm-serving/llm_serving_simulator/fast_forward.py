@@ -214,7 +214,7 @@ class FastForwardScheduler:
         """Return the scheduled steps without a reply, as `Scheduler.schedule` would have returned them."""
         number = self._first_step + self.num_scheduled - 1
         rows = [ScheduledRow(each, each.num_computed_tokens - 1, 1, 1, each.num_preemptions) for each in self.rows]
-        return [Schedule(number, rows)] * self._num_in_flight
+        return [Schedule(number, rows, num_tokens=len(rows), num_samples=len(rows))] * self._num_in_flight
 
 
 class FastForwardEngine:

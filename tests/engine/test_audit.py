@@ -15,6 +15,7 @@ from llm_serving.engine import audit
 from llm_serving.engine.audit import Auditor
 from llm_serving.executor.executor import StepFailedError
 from llm_serving.kvcache.adapter_slots import AdapterSlots
+from msgspec import structs
 from support.engine_harness import Harness
 from support.factories import create_request
 from support.fake_runner import expected_output
@@ -88,9 +89,9 @@ def test_auditor_counts_and_logs_a_difference(what: str, caplog: pytest.LogCaptu
     def garble(step: StepInput) -> StepOutput:
         output = execute(step)
         if step.step == 2 and what == "token":
-            return replace(output, token_ids=output.token_ids + np.int32(1))
+            return structs.replace(output, token_ids=output.token_ids + np.int32(1))
         if step.step == 2:
-            return replace(output, logprobs=np.nextafter(output.logprobs, np.float32(9)))
+            return structs.replace(output, logprobs=np.nextafter(output.logprobs, np.float32(9)))
         return output
 
     harness.runner.execute = garble  # type: ignore[method-assign]
@@ -173,7 +174,7 @@ def test_auditor_detects_a_vector_that_differs(caplog: pytest.LogCaptureFixture)
 
     def garble(step: StepInput) -> StepOutput:
         output = execute(step)
-        return replace(output, vectors=-output.vectors) if step.step == 0 else output
+        return structs.replace(output, vectors=-output.vectors) if step.step == 0 else output
 
     request = create_request(4, max_tokens=0)
     request.wants_vector = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 from llm_serving.core.request import FinishReason, Request
@@ -11,6 +10,7 @@ from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.sinks import OUTPUT_SINKS, SequenceSink, SinkContext
 from llm_serving.executor.executor import StepFailedError
+from msgspec.structs import replace
 from support.engine_harness import Harness
 from support.factories import create_request
 from support.fake_runner import expected_output

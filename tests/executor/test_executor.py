@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from llm_serving.transport.messages import (
     StepFailed,
 )
 from llm_serving.transport.shared_memory import SharedBuffers
+from msgspec.structs import replace
 from support.factories import create_request, create_scheduler
 from support.step_factories import sampling_input, step_input, top_tokens
 from support.word_tokenizer import WordTokenizer
@@ -97,9 +97,9 @@ def output(step, *token_ids):
 
 
 def assert_equal(left, right):
-    for field in fields(left):
-        first, second = getattr(left, field.name), getattr(right, field.name)
-        if field.name in ("sampling", "scoring", "scores", "top"):
+    for name in left.__struct_fields__:
+        first, second = getattr(left, name), getattr(right, name)
+        if name in ("sampling", "scoring", "scores", "top"):
             assert_equal(first, second)
         else:
             np.testing.assert_array_equal(first, second)

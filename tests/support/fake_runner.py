@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from types import SimpleNamespace
@@ -32,6 +31,7 @@ from llm_serving.core.window import NO_WINDOW, ONE_GROUP, CacheGroups, LayerWind
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags, StateGuard
+from msgspec.structs import replace
 from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000

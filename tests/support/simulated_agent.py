@@ -6,7 +6,6 @@ import random
 import socket
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from llm_serving.transport.messages import (
     StepFailed,
 )
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
+from msgspec.structs import replace
 from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from support.simulated_block_link import SimulatedBlockLink
 from support.simulated_clock import Clock

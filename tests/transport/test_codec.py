@@ -1,5 +1,3 @@
-from dataclasses import fields, replace
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from llm_serving.transport.codec import (
     step_from_arrays,
 )
 from llm_serving.transport.messages import StepDone
+from msgspec.structs import replace
 from support.factories import create_request, create_scheduler
 from support.step_factories import block_moves, scoring_input, top_tokens
 
@@ -31,9 +30,9 @@ def test_step_arrays_round_trip() -> None:
     step = a_step()
     copy = step_from_arrays(step.step, step_arrays(step))
     for owner, other in ((step, copy), (step.sampling, copy.sampling), (step.scoring, copy.scoring)):
-        for field in fields(owner):
-            if field.name not in ("sampling", "scoring"):
-                np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
+        for name in owner.__struct_fields__:
+            if name not in ("sampling", "scoring"):
+                np.testing.assert_array_equal(getattr(owner, name), getattr(other, name))
 
 
 def test_step_arrays_round_trip_with_scoring() -> None:
@@ -161,9 +160,9 @@ def test_output_without_scores_and_vectors_round_trips() -> None:
 def assert_same(copy, output) -> None:
     pairs = (copy, output), (copy.top, output.top), (copy.scores, output.scores), (copy.scores.top, output.scores.top)
     for owner, other in pairs:
-        for field in fields(owner):
-            if field.name not in ("scores", "top"):
-                np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
+        for name in owner.__struct_fields__:
+            if name not in ("scores", "top"):
+                np.testing.assert_array_equal(getattr(owner, name), getattr(other, name))
     assert copy.vectors.shape == output.vectors.shape
 
 

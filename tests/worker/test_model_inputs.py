@@ -22,6 +22,7 @@ from llm_serving.worker.model_inputs import (
     is_partition,
     resolve_token_ids,
 )
+from msgspec import structs
 from support.step_factories import sampling_input, step_input
 
 LIMITS = ModelLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
@@ -187,7 +188,7 @@ def test_out_of_range_indices_are_rejected(rows, message):
 def test_an_inconsistent_step_is_rejected(changes, message):
     step = step_input([([1, 2], 0, [1]), ([3], 0, [2])])
     with pytest.raises(WorkerError, match=message):
-        build(dataclasses.replace(step, **changes))
+        build(structs.replace(step, **changes))
 
 
 @given(
@@ -268,9 +269,9 @@ def test_each_group_of_layers_has_slots_from_its_own_tables():
     limits = dataclasses.replace(LIMITS, groups=CacheGroups((Window(), Window(6))))
     given = step_input([([5], 9, [1, 2, 3]), ([6, 7], 3, [4, 5])])
     tables = np.array([[1, 2, 3], [4, 5, 0], [NO_BLOCK, 7, 8], [9, 6, 0]], np.int32)
-    given = dataclasses.replace(given, block_tables=tables, block_epochs=np.zeros_like(tables))
+    given = structs.replace(given, block_tables=tables, block_epochs=np.zeros_like(tables))
     inputs = build(given, limits=limits)
     assert inputs.slot_mapping.tolist() == [3 * 4 + 1, 4 * 4 + 3, 5 * 4, 8 * 4 + 1, 9 * 4 + 3, 6 * 4]
     assert inputs.block_tables.tolist() == [[1, 2, 3], [4, 5, 0], [0, 7, 8], [9, 6, 0]]
     with pytest.raises(WorkerError, match="block_tables 2 for each"):
-        build(dataclasses.replace(given, block_tables=tables[:2], block_epochs=tables[:2]), limits=limits)
+        build(structs.replace(given, block_tables=tables[:2], block_epochs=tables[:2]), limits=limits)

@@ -7,6 +7,7 @@ from llm_serving.errors import ConfigError, KernelError, StepMismatchError, Work
 from llm_serving.kernels import library
 from llm_serving.worker.model_runner import ModelRunner
 from mindspore import nn
+from msgspec import structs
 from support.graph_model import GraphModel, backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import sampling_input, step_input
@@ -121,12 +122,12 @@ def test_allowed_tokens_may_follow_while_the_step_is_computed(folder):
         computed.append(bool(library.operator_times()))
         return AllowedTokens(np.array([0, len(words)], np.int32), np.array(words, np.int32))
 
-    step = replace(step_input([(PROMPT, 0, [8, 1])]), allowed_follow=True)
+    step = structs.replace(step_input([(PROMPT, 0, [8, 1])]), allowed_follow=True)
     with library.profiling():
         assert runner.execute(step, lambda: allow(0, 1 << 5)).token_ids.tolist() == [37]
     assert computed == [True]
     with pytest.raises(WorkerError, match="allowed_words must have no bits beyond"):
-        runner.execute(replace(step, step=1), lambda: allow(*[0] * 1000))
+        runner.execute(structs.replace(step, step=1), lambda: allow(*[0] * 1000))
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(folder):

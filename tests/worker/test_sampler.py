@@ -1,6 +1,5 @@
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from llm_serving.kernels import library
 from llm_serving.worker import sampler, sampling_reference
 from llm_serving.worker.model_inputs import NO_TOKENS
 from llm_serving.worker.sampler import SamplingCheck, check_sampling, sample
+from msgspec.structs import replace
 from support.step_factories import sampling_input, select_samples
 
 NAN, INF = math.nan, math.inf

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from llm_serving.core.step import STATE_BEFORE, StateAccess, StepInput
 from llm_serving.errors import WorkerError
 from llm_serving.worker.block_guard import StateGuard
+from msgspec.structs import replace
 from support.step_factories import step_input
 
 

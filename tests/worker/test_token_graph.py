@@ -1,7 +1,5 @@
 """The graph of steps whose rows have one token: greedy tokens come from the device, as the sampler chooses them."""
 
-from dataclasses import replace
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.sampler import LibrarySampler, greedy_samples, uses_logits_unchanged
 from llm_serving.worker.token_graph import StartedStep, TokenChoice, TokenGraph, choice_of, tokens_of
+from msgspec.structs import replace
 from support.graph_model import backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import sampling_input, step_input

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, get_args, get_type_hints
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
@@ -102,8 +103,7 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
     return AllowedTokens(np.zeros(num_samples + 1, np.int32), np.empty(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInput:
+class SamplingInput(Struct, frozen=True, gc=False):
     """Sampling parameters of S samples. Lists such as biases are concatenated: the elements from `offsets[s]` to
     `offsets[s + 1]` belong to sample s.
     """
@@ -174,8 +174,7 @@ SAMPLE_FIELDS: Final = tuple(
 """Fields with one number for each sample. The others are concatenated lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringInput:
+class ScoringInput(Struct, frozen=True, gc=False):
     """The tokens whose log-probabilities a step returns. `token_ids` concatenates one list of tokens per result."""
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
@@ -190,8 +189,7 @@ class ScoringInput:
 NO_SCORING: Final = ScoringInput(np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(Struct, frozen=True, gc=False):
     """One forward pass over B rows and T packed tokens, without padding.
 
     Row b computes `query_lens[b]` tokens after the `num_computed[b]` tokens in the blocks of `block_tables[b]`. With G
@@ -209,12 +207,12 @@ class StepInput:
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # for the S results of kind TOKEN
     scoring: ScoringInput = NO_SCORING  # for the P results of kind LOGPROBS
-    block_moves: Int32Array = field(default_factory=lambda: NO_BLOCK_MOVES)
+    block_moves: Int32Array = NO_BLOCK_MOVES
     """[N, 6], each row a `BlockMove`. They are executed in order before the tokens are computed."""
-    exports: Int32Array = field(default_factory=lambda: NO_BLOCK_MOVES)
+    exports: Int32Array = NO_BLOCK_MOVES
     """[N, 6], each row a `BlockMove` of kind EXPORT, executed between the computation and the reply."""
-    states: Int32Array = field(default_factory=lambda: NO_STATE_ACCESSES)
-    adapters: Int32Array = field(default_factory=lambda: NO_ADAPTERS)
+    states: Int32Array = NO_STATE_ACCESSES
+    adapters: Int32Array = NO_ADAPTERS
     """[B, 2], adapter (0: none) and slot of each row, or empty. A slot with another adapter is filled beforehand."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
@@ -228,8 +226,7 @@ class StepInput:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class TopTokens:
+class TopTokens(Struct, frozen=True, gc=False):
     offsets: Int32Array  # [N + 1] into the two lists below
     token_ids: Int32Array  # most likely first
     logprobs: Float32Array
@@ -247,8 +244,7 @@ def no_top_tokens(num_results: int) -> TopTokens:
     return TopTokens(np.zeros(num_results + 1, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Struct, frozen=True, gc=False):
     """Log-probabilities of the tokens in `ScoringInput`, before temperature and other sampling parameters apply."""
 
     logprobs: Float32Array  # [G], of the tokens in `ScoringInput`
@@ -260,20 +256,17 @@ NO_SCORES: Final = Scores(np.empty(0, np.float32), np.empty(0, np.int32), no_top
 NO_VECTORS: Final[Float32Array] = np.empty((0, 0), np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(Struct, frozen=True, gc=False):
     """The results of one step. Results of one kind are in the order of `StepInput.result_tokens`."""
 
     step: int
     token_ids: Int32Array  # [S]
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
-    row_errors: dict[int, str] = field(default_factory=dict)
+    row_errors: dict[int, str] = {}
     """Index in `result_tokens` -> why this result is missing (token -1); the first of each row and kind only."""
     scores: Scores = NO_SCORES
-    vectors: Float32Array = field(
-        default_factory=lambda: NO_VECTORS
-    )  # [results of kinds VECTOR and MEAN, hidden size or labels]
+    vectors: Float32Array = NO_VECTORS  # [results of kinds VECTOR and MEAN, hidden size or labels]
 
 
 DRAFT_WINDOW: Final = 256

@@ -6,8 +6,9 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from llm_serving.core.step import AllowedTokens, DraftModelClient, DraftRequest, StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic

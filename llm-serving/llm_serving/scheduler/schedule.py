@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
@@ -90,7 +89,7 @@ class PromptResults(NamedTuple):
     """Whether the request finishes with these results, because it asks for no output tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # creation of a frozen one takes twice as long
 class Schedule:
     """A formed step. `Scheduler.schedule` returns it, and `Scheduler.update` applies its results."""
 
@@ -110,12 +109,8 @@ class Schedule:
     """Prompt blocks among `exports` that the disk cache stores after the reply."""
     num_bound_violations: int = 0
     """Number of guaranteed maximum waits and gaps that this step exceeds. Above 0, the scheduler has a bug."""
-    num_tokens: int = field(init=False)
-    num_samples: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum(map(itemgetter(2), self.rows)))
-        object.__setattr__(self, "num_samples", sum(map(itemgetter(3), self.rows)))
+    num_tokens: int = field(kw_only=True)
+    num_samples: int = field(kw_only=True)
 
 
 class StepPlan:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
+from typing import Final
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus, Transfer
 from llm_serving.core.request_class import class_of
@@ -28,6 +30,8 @@ from llm_serving.scheduler.schedule import (
     plan_stores,
 )
 from llm_serving.scheduler.tenant_limits import SlotDemand
+
+NUM_SAMPLES: Final = itemgetter(ScheduledRow._fields.index("num_samples"))
 
 
 class Scheduler:
@@ -134,6 +138,8 @@ class Scheduler:
         return Schedule(
             step=plan.number,
             rows=rows,
+            num_tokens=budget - plan.budget,
+            num_samples=sum(map(NUM_SAMPLES, rows)),
             block_moves=blocks.pop_block_moves(),
             started=started,
             preempted=preempted,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from llm_serving.core.step import (
@@ -30,15 +30,13 @@ from llm_serving.errors import ProtocolError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.messages import StepDone
 
-_STEP_ARRAYS = tuple(
-    f.name for f in fields(StepInput) if f.name not in ("step", "sampling", "scoring", "allowed_follow")
-)
-_SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
-_SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
+_NO_ARRAYS = "step", "sampling", "scoring", "allowed_follow"
+_STEP_ARRAYS = tuple(name for name in StepInput.__struct_fields__ if name not in _NO_ARRAYS)
+_SAMPLING_ARRAYS, _SCORING_ARRAYS = SamplingInput.__struct_fields__, ScoringInput.__struct_fields__
 _arrays_of_step, _arrays_of_sampling, _arrays_of_scoring = (
     attrgetter(*names) for names in (_STEP_ARRAYS, _SAMPLING_ARRAYS, _SCORING_ARRAYS)
 )
-_arrays_of_top = attrgetter(*(f.name for f in fields(TopTokens)))
+_arrays_of_top = attrgetter(*TopTokens.__struct_fields__)
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _RESULT_BYTES = len(ResultToken._fields) * 4

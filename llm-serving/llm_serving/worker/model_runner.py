@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from msgspec import structs
 
 from llm_serving.backends.base import Backend
 from llm_serving.backends.parameters import is_on_npu
@@ -329,7 +330,7 @@ class ModelRunner:
         assert await_allowed is not None
         sampling = step.sampling.with_allowed_tokens(await_allowed())
         check_allowed(sampling, self._limits.vocab_size)
-        return replace(step, sampling=sampling)
+        return structs.replace(step, sampling=sampling)
 
     def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
@@ -344,8 +345,8 @@ class ModelRunner:
         errors = {num_samples + index: error for index, error in scored.errors.items()}
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             errors[num_samples + num_scored + index] = "the model's last hidden state is not finite"
-        errors = _first_error_per_row(errors, step.result_tokens)
-        return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
+        errors = output.row_errors | _first_error_per_row(errors, step.result_tokens)
+        return structs.replace(output, row_errors=errors, scores=scored.scores, vectors=vectors.copy())
 
     def logits_of(self, states: Float32Array) -> Float32Array:
         """Return the logits [P, V], or classification scores [P, labels], of hidden states [P, H]."""
