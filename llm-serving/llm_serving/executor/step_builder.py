@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from llm_serving.core.enums import PoolingMode
 from llm_serving.core.request import Request
@@ -20,7 +21,6 @@ from llm_serving.core.step import (
     SAMPLE_FIELDS,
     SAMPLING_DTYPES,
     AllowedTokens,
-    Float32Array,
     Int32Array,
     ResultKind,
     ResultToken,
@@ -36,8 +36,6 @@ from llm_serving.scheduler import Schedule
 REQUEST_ID, IDS, START = attrgetter("request_id"), attrgetter("ids"), attrgetter("start")
 _FORBIDDEN = float("-inf")
 _NO_WORDS: Int32Array = np.empty(0, np.int32)
-_NO_IDS: Int32Array = np.empty(0, np.int32)
-_NO_VALUES: Float32Array = np.empty(0, np.float32)
 _Sample = tuple[Request, int]
 """A token to be sampled: (request, number of draft tokens before it)."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
@@ -53,7 +51,8 @@ class StepBuilder:
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
         self._blocks = blocks
         self._pooling = pooling
-        self._previous_samples: dict[Request, int] = {}
+        self._decoding: tuple[Request, ...] = ()
+        """Requests of the latest step that only decoded. The same requests have the same samples in the next step."""
         self._params = _SamplingParams([], {})
         self._tables = _PackedTables()
 
@@ -62,20 +61,25 @@ class StepBuilder:
         requests, starts, query_lens, *_ = zip(*schedule.rows, strict=True)
         num_computed = np.array(starts, np.int32)
         token_ids: list[int] = []
+        previous = self._params.indices
         if not schedule.has_draft_tokens and schedule.num_tokens == schedule.num_samples == len(requests):
-            previous = self._previous_samples
             for request, start in zip(requests, starts, strict=True):  # each computes its latest token
                 output = request.output_token_ids
-                if start >= len(request.prompt_token_ids) + len(output):  # still on the device: the reference, inlined
+                if request.num_tokens_in_flight > 1:  # still on the device: the reference, inlined
                     token_ids.append(-1 - previous[request])
                 else:
                     token_ids.append(output[-1] if output else request.prompt_token_ids[start])
-            sampled: list[_Sample] = list(zip(requests, repeat(0), strict=False))
-            positions = num_computed + np.int32(1)
-            result_tokens = np.zeros((len(requests), len(ResultToken._fields)), np.int32)  # of kind TOKEN
-            result_tokens[:, 0] = np.arange(len(requests))
+            if requests != self._decoding:
+                self._decoding, count = requests, len(requests)
+                self._samples: list[_Sample] = list(zip(requests, repeat(0), strict=False))
+                self._ones = np.ones(count, np.int32)
+                self._results = np.zeros((count, len(ResultToken._fields)), np.int32)  # of kind TOKEN
+                self._results[:, 0] = np.arange(count)
+            samples, lengths, result_tokens = self._samples, self._ones, self._results
+            positions = num_computed + lengths
         else:
-            sampled, token = [], ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
+            samples, token = [], ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
+            lengths = np.array(query_lens, np.int32)
             chosen: list[int] = []
             following: list[int] = []
             for index, (request, start, query_len, num_samples, _) in enumerate(schedule.rows):
@@ -85,10 +89,10 @@ class StepBuilder:
                 if num_samples > 1:
                     token_ids += request.draft_token_ids
                 elif end > num_known:  # the newest token is still on the device
-                    token_ids.append(reference_to_previous_step(self._previous_samples[request]))
+                    token_ids.append(reference_to_previous_step(previous[request]))
                 for draft in range(num_samples):
                     offset = query_len - num_samples + draft
-                    sampled.append((request, draft))
+                    samples.append((request, draft))
                     chosen += (index, offset, token)
                     following.append(start + offset + 1)
             positions = np.array(following, np.int32)
@@ -105,15 +109,15 @@ class StepBuilder:
             adapters = np.array(
                 [(of.adapter, slots.slot_of(of.adapter) if of.adapter else -1) for of, *_ in schedule.rows], np.int32
             )
-        step = StepInput(
+        return StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
-            query_lens=np.array(query_lens, np.int32),
+            query_lens=lengths,
             num_computed=num_computed,
             block_tables=block_tables,
             block_epochs=block_epochs,
             result_tokens=result_tokens,
-            sampling=self._sampling(sampled, positions),
+            sampling=self._sampling(samples, positions),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else NO_BLOCK_MOVES,
             exports=np.array(schedule.exports, np.int32) if schedule.exports else NO_BLOCK_MOVES,
@@ -121,11 +125,6 @@ class StepBuilder:
             adapters=adapters,
             allowed_follow=self._params.has_matchers,
         )
-        if self._params.samples is sampled:  # they differ from those of the previous step
-            self._previous_samples = {}
-            for index, (request, _) in enumerate(sampled):
-                self._previous_samples[request] = index
-        return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
         """Return the tokens that structured output allows for each sample. All earlier outputs must be known."""
@@ -141,33 +140,29 @@ class StepBuilder:
         return _joined(parts)
 
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
-        params = self._params
+        params, previous = self._params, self._params.indices
         if params.samples != samples:
-            params = self._params = _SamplingParams(samples, self._params.allowed)
-        histories = [self._history(*sample) for sample in samples] if params.has_penalties else []
-        biases = [_biases(*sample) for sample in samples] if params.has_biases else []
-        none = np.zeros(len(samples) + 1, np.int32)
-        return SamplingInput(
-            **params.numbers,
-            position=positions,
-            num_logprobs=params.num_logprobs,
-            history_offsets=_offsets([len(history) for history in histories]) if histories else none,
-            history_token_ids=np.array(list(chain.from_iterable(histories)), np.int32) if histories else _NO_IDS,
-            history_prompt_lens=params.history_prompt_lens,
-            bias_offsets=_offsets([len(bias) for bias in biases]) if biases else none,
-            bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32) if biases else _NO_IDS,
-            bias_values=np.array([value for bias in biases for _, value in bias], np.float32) if biases else _NO_VALUES,
-            allowed_offsets=params.allowed_tokens.offsets,
-            allowed_words=params.allowed_tokens.words,
-        )
+            params = self._params = _SamplingParams(samples, params.allowed)
+        changes = {"position": positions}
+        if params.has_penalties:
+            histories = [_history(*sample, previous) for sample in samples]
+            changes["history_offsets"] = _offsets([len(history) for history in histories])
+            changes["history_token_ids"] = np.array(list(chain.from_iterable(histories)), np.int32)
+        if params.has_biases:
+            biases = [_biases(*sample) for sample in samples]
+            changes["bias_offsets"] = _offsets([len(bias) for bias in biases])
+            changes["bias_token_ids"] = np.array([token for bias in biases for token, _ in bias], np.int32)
+            changes["bias_values"] = np.array([value for bias in biases for _, value in bias], np.float32)
+        return replace(params.sampling, **changes)
 
-    def _history(self, request: Request, num_drafts: int) -> list[int]:
-        if not request.sampling.has_penalties:
-            return []
-        history = request.prompt_token_ids + request.output_token_ids
-        if len(history) < request.num_tokens - 1:
-            history.append(reference_to_previous_step(self._previous_samples[request]))
-        return history + request.draft_token_ids[:num_drafts]
+
+def _history(request: Request, num_drafts: int, previous: Mapping[Request, int]) -> list[int]:
+    if not request.sampling.has_penalties:
+        return []
+    history = request.prompt_token_ids + request.output_token_ids
+    if len(history) < request.num_tokens - 1:
+        history.append(reference_to_previous_step(previous[request]))
+    return history + request.draft_token_ids[:num_drafts]
 
 
 def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Array, ScoringInput]:
@@ -190,14 +185,17 @@ def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Arra
 
 
 class _SamplingParams:
-    """Sampling parameters of a step's samples as arrays, which are reused while the samples stay the same."""
+    """A step's samples and their sampling parameters as arrays, which are reused while the samples stay the same."""
 
     def __init__(self, samples: list[_Sample], known: Mapping[Request, Int32Array]) -> None:
         self.samples = samples
+        self.indices: dict[Request, int] = {}
+        """Request -> index of its last sample, to which the next step may refer."""
         self.has_penalties = self.has_biases = self.has_matchers = False
         self.allowed: dict[Request, Int32Array] = {}
         values, num_logprobs, prompt_lens = [], [], []
-        for request, _ in samples:
+        for index, (request, _) in enumerate(samples):
+            self.indices[request] = index
             params, prompt_len = request.sampling, 0
             if params.has_penalties:
                 self.has_penalties, prompt_len = True, len(request.prompt_token_ids)
@@ -210,15 +208,18 @@ class _SamplingParams:
             values.append(params)
             num_logprobs.append(-1 if params.logprobs is None else params.logprobs)
             prompt_lens.append(prompt_len)
-        self.num_logprobs = np.array(num_logprobs, np.int32)
-        self.history_prompt_lens = np.array(prompt_lens, np.int32)
-        self.numbers: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         for name, (value_of, dtype) in _NUMBERS.items():
-            self.numbers[name] = np.array(list(map(value_of, values)), dtype)
+            numbers[name] = np.array(list(map(value_of, values)), dtype)
+        self.sampling = SamplingInput.plain(
+            len(samples),
+            **numbers,
+            num_logprobs=np.array(num_logprobs, np.int32),
+            history_prompt_lens=np.array(prompt_lens, np.int32),
+        )
         if self.allowed:
-            self.allowed_tokens = _joined([self.allowed.get(request, _NO_WORDS) for request, _ in samples])
-        else:
-            self.allowed_tokens = AllowedTokens(np.zeros(len(samples) + 1, np.int32), _NO_WORDS)
+            allowed = _joined([self.allowed.get(request, _NO_WORDS) for request, _ in samples])
+            self.sampling = self.sampling.with_allowed_tokens(allowed)
 
 
 def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
