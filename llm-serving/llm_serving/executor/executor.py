@@ -171,25 +171,27 @@ class LocalExecutor(Executor):
         self._adapters.set(number, folder)
 
 
+class _NumResults(NamedTuple):
+    samples: int
+    scores: int
+    scored_tokens: int
+    vectors: int
+
+
 def _check_results(step: StepInput, output: StepOutput) -> None:
     """Raise ProtocolError if a WorkAgent's output has other results than the step requested, or impossible tokens."""
     num_samples, num_scores = len(step.sampling.temperature), len(step.scoring.num_logprobs)
-    requested = {
-        "num_samples": num_samples,
-        "num_scores": num_scores,
-        "num_scored_tokens": len(step.scoring.token_ids),
-        "num_vectors": len(step.result_tokens) - num_samples - num_scores,
-    }
     scores = output.scores
+    num_vectors = len(step.result_tokens) - num_samples - num_scores
+    requested = _NumResults(num_samples, num_scores, len(step.scoring.token_ids), num_vectors)
     counts = len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
-    received = dict(zip(requested, counts, strict=True))
-    if received != requested:
+    if counts != requested:
         raise ProtocolError(
             f"the reply to step {output.step} has other results than requested. Requested: {requested}. "
-            f"Received: {received}"
+            f"Received: {_NumResults(*counts)}"
         )
-    lowest = -1 if output.row_errors else 0
-    if len(output.token_ids) and not lowest <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
+    lowest, token_ids = -1 if output.row_errors else 0, output.token_ids.tolist()
+    if token_ids and not lowest <= min(token_ids) <= max(token_ids) < MAX_VOCAB_SIZE:
         raise ProtocolError(f"the reply to step {output.step} has token ids outside {lowest} to {MAX_VOCAB_SIZE - 1}")
 
 
