@@ -162,9 +162,10 @@ class LoadReports(StepObserver):
     ) -> None:
         if schedule is not None:  # requests that arrive later cannot join this step
             self.num_tokens_left = 0
-            for row in schedule.rows:
-                if not row.num_samples:
-                    self.num_tokens_left += row.request.num_tokens - row.end
+            if schedule.num_tokens != schedule.num_samples:
+                for row in schedule.rows:
+                    if not row.num_samples:
+                        self.num_tokens_left += row.request.num_tokens - row.end
             self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
         # There is room if no request waits, and a request of mean size fits beside one block for each running request.
         pool = self._scheduler.blocks.pool

@@ -24,6 +24,7 @@ from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
 
+ROW_SEQUENCE: Final = attrgetter("request.sequence")
 ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
@@ -243,15 +244,16 @@ class EventLog(StepObserver):
             self._decisions.append(Decision(now, blocked))
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        rows = schedule.rows
-        decoded: list[int] = []
+        rows = decoded = schedule.rows
         chunks: list[tuple[int, int, int]] = []
-        for request, num_computed, query_len, num_samples, _ in rows:
-            if query_len == num_samples:
-                decoded.append(request.sequence)
-            else:
-                chunks.append((request.sequence, num_computed, query_len))
-        singles = tuple(decoded)
+        if schedule.num_tokens != schedule.num_samples:
+            decoded = []
+            for row in rows:
+                if row.query_len == row.num_samples:
+                    decoded.append(row)
+                else:
+                    chunks.append((row.request.sequence, row.num_computed, row.query_len))
+        singles = tuple(map(ROW_SEQUENCE, decoded))
         if singles == self._singles:
             singles = self._singles  # consecutive steps of the same decoding requests share one tuple
         self._singles = singles

@@ -170,12 +170,11 @@ class RunningSnapshot:
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        self.decoding: list[Request] = []
+        self.decoding = decoding = list[Request]()
         """Requests that can get an output token in this step."""
-        self.prefilling: list[Request] = []
+        self.prefilling = prefilling = list[Request]()
         """Requests with more than one known token to compute, in order of admission."""
-        self.num_decoding = 0
-        """Number of requests whose prompt is complete, including those that cannot get a token in this step."""
+        num_left_out = 0
         for request in requests:
             in_flight = request.num_tokens_in_flight
             num_output = len(request.output_token_ids) + in_flight
@@ -183,16 +182,19 @@ class RunningSnapshot:
             if num_uncomputed == 1 and num_output:
                 if request.paused:
                     continue
-                self.num_decoding += 1
                 if num_output < request.sampling.max_tokens and not (
                     request.is_migrating or (in_flight and (request.needs_known_output or request.draft_token_ids))
                 ):
-                    self.decoding.append(request)
+                    decoding.append(request)
+                else:
+                    num_left_out += 1
             elif num_uncomputed > 0:
-                self.prefilling.append(request)
-        if len(self.prefilling) > 1:
-            self.prefilling.sort(key=ADMISSION_NUMBER)
-        self.least_scheduled_step: int | None = min(map(LAST_SCHEDULED_STEP, self.decoding), default=None)
+                prefilling.append(request)
+        if len(prefilling) > 1:
+            prefilling.sort(key=ADMISSION_NUMBER)
+        self.num_decoding = len(decoding) + num_left_out
+        """Number of requests whose prompt is complete, including those that cannot get a token in this step."""
+        self.least_scheduled_step: int | None = min(map(LAST_SCHEDULED_STEP, decoding), default=None)
 
 
 def preemption_order(running: Sequence[Request]) -> Iterator[Request]:

@@ -124,6 +124,7 @@ class StepPlan:
         self.blocked: Blocked | None = None
         self.changes_running = False
         self.has_draft_tokens = False
+        self.num_samples = 0
         self.considers_prompts = False
         self.rows: dict[str, ScheduledRow] = {}
         self.prefills: set[str] = set()
@@ -136,13 +137,6 @@ class StepPlan:
     def prefill_rank(self, request_class: RequestClass) -> tuple[bool, int]:
         """Return a sort key of a class: prompts of the class with the smallest key go first."""
         return request_class.name != self.first_class, request_class.rank
-
-    def add_decode(self, request: Request) -> None:
-        if request.request_id not in self.rows:
-            row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
-            # Half the cost of calling ScheduledRow.
-            self.rows[request.request_id] = tuple.__new__(ScheduledRow, row)
-            self.budget -= 1
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
         """Let the step compute the next `num_tokens` tokens of a request, or as many as the token budget allows."""

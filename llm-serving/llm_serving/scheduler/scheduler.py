@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
-from typing import Final
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus, Transfer
 from llm_serving.core.request_class import class_of
@@ -30,8 +28,6 @@ from llm_serving.scheduler.schedule import (
     plan_stores,
 )
 from llm_serving.scheduler.tenant_limits import SlotDemand
-
-NUM_SAMPLES: Final = itemgetter(ScheduledRow._fields.index("num_samples"))
 
 
 class Scheduler:
@@ -139,7 +135,7 @@ class Scheduler:
             step=plan.number,
             rows=rows,
             num_tokens=budget - plan.budget,
-            num_samples=sum(map(NUM_SAMPLES, rows)),
+            num_samples=plan.num_samples,
             block_moves=blocks.pop_block_moves(),
             started=started,
             preempted=preempted,
@@ -402,18 +398,20 @@ class Scheduler:
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step
         for request, num_computed, query_len, num_samples, _ in rows:
+            num_tokens = query_len
             if num_samples:
+                plan.num_samples += num_samples
                 num_drafts = num_samples - 1
                 query_len -= num_drafts
                 if request.draft_token_ids:
                     del request.draft_token_ids[num_drafts:]
                 request.num_tokens_in_flight += 1
+                num_tokens = query_len + OUTPUT_TOKEN_WEIGHT - 1
             request.num_computed_tokens = num_computed + query_len
             request.last_scheduled_step = step
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = plan.now
                 started.append(request)
-            num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * (num_samples > 0)
             charges[request.request_class.name, request.tenant] += num_tokens
         tokens: dict[str, int] = defaultdict(int)
         for (name, _), num_tokens in charges.items():

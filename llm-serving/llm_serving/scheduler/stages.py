@@ -13,7 +13,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy, Preference
 from llm_serving.scheduler.preemption import Preemptor
 from llm_serving.scheduler.running import RunningSlots, RunningSnapshot
-from llm_serving.scheduler.schedule import NO_ROOM, Blocked, StepPlan, WaitReason
+from llm_serving.scheduler.schedule import NO_ROOM, Blocked, ScheduledRow, StepPlan, WaitReason
 from llm_serving.scheduler.waiting import WaitingRequests
 
 
@@ -32,15 +32,18 @@ class DecodeStage:
     """Number of consecutive steps that computed no prompt although one waited."""
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
-        block_size = self._blocks.block_size
+        block_size, rows = self._blocks.block_size, plan.rows
+        new_row = tuple.__new__  # half the cost of calling ScheduledRow
         for request in running.decoding:
             if plan.budget == 0:
                 return
             if request.status is not RUNNING:
                 continue
+            start = request.num_computed_tokens
             # A table always holds what is computed, so only the first token of a block may need a new block.
-            if request.num_computed_tokens % block_size or self._preemptor.ensure_blocks(request, plan):
-                plan.add_decode(request)
+            if (start % block_size or self._preemptor.ensure_blocks(request, plan)) and request.request_id not in rows:
+                rows[request.request_id] = new_row(ScheduledRow, (request, start, 1, 1, request.num_preemptions))
+                plan.budget -= 1
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
         """Return the stage that the step begins with: the policy's choice, unless a bound on gaps forbids it."""
