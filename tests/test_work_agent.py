@@ -234,9 +234,9 @@ class TestSteps:
         master.load()
         replies = []
         for number in range(3):
-            layout = master.run(replace(a_step(number, 0, 5), allowed_follow=True))
+            shapes = master.run(replace(a_step(number, 0, 5), allowed_follow=True))
             words = np.array([1 << number], np.int32)
-            master.allow(number, layout, AllowedTokens(np.array([0, 1], np.int32), words))
+            master.allow(number, shapes, AllowedTokens(np.array([0, 1], np.int32), words))
             replies.append(type(master.receive()))
         assert replies == [StepDone, StepFailed, StepDone]
         assert runner.allowed == [[1], [4]]
@@ -261,8 +261,8 @@ class TestSteps:
     def test_a_step_with_a_missing_array_is_an_error(self, start):
         master = start()
         master.load()
-        layout = master.buffers.write(0, [np.zeros(3, np.int32)]).layout
-        master.channel.send(RunStep(0, 0, layout))
+        shapes = master.buffers.write(0, [np.zeros(3, np.int32)]).shapes
+        master.channel.send(RunStep(0, 0, shapes))
         with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; 1 arrived"):
             master.end.result(DEADLINE_S)
 

@@ -39,7 +39,7 @@ from llm_serving.errors import (
 from llm_serving.log import configure_logging, get_logger, logged_model
 from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, enable_keepalive
-from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.codec import ALLOWED_TYPES, STEP_TYPES, allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -60,7 +60,7 @@ from llm_serving.transport.messages import (
     StepFailed,
     Welcome,
 )
-from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, transfer_memory
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, num_bytes, transfer_memory
 from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
 from llm_serving.worker.disk_store import open_disk_store
 from llm_serving.worker.kv_transfer import BackgroundThrottle, serve_blocks
@@ -294,7 +294,7 @@ class _Steps:
         return self._started is None or self._started[1].is_done
 
     def _start(self, message: RunStep) -> StepOutput | StartedStep:
-        arrays = self._buffers.read(message.buffer, message.layout, message.content)
+        arrays = self._buffers.read(message.buffer, message.shapes, STEP_TYPES, message.content)
         step = step_from_arrays(message.step, arrays, message.allowed_follow)
         self._announce_ending(message)
         with self._throttle.step_running():
@@ -319,7 +319,8 @@ class _Steps:
             raise ChannelClosedError("the master shuts down")
         if not isinstance(message, SetAllowedTokens) or message.step != step.step:
             raise ProtocolError(f"expected the allowed tokens of step {step.step}, got {str(message)[:100]}")
-        arrays = self._buffers.read(step.buffer, message.layout, message.content, behind=step.layout)
+        before = num_bytes(step.shapes, STEP_TYPES)
+        arrays = self._buffers.read(step.buffer, message.shapes, ALLOWED_TYPES, message.content, before)
         return allowed_from_arrays(step.step, arrays)
 
     def _reply(self, step: int, output: StepOutput | Exception) -> None:

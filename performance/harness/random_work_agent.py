@@ -10,7 +10,7 @@ import numpy as np
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.step import StepOutput, no_top_tokens
 from llm_serving.executor.executor import RemoteExecutor
-from llm_serving.transport.codec import encode_output, max_step_bytes, step_from_arrays
+from llm_serving.transport.codec import STEP_TYPES, encode_output, max_step_bytes, step_from_arrays
 from llm_serving.transport.messages import RunStep, StepDone
 from llm_serving.transport.shared_memory import SharedBuffers
 
@@ -45,7 +45,7 @@ class RandomAgent:
         del timeout_s
         began = time.thread_time()
         message = self._decoder.decode(self._steps.popleft())
-        step = step_from_arrays(message.step, self._buffers.read(message.buffer, message.layout))
+        step = step_from_arrays(message.step, self._buffers.read(message.buffer, message.shapes, STEP_TYPES))
         num_samples = step.sampling.num_samples
         token_ids = self._rng.integers(self._low, self._high, num_samples).astype(np.int32)
         logprobs = np.zeros(num_samples, np.float32)

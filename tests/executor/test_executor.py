@@ -15,7 +15,7 @@ from llm_serving.executor.executor import LocalExecutor, RemoteExecutor, StepFai
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.observability.metrics import Metrics
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
-from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.codec import ALLOWED_TYPES, STEP_TYPES, allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
     MasterMessage,
@@ -29,7 +29,7 @@ from llm_serving.transport.messages import (
     StepEnding,
     StepFailed,
 )
-from llm_serving.transport.shared_memory import SharedBuffers
+from llm_serving.transport.shared_memory import SharedBuffers, num_bytes
 from msgspec.structs import replace
 from support.factories import create_request, create_scheduler
 from support.step_factories import sampling_input, step_input, top_tokens
@@ -54,14 +54,15 @@ class Agent:
         message = self.channel.receive(10.0)
         assert isinstance(message, RunStep)
         self._newest = message
-        arrays = self._mapping.read(message.buffer, message.layout)
+        arrays = self._mapping.read(message.buffer, message.shapes, STEP_TYPES)
         return step_from_arrays(message.step, arrays, message.allowed_follow), message.buffer
 
     def receive_allowed(self):
         """Return the allowed tokens of the newest step."""
         message, step = self.channel.receive(10.0), self._newest
         assert isinstance(message, SetAllowedTokens)
-        arrays = self._mapping.read(step.buffer, message.layout, behind=step.layout)
+        before = num_bytes(step.shapes, STEP_TYPES)
+        arrays = self._mapping.read(step.buffer, message.shapes, ALLOWED_TYPES, behind=before)
         return allowed_from_arrays(step.step, arrays)
 
     def reply(self, step, *token_ids):

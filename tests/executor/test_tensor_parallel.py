@@ -18,7 +18,7 @@ from llm_serving.executor.supervisor import load_settings
 from llm_serving.executor.tensor_parallel import RankChannels, RankProcesses
 from llm_serving.executor.worker_process import LocalProcess
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.codec import step_from_arrays
+from llm_serving.transport.codec import STEP_TYPES, step_from_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
     Failed,
@@ -114,7 +114,8 @@ def test_a_buffer_is_kept_until_the_last_rank_has_replied(ranks: Ranks) -> None:
     slow = [ranks.agents[1].receive(10) for _ in range(2)]
     for step, message in enumerate(slow):
         assert isinstance(message, RunStep)
-        assert step_from_arrays(step, buffers.read(message.buffer, message.layout)).token_ids.tolist() == [3 + step]
+        arrays = buffers.read(message.buffer, message.shapes, STEP_TYPES)
+        assert step_from_arrays(step, arrays).token_ids.tolist() == [3 + step]
     buffers.close()
 
 

@@ -19,7 +19,7 @@ from llm_serving.errors import (
     WorkerError,
 )
 from llm_serving.kvcache import BlockManager
-from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.codec import ALLOWED_TYPES, STEP_TYPES, allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
     Loaded,
@@ -29,7 +29,7 @@ from llm_serving.transport.messages import (
     StepEnding,
     StepFailed,
 )
-from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, num_bytes
 from msgspec.structs import replace
 from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from support.simulated_block_link import SimulatedBlockLink
@@ -205,7 +205,8 @@ class SimulatedAgent:
         message = self._unread.popleft()
         assert isinstance(message, SetAllowedTokens) and message.step == step.step
         assert self._mapping is not None
-        arrays = self._mapping.read(step.buffer, message.layout, message.content, behind=step.layout)
+        behind = num_bytes(step.shapes, STEP_TYPES)
+        arrays = self._mapping.read(step.buffer, message.shapes, ALLOWED_TYPES, message.content, behind)
         return allowed_from_arrays(step.step, arrays)
 
     def _step(self, message: RunStep, fault: str) -> None:
@@ -222,7 +223,7 @@ class SimulatedAgent:
             return
         try:
             assert self._mapping is not None
-            arrays = self._mapping.read(message.buffer, message.layout, message.content)
+            arrays = self._mapping.read(message.buffer, message.shapes, STEP_TYPES, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
         except TransportError:  # such an error ends a WorkAgent
             self._dead = True

@@ -11,7 +11,7 @@ from llm_serving import work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
+from llm_serving.transport.codec import STEP_TYPES, allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
@@ -21,7 +21,7 @@ from llm_serving.transport.messages import (
     SetAllowedTokens,
     StepDone,
 )
-from llm_serving.transport.shared_memory import SharedBuffers
+from llm_serving.transport.shared_memory import SharedBuffers, num_bytes
 from support.fake_runner import FakeRunner
 from support.step_factories import sampling_input, step_input
 
@@ -89,15 +89,14 @@ class Master:
 
     def run(self, step, announce_ending=False):
         buffer = step.step % self.settings.num_buffers
-        layout = self.buffers.write(buffer, step_arrays(step)).layout
-        self.channel.send(RunStep(step.step, buffer, layout, announce_ending, step.allowed_follow))
-        return layout
+        shapes = self.buffers.write(buffer, step_arrays(step)).shapes
+        self.channel.send(RunStep(step.step, buffer, shapes, announce_ending, step.allowed_follow))
+        return shapes
 
     def allow(self, number, behind, allowed):
         buffer = number % self.settings.num_buffers
-        self.channel.send(
-            SetAllowedTokens(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind).layout)
-        )
+        written = self.buffers.write(buffer, allowed_arrays(number, allowed), num_bytes(behind, STEP_TYPES))
+        self.channel.send(SetAllowedTokens(number, written.shapes))
 
     def receive(self):
         return self.channel.receive(DEADLINE_S)

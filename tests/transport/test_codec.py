@@ -1,10 +1,13 @@
 import msgspec
 import numpy as np
 import pytest
-from llm_serving.core.step import BlockMoveKind, Scores, StepInput, StepOutput, no_top_tokens
+from llm_serving.core.step import BlockMoveKind, Scores, StepInput, StepOutput, all_tokens_allowed, no_top_tokens
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.transport.codec import (
+    ALLOWED_TYPES,
+    STEP_TYPES,
+    allowed_arrays,
     decode_output,
     encode_output,
     max_step_bytes,
@@ -12,6 +15,7 @@ from llm_serving.transport.codec import (
     step_from_arrays,
 )
 from llm_serving.transport.messages import StepDone
+from llm_serving.transport.shared_memory import InlineArrays
 from msgspec.structs import replace
 from support.factories import create_request, create_scheduler
 from support.step_factories import block_moves, scoring_input, top_tokens
@@ -63,10 +67,18 @@ def test_block_moves_keep_their_order_and_shape(moves) -> None:
     assert copy.block_moves.tolist() == [list(move) for move in moves]
 
 
-def test_step_decoding_refuses_a_missing_array() -> None:
-    step = a_step()
+def test_a_step_with_a_missing_array_is_refused() -> None:
+    written = InlineArrays(1).write(0, step_arrays(a_step()))
     with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; \d+ arrived"):
-        step_from_arrays(0, step_arrays(step)[:-1])
+        InlineArrays(1).read(0, written.shapes[:-1], STEP_TYPES, written.content)
+
+
+def test_arrays_of_a_step_have_the_types_by_which_they_are_read() -> None:
+    for step in (a_step(), replace(a_step(), scoring=scoring_input(([3, 4], 0)))):
+        assert [array.dtype for array in step_arrays(step)] == [*STEP_TYPES]
+        assert [array.dtype for array in allowed_arrays(0, all_tokens_allowed(2))] == [*ALLOWED_TYPES]
+    sizes = [each.itemsize for each in STEP_TYPES]
+    assert sizes == sorted(sizes, reverse=True), "arrays without padding are aligned"
 
 
 def test_largest_step_fits_its_buffer() -> None:

@@ -25,7 +25,7 @@ from llm_serving.executor.tensor_parallel import AgentLink
 from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.log import get_logger
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
+from llm_serving.transport.codec import STEP_TYPES, allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
     DropCache,
@@ -38,7 +38,7 @@ from llm_serving.transport.messages import (
     StepEnding,
     StepFailed,
 )
-from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, num_bytes
 
 logger = get_logger(__name__)
 
@@ -234,7 +234,7 @@ class RemoteExecutor(Executor):
         buffer = step.step % self._num_buffers
         self._check_unused(buffer)
         written = self._buffers.write(buffer, step_arrays(step))
-        message = RunStep(step.step, buffer, written.layout, announce_ending, step.allowed_follow, written.content)
+        message = RunStep(step.step, buffer, written.shapes, announce_ending, step.allowed_follow, written.content)
         self._send(message)
         self._in_flight.append(_InFlight(step, message))
         self.next_step += 1
@@ -249,9 +249,10 @@ class RemoteExecutor(Executor):
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:
         oldest = self._in_flight[0].message
         self._allowed = oldest.step
-        written = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=oldest.layout)
+        num_before = num_bytes(oldest.shapes, STEP_TYPES)
+        written = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=num_before)
         with contextlib.suppress(ChannelClosedError):
-            self._channel.send(SetAllowedTokens(oldest.step, written.layout, written.content))
+            self._channel.send(SetAllowedTokens(oldest.step, written.shapes, written.content))
 
     def await_ending(self) -> None:
         while self._in_flight and (newest := self._in_flight[-1].message).announce_ending:

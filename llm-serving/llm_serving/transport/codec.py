@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llm_serving.core.step import (
     NO_SCORES,
     NO_VECTORS,
+    SAMPLING_DTYPES,
     AllowedTokens,
     BlockMove,
     Int32Array,
@@ -32,13 +33,22 @@ from llm_serving.transport.messages import StepDone
 
 _NO_ARRAYS = "step", "sampling", "scoring", "allowed_follow"
 _STEP_ARRAYS = tuple(name for name in StepInput.__struct_fields__ if name not in _NO_ARRAYS)
-_SAMPLING_ARRAYS, _SCORING_ARRAYS = SamplingInput.__struct_fields__, ScoringInput.__struct_fields__
+_SAMPLING_ARRAYS = tuple(sorted(SAMPLING_DTYPES, key=lambda name: name != "seed"))  # 8-byte numbers first
+_SCORING_ARRAYS = ScoringInput.__struct_fields__
 _arrays_of_step, _arrays_of_sampling, _arrays_of_scoring = (
     attrgetter(*names) for names in (_STEP_ARRAYS, _SAMPLING_ARRAYS, _SCORING_ARRAYS)
 )
 _arrays_of_top = attrgetter(*TopTokens.__struct_fields__)
-_NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
-_NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
+_NUMBER: Final = np.dtype(np.uint64)
+_INT32: Final = np.dtype(np.int32)
+STEP_TYPES: Final[tuple[np.dtype[Any], ...]] = (
+    _NUMBER,
+    *(np.dtype(SAMPLING_DTYPES[name]) for name in _SAMPLING_ARRAYS),
+    *(_INT32,) * (len(_STEP_ARRAYS) + len(_SCORING_ARRAYS) + 1),
+)
+"""Types of the arrays of `step_arrays`."""
+ALLOWED_TYPES: Final[tuple[np.dtype[Any], ...]] = (_NUMBER, *(_INT32,) * len(AllowedTokens._fields))
+"""Types of the arrays of `allowed_arrays`."""
 _RESULT_BYTES = len(ResultToken._fields) * 4
 _MOVE_BYTES = len(BlockMove._fields) * 4
 _STATE_BYTES: Final = len(StateAccess._fields) * 4
@@ -48,17 +58,18 @@ _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
-    """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes. A
-    sample's history is the tokens that its penalties count. For a draft token, it ends with the draft tokens before it.
-    If the history of a sample starts with the whole history of the previous sample, this prefix is sent only once.
+    """Return the arrays of a step, of `STEP_TYPES`: its number, sampling parameters, other fields, and the lengths of
+    shared history prefixes. A sample's history is the tokens that its penalties count. For a draft token, it ends
+    with the draft tokens before it. If the history of a sample starts with the whole history of the previous sample,
+    this prefix is sent only once.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
     if len(sampling.history_token_ids):
         histories, num_shared = _drop_shared_prefixes(sampling.history_offsets, sampling.history_token_ids)
         sampling = replace(sampling, history_token_ids=histories)
     arrays: list[NDArray[Any]] = [np.array([step.step], np.uint64)]
-    arrays += _arrays_of_step(step)
     arrays += _arrays_of_sampling(sampling)
+    arrays += _arrays_of_step(step)
     arrays += _arrays_of_scoring(step.scoring)
     arrays.append(num_shared)
     return arrays
@@ -68,16 +79,16 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool
     """Return the step that `step_arrays` converted. `allowed_follow`: whether a later message brings its allowed
     tokens.
     """
-    *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
-    sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
-    sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
+    *given, num_shared = _check_step_number(step, arrays)
+    sampling = SamplingInput(**dict(zip(_SAMPLING_ARRAYS, given, strict=False)))
+    given = given[len(_SAMPLING_ARRAYS) :]
     if num_shared.any():
         histories = _restore_shared_prefixes(sampling.history_offsets, sampling.history_token_ids, num_shared)
         sampling = replace(sampling, history_token_ids=histories)
     return StepInput(
         step=step,
         sampling=sampling,
-        scoring=ScoringInput(*given[sampling_end:]),
+        scoring=ScoringInput(*given[len(_STEP_ARRAYS) :]),
         allowed_follow=allowed_follow,
         **dict(zip(_STEP_ARRAYS, given, strict=False)),
     )
@@ -88,7 +99,7 @@ def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
 
 
 def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
-    return AllowedTokens(*_check_step_number(step, arrays, _NUM_ALLOWED_ARRAYS))
+    return AllowedTokens(*_check_step_number(step, arrays))
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -119,9 +130,7 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
     return histories
 
 
-def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    if len(arrays) != count:
-        raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
+def _check_step_number(step: int, arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
     number, *others = arrays
     if number.tolist() != [step]:
         raise ProtocolError(f"expected the arrays of step {step}, got the arrays of step {number.tolist()}")
@@ -145,7 +154,7 @@ def max_step_bytes(
     per_row += 2 * _RESULT_BYTES + 4 * _STATE_BYTES  # read, stored, and at most two checkpoints of a prompt
     per_token = 4 + _RESULT_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
     num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + sample_bytes + _STATE_BYTES)
-    return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
+    return num_bytes + 64 * (len(STEP_TYPES) + len(ALLOWED_TYPES))
 
 
 OUTPUT_DTYPES: Final = ("<i4", "<f4", *("<i4", "<i4", "<f4"), "<f4", "<i4", *("<i4", "<i4", "<f4"), "<f4")

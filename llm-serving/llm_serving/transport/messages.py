@@ -7,8 +7,8 @@ master                                 WorkAgent
   |  -- LoadModel(settings) ---------->  |
   |  <- Progress(text) ... ------------  |
   |  <- Loaded(num_blocks, ...) -------  |   or Failed(error)
-  |  -- RunStep(step, buffer, layout) ->  |   strictly in order, at most `num_buffers` unanswered
-  |  -- SetAllowedTokens(step, layout) >  |   if RunStep has `allowed_follow`; before any later RunStep
+  |  -- RunStep(step, buffer, shapes) ->  |   strictly in order, at most `num_buffers` unanswered
+  |  -- SetAllowedTokens(step, shapes) >  |   if RunStep has `allowed_follow`; before any later RunStep
   |  <- StepEnding(step) --------------  |   if RunStep has `announce_ending` and the step does not fail first
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
   |  -- Propose(requests) ------------>  |   if there is a draft model; only while no step is in flight
@@ -40,12 +40,10 @@ from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import DraftRequest
 from llm_serving.core.window import LayerWindow
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 
-
-class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
+Shapes = tuple[tuple[int, ...], ...]
+"""Shapes of a step's arrays. Their types are fixed (`transport.codec`)."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -136,7 +134,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     step: int
     buffer: int
-    layout: tuple[ArrayLayout, ...]
+    shapes: Shapes
     announce_ending: bool = False
     allowed_follow: bool = False
     content: bytes = b""
@@ -147,7 +145,7 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
     """The allowed tokens of a step's samples, sent after a `RunStep` with `allowed_follow`."""
 
     step: int
-    layout: tuple[ArrayLayout, ...]
+    shapes: Shapes
     content: bytes = b""
     """The arrays of the allowed tokens. Empty if they are in the step's shared buffer, after the arrays of the step."""
 

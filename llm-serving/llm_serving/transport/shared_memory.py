@@ -7,18 +7,17 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.errors import ProtocolError
-from llm_serving.transport.messages import ArrayLayout
+from llm_serving.transport.messages import Shapes
 
-_ALIGNMENT = 64
-_PADDING = [bytes(count) for count in range(_ALIGNMENT)]
-DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<u8")}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT: Final = 64
+SHAPE: Final = attrgetter("shape")
 
 SEATS_BYTES: Final = 4096
 PIECE_BYTES: Final = 2**20
@@ -33,24 +32,19 @@ _NAMES_BYTES: Final = 2**14
 AnyArray = NDArray[Any]
 
 
-class StoredArrays(NamedTuple):
-    """The layout of a step's arrays. `content` holds the arrays if there is no shared memory, else a buffer does."""
+Types = Sequence[np.dtype[Any]]
+"""Types of a step's arrays. Arrays of 8-byte numbers come first, so that the arrays need no padding in between."""
 
-    layout: tuple[ArrayLayout, ...]
+
+class StoredArrays(NamedTuple):
+    """The shapes of a step's arrays. `content` holds the arrays if there is no shared memory, else a buffer does."""
+
+    shapes: Shapes
     content: bytes = b""
 
 
-def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
-    layout = []
-    for array in arrays:
-        if (name := _NAMES.get(array.dtype)) is None:
-            raise ProtocolError(f"a step cannot contain an array of {array.dtype.str}")
-        layout.append(ArrayLayout(name, array.shape))
-    return tuple(layout)
-
-
 class SharedBuffers:
-    """Buffers of equal size in one anonymous memory file. Each array starts at a multiple of 64 bytes. The master
+    """Buffers of equal size in one anonymous memory file. A buffer holds one array directly after the other. The master
     creates the file, and the WorkAgent inherits its descriptor. The file has no name, so the kernel removes it when
     both processes have exited. Pages are allocated when first written, so a generous size costs nothing.
     """
@@ -61,8 +55,8 @@ class SharedBuffers:
         self.num_buffers = num_buffers
         self.buffer_bytes = _aligned(buffer_bytes)
         self._memory = mmap.mmap(fd, num_buffers * self.buffer_bytes)
-        self._views: dict[int, tuple[tuple[Sequence[ArrayLayout], ...], list[AnyArray]]] = {}
-        """Number of a buffer -> the layouts and views of its latest `read`. Most steps repeat earlier layouts."""
+        self._views: dict[int, tuple[tuple[object, ...], list[AnyArray]]] = {}
+        """Number of a buffer -> arguments and views of its latest `read`. Most steps repeat earlier shapes."""
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
@@ -76,37 +70,28 @@ class SharedBuffers:
         buffers._owns_fd = True
         return buffers
 
-    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays to a buffer, behind earlier arrays with the layout `behind`. Raise ProtocolError if too long."""
-        start = self._start(buffer)
-        offset = _length_of(behind) if behind else 0
-        layout = layout_of(arrays)
-        parts: list[bytes] = []
-        for array in arrays:
-            if size := array.nbytes:
-                parts += (array.tobytes(), _PADDING[-size % _ALIGNMENT])
-        content = b"".join(parts)
-        if offset + len(content) > self.buffer_bytes:
+    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: int = 0) -> StoredArrays:
+        """Copy arrays to a buffer, behind earlier arrays of `behind` bytes. Raise ProtocolError if too long."""
+        stored, start = _stored(arrays), self._start(buffer) + behind
+        if behind + len(stored.content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
-        self._memory[start + offset : start + offset + len(content)] = content
-        return StoredArrays(layout)
+        self._memory[start : start + len(stored.content)] = stored.content
+        return StoredArrays(stored.shapes)
 
-    def read(
-        self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
-    ) -> list[AnyArray]:
-        """Return views of the arrays with `layout` in buffer number `buffer`, valid until the next `write`. Skip the
-        arrays before them, with layout `behind`. Raise ProtocolError beyond the buffer's end or for any `content`.
+    def read(self, buffer: int, shapes: Shapes, types: Types, content: bytes = b"", behind: int = 0) -> list[AnyArray]:
+        """Return views of the arrays in buffer number `buffer`, valid until the next `write`. Skip the arrays before
+        them, of `behind` bytes. Raise ProtocolError beyond the buffer's end or for any `content`.
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
-        layouts, views = self._views.get(buffer, ((), []))
-        if layouts == (layout, behind):
+        arguments, views = self._views.get(buffer, ((), []))
+        if arguments == (shapes, types, behind):
             return views.copy()
         start = self._start(buffer)
-        views, end = _views(layout, self._memory, start + _length_of(behind), _ALIGNMENT)
+        views, end = _views(shapes, types, self._memory, start + behind)
         if end > start + self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
-        self._views[buffer] = (layout, behind), views
+        self._views[buffer] = (shapes, types, behind), views
         return views.copy()
 
     def _start(self, buffer: int) -> int:
@@ -125,26 +110,31 @@ class SharedBuffers:
             os.close(self.fd)
 
 
-def _views(
-    layout: Sequence[ArrayLayout], memory: mmap.mmap | bytes, offset: int, alignment: int
-) -> tuple[list[AnyArray], int]:
+def _stored(arrays: Sequence[AnyArray]) -> StoredArrays:
+    return StoredArrays(tuple(map(SHAPE, arrays)), b"".join(map(np.ndarray.tobytes, arrays)))
+
+
+def _views(shapes: Shapes, types: Types, memory: mmap.mmap | bytes, offset: int) -> tuple[list[AnyArray], int]:
     """Return views of consecutive arrays in `memory` from `offset` on, and the offset behind them. Raise ProtocolError
     for an array that `memory` cannot contain.
     """
+    if len(shapes) != len(types):
+        raise ProtocolError(f"a step has {len(types)} arrays; {len(shapes)} arrived")
     views: list[AnyArray] = []
-    for array in layout:
+    for shape, dtype in zip(shapes, types, strict=True):
         try:
-            view: AnyArray = np.ndarray(array.shape, DTYPES[array.dtype], memory, offset)
-        except (KeyError, TypeError, ValueError):  # a negative length, or more bytes than `memory` has
-            kind = f"{array.dtype} of shape {array.shape}"
+            view: AnyArray = np.ndarray(shape, dtype, memory, offset)
+        except (TypeError, ValueError):  # a negative length, or more bytes than `memory` has
+            kind = f"{dtype.str} of shape {shape}"
             raise ProtocolError(f"memory of {len(memory)} bytes cannot contain an array of {kind}") from None
-        offset += view.nbytes + -view.nbytes % alignment
+        offset += view.nbytes
         views.append(view)
     return views, offset
 
 
-def _length_of(layout: Sequence[ArrayLayout]) -> int:
-    return sum([_aligned(math.prod(array.shape) * DTYPES[array.dtype].itemsize) for array in layout])
+def num_bytes(shapes: Shapes, types: Types) -> int:
+    """Return the bytes of arrays, rounded up, so that arrays behind them are aligned."""
+    return _aligned(sum([math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]))
 
 
 def _too_long(buffer_bytes: int) -> str:
@@ -161,14 +151,12 @@ class InlineArrays:
     def __init__(self, num_buffers: int) -> None:
         self.num_buffers = num_buffers
 
-    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        return StoredArrays(layout_of(arrays), b"".join([array.tobytes() for array in arrays]))
+    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: int = 0) -> StoredArrays:
+        return _stored(arrays)
 
-    def read(
-        self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
-    ) -> list[AnyArray]:
+    def read(self, buffer: int, shapes: Shapes, types: Types, content: bytes, behind: int = 0) -> list[AnyArray]:
         """Return views of `content`. Ignore `buffer` and `behind`. Raise ProtocolError for a wrong length."""
-        views, end = _views(layout, content, 0, 1)
+        views, end = _views(shapes, types, content, 0)
         if end != len(content):
             raise ProtocolError(f"the arrays of a step must have {end} bytes. Given: {len(content)}")
         return views
