@@ -96,6 +96,10 @@ class PrefillStage:
         """Fill the step with prompts. `running`: the snapshot before this stage."""
         plan.considers_prompts = True
         admits = not (self._limits.static_batching and self._slots.running)
+        if not running.prefilling and not len(self._waiting_requests.queue):  # most steps: no prompt waits
+            if admits:
+                self._waiting_requests.queue.update_contenders((), self._slots.slots_by_class)
+            return
         waits_for_a_batch = self._limits.batch_waiting_time > 0.0 and self.batch_wait_s(plan.now) > 0.0
         if waits_for_a_batch:
             plan.closed_classes.update(self._waiting_requests.queue.queues)
