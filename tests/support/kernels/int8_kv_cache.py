@@ -4,7 +4,7 @@ Each head of a token's key and value, and each head of a query, has a scale: its
 keys are rotated first (`quantized_products.rotate`). An offset that is the same for all tokens may be subtracted from
 keys: it changes all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of
 quantized values, times both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to
-16-bit integers, so that sums of their products with quantized values are exact too.
+unsigned 8-bit integers after an ordered dither is added, and sums of their products with quantized values are exact.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from support.kernels.quantized_products import Singles, quantize_rows, rotate, r
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
-MAX_WEIGHT = np.float32(65535)
+MAX_WEIGHT = np.float32(255)
 """Largest quantized product of a softmax weight and the scale of a value vector."""
+DITHER = np.array([(int(f"{token:06b}"[::-1], 2) + 0.5) / 64 - 0.5 for token in range(64)], np.float32)
+"""Added to the quantized weight of each token of a chunk before it is rounded to an integer: -1/2 to 1/2, ordered by
+the reversed bits of the token's index.
+"""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
@@ -61,6 +65,6 @@ def weighted_sum(weights: Singles, values: Floats) -> Singles:
     qvalues, scales = quantize_rows(values)
     largest = scales.max(initial=np.float32(0))
     relative = scales * (MAX_WEIGHT / largest if largest > 0 else np.float32(0))
-    sums = np.rint(weights * relative).astype(np.int64) @ qvalues.astype(np.int64)
+    sums = np.rint(weights * relative + DITHER[: len(weights)]).astype(np.int64) @ qvalues.astype(np.int64)
     result: Singles = sums.astype(np.float32) * (largest / MAX_WEIGHT)
     return result

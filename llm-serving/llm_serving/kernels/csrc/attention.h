@@ -51,6 +51,8 @@ class AttentionTile {
     of_segment_ = {item.part == nullptr ? take<float>(memory, size) : item.part, rows_, dim_};
     if (item.part == nullptr && item.num_segments() > 1) of_all_ = {take<float>(memory, size), rows_, dim_};
     reference_ = take<float>(memory, rows_);
+    row_scale_ = take<float>(memory, rows_);
+    largest_ = take<float>(memory, (rows_ + kLanes - 1) * kLanes);
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
     if (args.quantized) quantized_ = QuantizedTile(memory, rows_, dim_);
@@ -98,14 +100,17 @@ class AttentionTile {
     size_t offset[kChunkGroups];
   };
 
+  // Whether scores are integers until their largest is found.
+  bool is_raw() const { return args_.quantized && !has_score_mod_; }
+
   // Whether the values are elements of the keys.
   bool is_latent() const { return rope_dim_ > 0 || args_.key_dim > 0; }
 
   size_t bytes() const {
     return rows_ * (key_dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
-                    2 * sizeof(float)) +
-           2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 13 * 64 +
-           (args_.quantized ? QuantizedTile::bytes(rows_, dim_) : 0) +
+                    (3 + kLanes) * sizeof(float)) +
+           kLanes * kLanes * sizeof(float) + 2 * AttentionSums::size(rows_, dim_) * sizeof(float) +
+           kGroupTokens * dim_ * sizeof(Element) + 15 * 64 + (args_.quantized ? QuantizedTile::bytes(rows_, dim_) : 0) +
            (!is_latent()
                 ? 0
                 : rows_ * rope_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + rope_dim_) * sizeof(Element));
@@ -225,6 +230,7 @@ class AttentionTile {
         } else {
           to_activations(q + i * key_dim_, key_dim_, q_ + row * key_dim_);
         }
+        row_scale_[row] = is_raw() ? scale_ * quantized_.query_scale(row) : scale_;
         if (rope_dim_ > 0) to_activations(rope + i * rope_dim_, rope_dim_, q_rope_ + row * rope_dim_);
       }
     }
@@ -288,9 +294,11 @@ class AttentionTile {
   void modify_scores(size_t chunk) {
     for (size_t row = first_row_; row < end_row_; row++) {
       const float slope = args_.slopes == nullptr ? 0.0f : args_.slopes[head_of(row)];
+      const float scale = args_.quantized ? quantized_.query_scale(row) * args_.scale : args_.scale;
       for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
         float* scores = scores_ + row * kChunkTokens + i;
-        Floats value = load(scores) * broadcast(args_.scale);
+        Floats value = args_.quantized ? quantized_.finish_scores(row, i, scores) : load(scores);
+        value = value * broadcast(scale);
         if (args_.cap > 0.0f) value = broadcast(args_.cap) * tanh(value / broadcast(args_.cap));
         const auto to_first =
             static_cast<ptrdiff_t>(position_of(row)) - static_cast<ptrdiff_t>(chunk * kChunkTokens + i);
@@ -301,7 +309,7 @@ class AttentionTile {
   }
 
   // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. All rows go
-  // through each stage together, so that no row waits for the lane sums and maxima of another.
+  // through each stage together, so that no row waits for another.
   void online_softmax(size_t chunk) {
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
@@ -313,10 +321,7 @@ class AttentionTile {
           return find_largest<Part::kAny>(row, seen);
       }
     });
-    for (size_t row = first_row_; row < end_row_; row += kLanes) {
-      const size_t count = end_row_ - row;
-      store_first(factor_ + row, exp2(load_first(factor_ + row, count)), count);
-    }
+    for (size_t row = first_row_; row < end_row_; row += kLanes) update_references(row, end_row_ - row);
     if (args_.quantized) return online_softmax_quantized(chunk);
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
@@ -381,7 +386,6 @@ class AttentionTile {
 
   // Like `online_softmax`, with the largest scores already known.
   void online_softmax_quantized(size_t chunk) {
-    quantized_.find_shares(first_row_, end_row_);
     Seen told = {0, 0};
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       const bool is_new = seen.first != told.first || seen.end != told.end;
@@ -404,28 +408,43 @@ class AttentionTile {
       return kPart != Part::kAll && at >= seen.end ? broadcast(other) : seen.template keep<kPart>(value, at, other);
     };
     if (is_new) quantized_.see(keep);
-    quantized_.weigh(row, scores_ + row * kChunkTokens, scale_, keep, factor_[row], of_segment_.total + row * kLanes);
+    quantized_.weigh(row, scores_ + row * kChunkTokens, row_scale_[row], keep, factor_[row],
+                     of_segment_.total + row * kLanes);
   }
 
-  // Updates the largest score of a row, and sets `factor_` to the exponent that rescales earlier weights. Scores are in
-  // units of log 2, because weights are powers of two.
+  // Finds the largest scores of a row in each lane.
   template <Part kPart>
   void find_largest(size_t row, const Seen seen) {
-    const float* scores = scores_ + row * kChunkTokens;
+    float* scores = scores_ + row * kChunkTokens;
+    const Floats largest =
+        is_raw() ? largest_of<kPart>(seen, [&](size_t i) { return quantized_.finish_scores(row, i, scores + i); })
+                 : largest_of<kPart>(seen, [&](size_t i) { return load(scores + i); });
+    store(largest_ + row * kLanes, largest);
+  }
+
+  template <Part kPart, class Score>
+  LLM_INLINE static Floats largest_of(const Seen seen, Score score) {
     Floats largest = broadcast(-__builtin_inff());
     const size_t end = seen.template end_lane<kPart>();
 #pragma GCC unroll 4
     for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
-      largest = maximum(largest, seen.template keep<kPart>(load(scores + i), i, -__builtin_inff()));
+      largest = maximum(largest, seen.template keep<kPart>(score(i), i, -__builtin_inff()));
     }
-    const float found = max_lane(largest) * scale_;
-    const float before = of_segment_.max[row];
-    const float next = found > before ? found : before;
+    return largest;
+  }
+
+  // Updates the largest scores of at most sixteen rows, and computes the factors that rescale their earlier weights.
+  // Scores are in units of log 2, because weights are powers of two.
+  void update_references(size_t row, size_t count) {
+    const Floats found = max_of_rows(largest_ + row * kLanes) * load_first(row_scale_ + row, count);
+    const Floats before = load_first(of_segment_.max + row, count);
+    const Floats next = maximum(found, before);
     // If all scores so far are -inf, any finite reference makes all weights zero.
-    reference_[row] = next == -__builtin_inff() ? 0.0f : next;
-    factor_[row] = before - reference_[row];
-    of_segment_.max[row] = next;
-    if (args_.quantized) quantized_.set_largest(row, found, reference_[row]);
+    const Floats reference = zero_if_minus_infinity(next);
+    store_first(of_segment_.max + row, next, count);
+    store_first(reference_ + row, reference, count);
+    store_first(factor_ + row, exp2(before - reference), count);
+    if (args_.quantized) quantized_.set_largest(row, count, found, reference);
   }
 
   // Computes the weights of a row; tokens that it does not see in partly visible groups get zero.
@@ -433,12 +452,12 @@ class AttentionTile {
   void weigh(size_t row, const Seen seen) {
     const float* scores = scores_ + row * kChunkTokens;
     Activation* weights = weights_ + row * kChunkTokens;
-    const Floats reference = broadcast(reference_[row]);
+    const Floats reference = broadcast(reference_[row]), scale = broadcast(row_scale_[row]);
     Floats sum = zeros();
     const size_t end = seen.template end_lane<kPart>();  // stores of weights could change what is read from memory
     // Not fused, so that the exponent of the largest score is zero.
     auto exponent = [&](size_t i) {
-      const Floats value = load(scores + i) * broadcast(scale_) - reference;
+      const Floats value = load(scores + i) * scale - reference;
       return seen.template keep<kPart>(value, i, -__builtin_inff());
     };
     if constexpr (std::is_same<Activation, BFloat16>::value) {
@@ -590,6 +609,8 @@ class AttentionTile {
   AttentionSums of_all_;               // earlier segments, if there is more than one segment
   float* reference_;                   // [rows], reference of the weights of the current chunk
   float* factor_;                      // [rows], factor that rescales the sums
+  float* row_scale_;                   // [rows], factor of scores, in units of log 2
+  float* largest_;                     // [rows][16], largest scores of the current chunk in each lane
   Element* cleaned_;                   // [kGroupTokens, dim]
   const Element* keys_[kChunkGroups];  // groups of the current chunk
   const Element* values_[kChunkGroups];

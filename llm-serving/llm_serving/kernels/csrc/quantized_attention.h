@@ -3,15 +3,31 @@
 // scores   queries, rotated as keys are (rotation.h), quantized to 8 bits with a scale for each head
 // (quantized_rows.h),
 //          times qvalues of keys; exact sums, multiplied by both scales
-// weights  of a chunk, relative to its largest, times the scales of values: quantized to 16 bits with one scale, as
-//          high and low bytes; exact sums of both times qvalues of values are added to the sums so far
-// No qvalue is widened, so a chunk is read at half the bytes of bfloat16 and multiplied no slower.
+// weights  of a chunk, relative to its largest, times the scales of values: quantized to unsigned 8 bits with one scale
+//          and an ordered dither; exact sums of products with qvalues of values are added to the sums so far
+// So a chunk is read at half the bytes of bfloat16, and multiplied with half as many instructions.
 #pragma once
 
 #include "kv_layout.h"
 #include "quantized_rows.h"
 
 namespace llm::LLM_ISA {
+
+// What is added to the quantized weights of a chunk before they are rounded to the nearest integer: -1/2 to 1/2, in
+// bit-reversed order, an ordered dither (B. E. Bayer 1973, in one dimension). Without it, the many small weights beside
+// a large one would all become zero; with it, their sum stays nearly the same.
+struct Dither {
+  alignas(64) float of_token[kChunkTokens];
+
+  constexpr Dither() : of_token() {
+    for (size_t token = 0; token < kChunkTokens; token++) {
+      size_t reversed = 0;
+      for (size_t bit = 1; bit < kChunkTokens; bit *= 2) reversed = 2 * reversed + (token & bit ? 1 : 0);
+      of_token[token] = (static_cast<float>(reversed) + 0.5f) / kChunkTokens - 0.5f;
+    }
+  }
+};
+constexpr Dither kDither;
 
 // The next `count` elements of scratch memory, aligned to a cache line.
 template <class Type>
@@ -27,7 +43,7 @@ class QuantizedTile {
   using Weight = ActivationOf<Code8>;
 
   static size_t bytes(size_t rows, size_t dim) {
-    return rows * ((dim + 2 * kChunkTokens) * sizeof(Weight) + 2 * dim * sizeof(float) + 4 * sizeof(float)) +
+    return rows * ((dim + kChunkTokens) * sizeof(Weight) + dim * sizeof(float) + 4 * sizeof(float)) +
            dim * sizeof(float) + 8 * 64;
   }
 
@@ -36,8 +52,8 @@ class QuantizedTile {
     q_ = take<Query>(memory, rows * dim);
     q_scale_ = take<float>(memory, rows);
     q_offset_ = take<int32_t>(memory, rows);
-    weights_ = take<Weight>(memory, 2 * rows * kChunkTokens);
-    sums_ = take<float>(memory, 2 * rows * dim);
+    weights_ = take<Weight>(memory, rows * kChunkTokens);
+    sums_ = take<float>(memory, rows * dim);
     largest_ = take<float>(memory, rows);
     share_ = take<float>(memory, rows);
     rotated_ = take<float>(memory, dim);
@@ -86,33 +102,30 @@ class QuantizedTile {
     }
   }
 
-  // Computes scores of the rows from `first` to `end`, [rows, kChunkTokens].
+  // Computes sums of products of the rows from `first` to `end` and keys, [rows, kChunkTokens].
   void compute_scores(size_t first, size_t end, float* scores) {
     Product<KeyCode> product(end - first, q_ + first * dim_, keys_, num_groups_, dim_, scores + first * kChunkTokens);
     product.c_stride = kChunkTokens;
     product.c_panel = kPanelWidth;
     product.next = values_after_;
     multiply(product);
-    for (size_t row = first; row < end; row++) {
-      for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
-        float* target = scores + row * kChunkTokens + i;
-        store(target, integers(target, q_offset_[row]) * load(key_scales_ + i) * broadcast(q_scale_[row]));
-      }
-    }
   }
 
-  // Sets the largest score of a row in the current chunk and the reference of its weights; called before weights are
-  // computed.
-  void set_largest(size_t row, float of_chunk, float reference) {
-    largest_[row] = of_chunk == -__builtin_inff() ? 0.0f : of_chunk;
-    share_[row] = of_chunk - reference;
+  // Multiplies sixteen scores of a row from token `i` of the chunk on by the scales of their keys. Times the scale of
+  // the query, they are complete.
+  Floats finish_scores(size_t row, size_t i, float* scores) const {
+    const Floats result = integers(scores, q_offset_[row]) * load(key_scales_ + i);
+    store(scores, result);
+    return result;
   }
 
-  // Then called for all rows from `first` to `end`.
-  void find_shares(size_t first, size_t end) {
-    for (size_t row = first; row < end; row += kLanes) {
-      store_first(share_ + row, exp2(load_first(share_ + row, end - row)), end - row);
-    }
+  float query_scale(size_t row) const { return q_scale_[row]; }
+
+  // Sets the largest scores of at most sixteen rows in the current chunk, and the references of their weights; called
+  // before weights are computed.
+  void set_largest(size_t row, size_t count, Floats of_chunk, Floats reference) {
+    store_first(largest_ + row, zero_if_minus_infinity(of_chunk), count);
+    store_first(share_ + row, exp2(of_chunk - reference), count);
   }
 
   // Called before the weights of rows that see the same tokens; `keep(value, i, other)` keeps the visible lanes from
@@ -135,16 +148,19 @@ class QuantizedTile {
   // `total`, the sum of the weights so far, is multiplied by `factor` first.
   template <class Keep>
   void weigh(size_t row, const float* scores, float scale, Keep keep, float factor, float* total) {
-    Weight* high = weights_ + 2 * row * kChunkTokens;
-    Weight* low = high + kChunkTokens;
     const Floats largest = broadcast(largest_[row]);
-    Floats sum = zeros();
-    for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
+    Floats sum = zeros(), scaled[kChunkTokens / kLanes];
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kChunkTokens; i += kLanes) {
       const Floats exponent = load(scores + i) * broadcast(scale) - largest;  // not fused: the largest gets zero
-      const Floats weight = exp2(keep(exponent, i, -__builtin_inff()));
-      store_wide_qvalues(high + i, low + i, keep(weight * load(relative_ + i), i, 0.0f));
+      const Floats weight = coarse_exp2(keep(exponent, i, -__builtin_inff()));
+      scaled[i / kLanes] = keep(multiply_add(weight, load(relative_ + i), load(kDither.of_token + i)), i, 0.0f);
       sum = sum + weight;
     }
+    // Stores of bytes could change what is read from memory.
+    Weight* weights = weights_ + row * kChunkTokens;
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kChunkTokens; i += kLanes) store_unsigned_qvalues(weights + i, scaled[i / kLanes]);
     store(total, multiply_add(load(total), broadcast(factor), sum * broadcast(share_[row])));
     share_[row] *= unit_;
   }
@@ -164,8 +180,8 @@ class QuantizedTile {
           next[i * width + p] = next_keys_[i] + offset;
         }
       }
-      Product<Code8> product(2 * (end - first), weights_ + 2 * first * kChunkTokens, panels, width, kGroupTokens,
-                             sums_ + 2 * first * dim_ + dim);
+      Product<Code8> product(end - first, weights_ + first * kChunkTokens, panels, width, kGroupTokens,
+                             sums_ + first * dim_ + dim);
       product.segments = num_groups_;
       product.a_stride = kChunkTokens;
       product.c_stride = dim_;
@@ -174,19 +190,18 @@ class QuantizedTile {
       multiply(product);
     }
     for (size_t row = first; row < end; row++) {
-      const float* high = sums_ + 2 * row * dim_;
+      const float* found = sums_ + row * dim_;
       const Floats step = broadcast(share_[row]), before = broadcast(factor[row]);
       for (size_t i = 0; i < dim_; i += kLanes) {
-        const Floats found = multiply_add(integers(high + i, 0), broadcast(256.0f), integers(high + dim_ + i, 0));
         float* target = sums + row * dim_ + i;
-        store(target, multiply_add(load(target), before, found * step));
+        store(target, multiply_add(load(target), before, integers(found + i, 0) * step));
       }
     }
   }
 
  private:
   static constexpr size_t kPassPanels = 8;  // panels of values in one product
-  static constexpr float kMaxWeight = 65535.0f;
+  static constexpr float kMaxWeight = 255.0f;
 
   // Sixteen exact sums minus an offset.
   static LLM_INLINE Floats integers(const float* sums, int32_t offset) {

@@ -105,24 +105,13 @@ LLM_INLINE void store_qvalues(int16_t* target, Floats value, int32_t offset) {
   store_in_16_bits(bytes, target);
 }
 
-// Rounds sixteen numbers from 0 to 65535 to integers, and stores their high and low bytes.
-LLM_INLINE void store_wide_qvalues(uint8_t* high, uint8_t* low, Floats value) {
-  typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
-  const Floats rounded = value + broadcast(12582912.0f);
-  LLM_FOR_PARTS {
-    const NativeUint code = (NativeUint)rounded.part[i];
-    const NativeByte high_bytes = __builtin_convertvector(code >> 8 & 0xff, NativeByte);
-    const NativeByte low_bytes = __builtin_convertvector(code & 0xff, NativeByte);
-    __builtin_memcpy(high + i * kNative, &high_bytes, sizeof(high_bytes));
-    __builtin_memcpy(low + i * kNative, &low_bytes, sizeof(low_bytes));
-  }
-}
+// Stores sixteen qvalues from 0 to 255.
+LLM_INLINE void store_unsigned_qvalues(uint8_t* target, Floats value) { store_qvalues(target, value, 0); }
 
-LLM_INLINE void store_wide_qvalues(int16_t* high, int16_t* low, Floats value) {
-  alignas(kLanes) uint8_t high_bytes[kLanes], low_bytes[kLanes];
-  store_wide_qvalues(high_bytes, low_bytes, value);
-  store_in_16_bits(high_bytes, high);
-  store_in_16_bits(low_bytes, low);
+LLM_INLINE void store_unsigned_qvalues(int16_t* target, Floats value) {
+  alignas(kLanes) uint8_t bytes[kLanes];
+  store_qvalues(bytes, value, 0);
+  store_in_16_bits(bytes, target);
 }
 
 // Computes the qvalues of `count` numbers of a row, plus an offset; for a row with infinity or NaN those of zero. In 16

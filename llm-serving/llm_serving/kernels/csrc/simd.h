@@ -118,6 +118,13 @@ LLM_INLINE Floats maximum(Floats a, Floats b) {
   return a;
 }
 
+// The same numbers, but 0 in place of -inf.
+LLM_INLINE Floats zero_if_minus_infinity(Floats a) {
+  const NativeFloat infinity = native_broadcast(__builtin_inff());
+  LLM_FOR_PARTS a.part[i] = a.part[i] == -infinity ? NativeFloat{} : a.part[i];
+  return a;
+}
+
 // The index of each lane.
 LLM_INLINE Floats lane_numbers() {
   Floats result;
@@ -379,6 +386,35 @@ LLM_INLINE void store_first(Element* target, Floats value, size_t count) {
 #endif
 }
 
+// The largest lanes of sixteen rows [16][16]. Of NaN and another number, either may be the larger one.
+LLM_INLINE Floats max_of_rows(const float* rows) {
+  Floats result;
+#if defined(__AVX512F__)
+  // Each step halves the lanes of a row that are left, and joins the rows of two vectors.
+  __m512 fours[4];
+  for (size_t i = 0; i < 4; i++) {
+    const float* of = rows + 4 * i * kLanes;
+    const __m512 a = _mm512_loadu_ps(of), b = _mm512_loadu_ps(of + kLanes);
+    const __m512 c = _mm512_loadu_ps(of + 2 * kLanes), d = _mm512_loadu_ps(of + 3 * kLanes);
+    const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    fours[i] = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  }
+  __m512 eights[2];
+  for (size_t i = 0; i < 2; i++) {
+    const __m512 a = fours[2 * i], b = fours[2 * i + 1];
+    eights[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  result.part[0] =
+      _mm512_max_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88), _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
+#else
+  alignas(64) float largest[kLanes];
+  for (size_t i = 0; i < kLanes; i++) largest[i] = max_lane(load(rows + i * kLanes));
+  result = load(largest);
+#endif
+  return result;
+}
+
 // ---- Exponential ---------------------------------------------------------------------------------------------------
 
 // e^x within 2 units in the last place; exactly 1 at 0, 0 below -87.3, infinity above 88.73, NaN for NaN.
@@ -454,9 +490,9 @@ LLM_INLINE Floats exp2(Floats x) {
   return x;
 }
 
-#if defined(__AVX512F__)
-// 2^x within 2^-13 of its magnitude, exactly 1 for zero: for results that are rounded to bfloat16.
+// 2^x within 2^-13 of its magnitude, exactly 1 for zero: for results that are rounded to 8 bits.
 LLM_INLINE Floats coarse_exp2(Floats x) {
+#if defined(__AVX512F__)
   const NativeFloat r = _mm512_reduce_ps(x.part[0], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   NativeFloat p = native_broadcast(0x1.3baadcp-4f);
   p = native_multiply_add(p, r, native_broadcast(0x1.d23788p-3f));
@@ -464,8 +500,12 @@ LLM_INLINE Floats coarse_exp2(Floats x) {
   p = native_multiply_add(p, r, native_broadcast(1.0f));
   x.part[0] = _mm512_scalef_ps(p, x.part[0]);
   return x;
+#else
+  return exp2(x);
+#endif
 }
 
+#if defined(__AVX512F__)
 // Stores two times sixteen elements consecutively, and returns `sum` plus the stored elements.
 LLM_INLINE Floats store_and_add(BFloat16* target, Floats low, Floats high, Floats sum) {
 #if defined(__AVX512BF16__)
