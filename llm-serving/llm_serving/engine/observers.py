@@ -162,7 +162,7 @@ class LoadReports(StepObserver):
     ) -> None:
         if schedule is not None:  # requests that arrive later cannot join this step
             self.num_tokens_left = 0
-            if schedule.num_tokens != schedule.num_samples:
+            if schedule.num_tokens != schedule.num_samples:  # the step computes prompts too
                 for row in schedule.rows:
                     if not row.num_samples:
                         self.num_tokens_left += row.request.num_tokens - row.end

@@ -246,7 +246,7 @@ class EventLog(StepObserver):
     def on_submitted(self, schedule: Schedule, now: float) -> None:
         rows = decoded = schedule.rows
         chunks: list[tuple[int, int, int]] = []
-        if schedule.num_tokens != schedule.num_samples:
+        if schedule.num_tokens != schedule.num_samples:  # the step computes prompts too
             decoded = []
             for row in rows:
                 if row.query_len == row.num_samples:
