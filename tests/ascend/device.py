@@ -13,7 +13,6 @@ import sys
 import time
 import timeit
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,7 +236,7 @@ def start_ahead(runner: Any, job: Job, kind: str, context: int) -> None:
         first, second = (3, 4) if index == 0 else (-1, -2)
         rows = [([first], context + index, [1]), ([second], context + index, [2])]
         mark("start", index)
-        started = runner.start(replace(step_input(rows, index), sampling=sampling_of(kind, len(rows))))
+        started = runner.start(msgspec.structs.replace(step_input(rows, index), sampling=sampling_of(kind, len(rows))))
         if waiting is not None:
             mark("await", index - 1)
             waiting.output()
