@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
+from llm_serving.lowering import parameters
 from llm_serving.models.memory import weight_bytes
 from llm_serving.models.weight_reader import check_folder
 from llm_serving.network.quantization import Quantization
+from support import gguf_files
 from support.greedy_tokens import FAMILIES, greedy
 from support.model_factories import TINY, random_weights, tiny_spec, write_safetensors
 from support.quantized_folders import LAYOUTS, write_quantized
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.mindspore
     ("layout", "kept"),
     [
         ("compressed-tensors, W8A8", "w8a16"),
+        ("compressed-tensors, W8A16", "w4a16"),
         ("compressed-tensors, W4A16, zeros", "w4a16"),
         ("AWQ, 4 bits", "w4a16"),
         ("GPTQ, 4 bits, act-order", "w8a16"),
@@ -50,6 +53,8 @@ def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, f
         ("compressed-tensors, W4A16, act-order", "w4a8", False),
         ("AWQ, 4 bits", "w8a8", False),
         ("compressed-tensors, W8A8", "w8a8", True),
+        ("compressed-tensors, W8A8", "w4a8", True),
+        ("GPTQ, 8 bits", "w4a16", True),
         ("compressed-tensors, W8A16, zeros", "w8a16", False),
         ("GPTQ, 8 bits, zeros", "w8a8", False),
     ],
@@ -64,6 +69,41 @@ def test_stored_weights_without_a_product_are_counted_in_the_model_dtype(tmp_pat
     warnings = [each.getMessage() for each in caplog.records if "stored integers" in each.getMessage()]
     assert len(warnings) == (0 if is_kept else 1)
     assert is_kept or f"no {kept} product takes" in warnings[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_of_8_bits_in_a_4_bit_folder_are_multiplied_as_stored(tmp_path, caplog, family):
+    eight = LAYOUTS["compressed-tensors, W8A16"]
+    stacked = [f"self_attn.{each}_proj" for each in "qkv"]
+    names = [f"model.layers.1.{each}.weight" for each in (*stacked, "mlp.down_proj")]
+    layout = LAYOUTS["compressed-tensors, W4A16, zeros"]
+    others = dict.fromkeys(names, eight)
+    values = write_quantized(tmp_path / "quantised", layout, FAMILIES[family], seed=3, others=others)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(FAMILIES[family]))
+    write_safetensors(plain / "model.safetensors", values)
+    quantization = Quantization(QuantizationName.W4A16, group_size=32)
+    with caplog.at_level(logging.WARNING, "llm_serving"):
+        assert greedy(tmp_path / "quantised", quantization) == greedy(plain)
+    assert "stored integers" not in caplog.text
+    write_quantized(tmp_path / "in_4_bits", layout, FAMILIES[family])
+    mixed, in_4_bits = (check_folder(tmp_path / each) for each in ("quantised", "in_4_bits"))
+    more = weight_bytes(mixed, 2, quantization) - weight_bytes(in_4_bits, 2, quantization)
+    assert more == sum(values[name].size // 2 - values[name].size // 32 * 4 + 4 * len(values[name]) for name in names)
+
+
+def test_8_bit_blocks_of_a_gguf_file_are_rounded_to_4_bits(tmp_path, monkeypatch):
+    gguf_files.write_model(tmp_path / "a.gguf", "llama", {**TINY, "hidden_size": 64, "intermediate_size": 96}, 8)
+    bits_of_rounded, rounded = [], parameters.quantize
+
+    def record(values, bits, *others):
+        bits_of_rounded.append(bits)
+        return rounded(values, bits, *others)
+
+    monkeypatch.setattr(parameters, "quantize", record)
+    greedy(tmp_path / "a.gguf", Quantization(QuantizationName.W4A16, group_size=32))
+    assert bits_of_rounded.count(4) == 4 * TINY["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

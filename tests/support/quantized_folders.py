@@ -5,11 +5,12 @@ The values of a folder are computed here from the definition of each layout, wit
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
@@ -25,7 +26,7 @@ class Layout(NamedTuple):
     write: Matrix -> its stored parts by name ending, and the values that they represent.
     """
 
-    config: dict[str, object]
+    config: dict[str, Any]
     write: Callable[[np.ndarray], tuple[Arrays, np.ndarray]]
 
 
@@ -219,15 +220,28 @@ def is_quantized(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def write_quantized(folder: Path, layout: Layout, config: dict[str, object], seed: int = 0) -> Arrays:
-    """Write random weights of a configuration in a layout; return the float32 values that they represent."""
+def write_quantized(
+    folder: Path,
+    layout: Layout,
+    config: dict[str, object],
+    seed: int = 0,
+    others: Mapping[str, Layout] | None = None,
+) -> Arrays:
+    """Write random weights of a configuration in a layout; return the float32 values that they represent. `others`:
+    name of a weight -> another layout of compressed-tensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": layout.config}))
+    quantization = copy.deepcopy(layout.config)
+    others = others or {}
+    for number, (name, other) in enumerate(others.items(), start=1):
+        row = {**other.config["config_groups"]["group_0"], "targets": [name.removesuffix(".weight")]}
+        quantization["config_groups"][f"group_{number}"] = row
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     stored: Arrays = {}
     values: Arrays = {}
     for name, array in random_weights(ModelSpec.from_hugging_face(config), seed).items():
         if is_quantized(name):
-            parts, values[name] = layout.write(array)
+            parts, values[name] = others.get(name, layout).write(array)
             stored |= {f"{name.removesuffix('weight')}{ending}": each for ending, each in parts.items()}
         else:
             stored[name] = values[name] = array

@@ -55,6 +55,7 @@ class CompressedTensors(Scheme):
     block: tuple[int, int] | None = None
     bits: int = 8
     form: QValuesForm | None = None
+    in_8_bits: frozenset[str] = frozenset()
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}

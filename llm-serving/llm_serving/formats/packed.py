@@ -84,11 +84,14 @@ class Scheme(ABC):
     Attributes:
         description: Text for the user, such as "GPTQ, 4 bits, groups of 128".
         activation_bits: Bits of the activations for which the model was quantized. None means the model dtype.
-        form: Layout of the stored integers. None if weights are floating point, in GGUF blocks or in several layouts.
+        form: Layout of the stored integers, except those of `in_8_bits`. None if weights are floating point, in GGUF
+            blocks or in several layouts.
+        in_8_bits: Modules whose weights have 8 bits and a scale for each row, while others have 4 bits.
     """
 
     description: str
     activation_bits: int | None = None
+    in_8_bits: frozenset[str] = frozenset()
 
     @property
     def form(self) -> QValuesForm | None:

@@ -73,7 +73,8 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     for key in ("sparsity_config", "transform_config"):
         if (found := given.get(key)) and not (isinstance(found, Mapping) and found.get("format") == "dense"):
             raise _RefusedError(f"must not have `{key}`. Given: {shorten(found)}")
-    weights = [row["weights"] for row in groups if isinstance(row.get("weights"), Mapping)]
+    rows = [row for row in groups if isinstance(row.get("weights"), Mapping)]
+    weights = [row["weights"] for row in rows]
     for row in weights:
         kind, bits = row.get("type") or "int", row.get("num_bits")
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
@@ -84,15 +85,33 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     bits = {row.get("num_bits") for row in weights}
     inputs = [each for row in groups if isinstance(each := row.get("input_activations"), Mapping)]
     in_8_bits = bool(inputs) and all(each.get("num_bits") == 8 for each in inputs)
+    named, others = _named_in_8_bits(rows)
     integers = all((row.get("type") or "int") == "int" for row in weights)
     return CompressedTensors(
         description,
         activation_bits=8 if in_8_bits and integers else None,
         group_size=sizes.pop() if len(sizes) == 1 else 0,
         bits=4 if bits == {4} else 8,
-        form=_form(weights),
+        form=_form(others),
+        in_8_bits=named,
         block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),
     )
+
+
+def _named_in_8_bits(rows: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], list[Mapping[str, Any]]]:
+    """Return the modules with 8 bits if there are other weights of 4 bits, and the settings of all other weights."""
+    others = [row for row in rows if _form([row["weights"]]) != QValuesForm(8, 0) or not _names_of(row)]
+    if {row["weights"].get("num_bits") for row in others} != {4}:
+        return frozenset(), [row["weights"] for row in rows]
+    names = [name for row in rows if row not in others for name in _names_of(row)]
+    return frozenset(names), [row["weights"] for row in others]
+
+
+def _names_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the modules to which a row applies, or [] if it applies to classes or patterns."""
+    targets = row.get("targets")
+    names = targets if isinstance(targets, list) else []
+    return names if all(isinstance(each, str) and "." in each and not each.startswith("re:") for each in names) else []
 
 
 def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:

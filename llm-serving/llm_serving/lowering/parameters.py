@@ -25,6 +25,7 @@ from llm_serving.network.quantization import (
     block_weights,
     keeps_blocks,
     quantized_weights,
+    schemes_of_stored,
     stored_blocks,
     stored_qvalues,
 )
@@ -143,6 +144,8 @@ def _quantized_values(
     this loss and quantizes them by the first scheme, because Cells choose matmuls before reading weights.
     """
     parts = _read_packed(weight, reader)
+    if not any(isinstance(part, BlockTensor) for part in parts):  # blocks of more than 4 bits are rounded to 4 bits
+        schemes = (*schemes, *schemes_of_stored(schemes[-1]))
     for scheme in schemes:
         if (stored := stored_qvalues(weight, parts, scheme)) is not None:
             return stored, scheme

@@ -7,7 +7,7 @@ from typing import Final
 from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_PROPOSED_TOKENS, blocks_per_draft_request
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.quantization import Quantization, bytes_saved, can_multiply, keeps_blocks
+from llm_serving.network.quantization import Quantization, bytes_saved, can_multiply, keeps_blocks, schemes_of_stored
 
 PROCESS_BYTES: Final = 600_000_000
 """Bytes of a WorkAgent without the model: interpreter, MindSpore with its graphs, step buffers."""
@@ -75,9 +75,11 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization |
     if keeps_blocks(quantization) and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
         return (elements - spec.scheme.block_elements) * dtype_bytes + spec.scheme.block_bytes
     stored = spec.scheme.form if spec.scheme is not None else None
-    if stored is not None and quantization is not None and not can_multiply(quantization.name, stored):
+    schemes = () if quantization is None else schemes_of_stored(quantization.name)
+    if stored is not None and schemes and not any(can_multiply(each, stored) for each in schemes):
         return elements * dtype_bytes
-    return elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes, stored)
+    in_8_bits = frozenset() if spec.scheme is None else spec.scheme.in_8_bits
+    return elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes, stored, in_8_bits)
 
 
 def mtp_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int, quantization: Quantization | None) -> int:

@@ -8,7 +8,7 @@ the same tensor as the head shares its quantized memory, and the lookup dequanti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -71,6 +71,11 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
         weight: _IN_8_BITS.get(scheme, scheme) if weight.shape[-1] % quantization.group_size else scheme
         for weight, scheme in quantized.items()
     }
+
+
+def schemes_of_stored(name: QuantizationName) -> tuple[QuantizationName, ...]:
+    """Return the schemes by which stored integers may be multiplied: a folder may hold some matrices in 8 bits."""
+    return tuple(dict.fromkeys((name, _IN_8_BITS.get(name, name))))
 
 
 def stored_qvalues(
@@ -175,12 +180,23 @@ def can_multiply(scheme: QuantizationName, form: QValuesForm) -> bool:
 
 
 def bytes_saved(
-    network: Network, quantization: Quantization | None, dtype_bytes: int, stored: QValuesForm | None = None
+    network: Network,
+    quantization: Quantization | None,
+    dtype_bytes: int,
+    stored: QValuesForm | None = None,
+    in_8_bits: Collection[str] = (),
 ) -> int:
-    """Return how many bytes quantization saves. `stored`: form of the quantized values in the model's files, if any."""
+    """Return how many bytes quantization saves. `stored`: form of the quantized values in the model's files, if any.
+    `in_8_bits`: modules whose stored values have 8 bits instead. A stack of both is dequantized.
+    """
     total = 0
     for weight, scheme in quantized_weights(network, quantization).items():
         assert quantization is not None
+        num_named = sum(name.removesuffix(".weight") in in_8_bits for name in weight.names)
+        if 0 < num_named < len(weight.names):
+            continue
+        if num_named or (stored is not None and stored.bits == 8):
+            scheme = _IN_8_BITS.get(scheme, scheme)
         rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
         numbers = {QuantizationName.W8A8: 2, QuantizationName.W8A16: 1}.get(scheme, columns // quantization.group_size)
         if stored is not None and stored.group_size and stored.bits == BITS[scheme]:
