@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
@@ -76,6 +78,18 @@ def test_stored_qvalues_follow_the_row_order_and_pad_with_zeros():
         expected = np.stack([np.zeros(64, np.float32) if row < 0 else values[row] for row in order])
         assert found is not None
         assert np.array_equal(found.dequantized(), expected)
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_used"), [(None, True), (range(128, 256), True), (range(64, 192), False), (range(64), False)]
+)
+def test_stored_qvalues_of_rotated_weights_keep_whole_blocks(columns, is_used):
+    tensor = replace(quantize_w4(RNG.standard_normal((16, 256), dtype=np.float32), 32), rotated=True)
+    width = 256 if columns is None else len(columns)
+    weight = Weight(("a",), (16, width), ((16, 256),), columns=columns and tuple(columns))
+    found = stored_qvalues(weight, [tensor], QuantizationName.W4A16)
+    assert (found is not None) == is_used
+    assert found is None or found.rotated
 
 
 def test_stored_qvalues_of_unsupported_formats_are_not_used():

@@ -14,7 +14,7 @@ server computes a scale for each row of activations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy as np
 from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, Scheme, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
+    ROTATED_BLOCK,
     SYMMETRIC_ZERO,
     QuantizedTensor,
     QValuesForm,
@@ -38,6 +39,22 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor,
 SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zero_point", "packed", "shape", "g_idx"))
 _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
+_ROOT: Final = np.float32(ROTATED_BLOCK**0.5)
+"""A `QuantizedTensor` that is rotated was divided by the square of this number."""
+ROTATION: Final = {
+    "config_groups": {
+        "rotation": {
+            "type": "hadamard",
+            "head_dim": ROTATED_BLOCK,
+            "apply": [
+                {"targets": ["Linear"], "location": "input"},
+                {"targets": ["Linear"], "location": "weight_input", "inverse": True},
+            ],
+        }
+    }
+}
+"""The `transform_config` of rotated weights."""
+
 
 @dataclass(frozen=True)
 class CompressedTensors(Scheme):
@@ -47,6 +64,8 @@ class CompressedTensors(Scheme):
         group_size: Number of columns in a group. If it is 0, it follows from the number of groups of each weight.
         block: Rows and columns of an FP8 weight that share a scale; None if scales are not per block.
         bits: Bits of each value in tensors named `weight`, where a value takes a whole byte.
+        rotated: Whether each 128 columns of packed weights were multiplied by the Hadamard matrix and divided by the
+            square root of 128 before they were rounded.
     """
 
     description: str
@@ -56,6 +75,7 @@ class CompressedTensors(Scheme):
     bits: int = 8
     form: QValuesForm | None = None
     in_8_bits: frozenset[str] = frozenset()
+    rotated: bool = False
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}
@@ -86,7 +106,14 @@ class CompressedTensors(Scheme):
             part(name, parts, ORDER, ["I32"], 1)
             check_shape(name, parts, ORDER, (shape[1],))
         size = self._columns_of_group(name, parts, shape[1], groups)
-        return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
+        if not self.rotated or PACKED not in parts:
+            return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
+        if shape[1] % ROTATED_BLOCK:
+            raise ModelError(
+                f"{parts[PACKED].file}: {name} must have a multiple of {ROTATED_BLOCK} columns, which the "
+                f"configuration rotates. Found: {shape[1]}"
+            )
+        return PackedTensor(name, shape, parts, lambda arrays: _rotated(_unpacked(arrays, shape, bits, size)))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
         """Raise ModelError unless zero points have the shape of the scales or, in 32-bit words, shape `packed`."""
@@ -141,6 +168,10 @@ def _unpacked(arrays: Mapping[str, Array], shape: tuple[int, int], bits: int, gr
     return from_unsigned(qvalues, scales, zeros, bits, group_size, columns)
 
 
+def _rotated(tensor: QuantizedTensor) -> QuantizedTensor:
+    return replace(tensor, scales=tensor.scales / _ROOT, rotated=True)
+
+
 def _to_unsigned(qvalues: Array, bits: int) -> Uint8Array:
     half = 2 ** (bits - 1)
     if qvalues.size and not -half <= int(qvalues.min()) <= int(qvalues.max()) < half:
@@ -168,10 +199,12 @@ def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
     """Return a symmetric tensor's arrays by name ending, as `pack-quantized` if `packed`, else as `int-quantized`."""
     assert tensor.zeros is None
     assert tensor.g_idx is None
+    assert packed or not tensor.rotated
+    scales = tensor.scales * _ROOT if tensor.rotated else tensor.scales
     if not packed:
         qvalues = tensor.qvalues if tensor.bits == 8 else tensor.qvalues.astype(np.int8) - np.int8(SYMMETRIC_ZERO)
-        return {"weight": qvalues, SCALE: tensor.scales}
+        return {"weight": qvalues, SCALE: scales}
     bits = tensor.qvalues.view(np.uint8)
     qvalues = bits if tensor.bits == 4 else bits ^ np.uint8(128)
     shape = np.array(tensor.shape, np.int64)
-    return {PACKED: pack_words(qvalues, tensor.bits), SCALE: tensor.scales, SHAPE: shape}
+    return {PACKED: pack_words(qvalues, tensor.bits), SCALE: scales, SHAPE: shape}

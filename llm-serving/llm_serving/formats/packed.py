@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm
+from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm, unrotated
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 
 Parts = Mapping[str, StoredTensor]
@@ -69,6 +69,8 @@ def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
     if not isinstance(found, Quantized):
         return found
     values = found.dequantized()
+    if isinstance(found, QuantizedTensor) and found.rotated:
+        values = unrotated(values)
     if len(shape) == 2:
         return values
     count, width, out = shape

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from llm_serving.core.dtypes import describe_quantization, groups_of
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.compressed_tensors import CompressedTensors
+from llm_serving.formats.compressed_tensors import ROTATION, CompressedTensors
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.packed_words import Awq, Gptq
 from llm_serving.formats.quantized_tensor import QValuesForm
@@ -70,8 +70,13 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     forms = [given.get("format"), *(row.get("format") for row in groups)]
     if unknown := [each for each in forms if each not in (None, "dense", *_COMPRESSED_FORMS)]:
         raise _RefusedError(f"must have a `format` of {', '.join(_COMPRESSED_FORMS)}. Given: {shorten(unknown[0])}")
+    rotated = given.get("transform_config") == ROTATION
     for key in ("sparsity_config", "transform_config"):
-        if (found := given.get(key)) and not (isinstance(found, Mapping) and found.get("format") == "dense"):
+        if (
+            (found := given.get(key))
+            and found != ROTATION
+            and not (isinstance(found, Mapping) and found.get("format") == "dense")
+        ):
             raise _RefusedError(f"must not have `{key}`. Given: {shorten(found)}")
     rows = [row for row in groups if isinstance(row.get("weights"), Mapping)]
     weights = [row["weights"] for row in rows]
@@ -94,6 +99,7 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
         bits=4 if bits == {4} else 8,
         form=_form(others),
         in_8_bits=named,
+        rotated=rotated,
         block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),
     )
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from llm_serving.errors import ModelError
 from llm_serving.formats.stored_tensor import Array, to_float32
 
+ROTATED_BLOCK: Final = 128
+"""Columns of a block of a rotated matrix, if they divide the matrix."""
 SYMMETRIC_ZERO: Final = 8
 """Zero point of 4-bit values without stored zero points: 0..15 stand for -8..7."""
 
@@ -129,6 +131,16 @@ class QuantizedTensor:
                 values[rows] -= SYMMETRIC_ZERO
             values[rows] *= self.scales[rows][:, group_of]
         return values
+
+
+def unrotated(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Multiply each `ROTATED_BLOCK` columns by the Hadamard matrix, which undoes `QuantizedTensor.rotated`."""
+    blocks, stride = values.reshape(-1, ROTATED_BLOCK), 1
+    while stride < ROTATED_BLOCK:
+        pairs = blocks.reshape(-1, 2, stride)
+        blocks = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        stride *= 2
+    return blocks.reshape(values.shape)
 
 
 def check_scales(scales: NDArray[np.float32]) -> None:

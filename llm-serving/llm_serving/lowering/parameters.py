@@ -146,7 +146,8 @@ def _quantized_values(
     parts = _read_packed(weight, reader)
     if not any(isinstance(part, BlockTensor) for part in parts):  # blocks of more than 4 bits are rounded to 4 bits
         schemes = (*schemes, *schemes_of_stored(schemes[-1]))
-    for scheme in schemes:
+    is_rotated = any(isinstance(part, QuantizedTensor) and part.rotated for part in parts)
+    for scheme in () if as_cells and is_rotated else schemes:
         if (stored := stored_qvalues(weight, parts, scheme)) is not None:
             return stored, scheme
     scheme = schemes[0]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from llm_serving.core.enums import QuantizationName
 from llm_serving.formats.block_tensor import PANEL_ROWS, BlockTensor
 from llm_serving.formats.packed import Quantized
-from llm_serving.formats.quantized_tensor import SYMMETRIC_ZERO, QuantizedTensor, QValuesForm
+from llm_serving.formats.quantized_tensor import ROTATED_BLOCK, SYMMETRIC_ZERO, QuantizedTensor, QValuesForm
 from llm_serving.formats.stored_tensor import Array
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Weight
@@ -87,6 +87,9 @@ def stored_qvalues(
     forms = {each.form for each in tensors}
     if len(tensors) < len(parts) or len(forms) > 1 or weight.transform is not None:
         return None
+    rotated = {each.rotated for each in tensors}
+    if len(rotated) > 1 or (rotated == {True} and not _in_rotated_blocks(weight.columns)):
+        return None
     if not can_multiply(scheme, tensors[0].form):
         return None
     if weight.columns is not None:
@@ -104,7 +107,7 @@ def stored_qvalues(
         rows = np.maximum(at, 0)
         qvalues, zeros = qvalues[rows], None if zeros is None else zeros[rows]
         scales = np.where(at[:, None] < 0, np.float32(0), scales[rows])  # with a scale of 0 all values of a row are 0
-    return QuantizedTensor(qvalues, scales, zeros, first.bits, first.group_size)
+    return QuantizedTensor(qvalues, scales, zeros, first.bits, first.group_size, rotated=first.rotated)
 
 
 def block_weights(network: Network) -> set[Weight]:
@@ -167,6 +170,15 @@ def _divide_groups(columns: tuple[int, ...] | None) -> bool:
     firsts = np.array(columns[::MIN_GROUP_SIZE])
     whole = (firsts[:, None] + np.arange(MIN_GROUP_SIZE)).reshape(-1)
     return bool((firsts % MIN_GROUP_SIZE).any()) or not np.array_equal(whole, columns)
+
+
+def _in_rotated_blocks(columns: tuple[int, ...] | None) -> bool:
+    """Return whether columns are blocks that were rotated as a whole."""
+    if columns is None:
+        return True
+    firsts = np.array(columns[::ROTATED_BLOCK])
+    blocks = (firsts[:, None] + np.arange(ROTATED_BLOCK)).reshape(-1)
+    return not (firsts % ROTATED_BLOCK).any() and np.array_equal(blocks, columns)
 
 
 def _power_of_two_in(group_size: int) -> int:
