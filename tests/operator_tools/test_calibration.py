@@ -138,6 +138,11 @@ def test_calibration_is_refused_before_writing(source, tmp_path, capsys, argumen
     assert not (tmp_path / "out").exists()
 
 
+def test_mean_bits_without_a_text_are_refused(source, tmp_path, capsys):
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--format", "w4a16", "--mean-bits", "5"]) == 2
+    assert "--mean-bits requires --calibrate. Given: 5" in capsys.readouterr().err
+
+
 def test_matrices_that_cannot_be_rotated_are_refused(tmp_path, capsys):
     source = write_source(tmp_path / "source", intermediate_size=96)
     assert run(source, tmp_path / "out", "--format", "w4a16") == 2

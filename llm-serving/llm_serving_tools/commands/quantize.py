@@ -84,12 +84,13 @@ def quantize(
     name: str,
     group_size: int | None = None,
     calibration: Path | None = None,
-    mean_bits: float = DEFAULT_MEAN_BITS,
+    mean_bits: float | None = None,
 ) -> None:
     """Quantize a model to one of `FORMATS`. The target folder appears only when it is complete. `group_size` is the
     number of columns that share a scale in 4 bits, or None for the default. `calibration`: a text by which the matrices
-    with 8 bits are chosen, so that all matrices have at most `mean_bits` on average. Raise ConfigError if the source is
-    quantized already, the group size does not divide its columns, the target exists, or the disk is too small.
+    with 8 bits are chosen, so that all matrices have at most `mean_bits` on average, or `DEFAULT_MEAN_BITS`. Raise
+    ConfigError if the source is quantized already, the group size does not divide its columns, the target exists, or
+    the disk is too small.
     """
     check_absent(target)
     form = FORMATS[name]
@@ -97,6 +98,8 @@ def quantize(
         raise ConfigError(f"--group-size requires --format w4a16 or w4a8. Given: {name}")
     if name != "w4a16" and calibration is not None:
         raise ConfigError(f"--calibrate requires --format w4a16. Given: {name}")
+    if mean_bits is not None and calibration is None:
+        raise ConfigError(f"--mean-bits requires --calibrate. Given: {mean_bits:g}")
     default = DEFAULT_GROUP_SIZE if calibration is None else CALIBRATED_GROUP_SIZE
     size = default if form.bits == 4 and group_size is None else group_size
     spec = check_folder(source)
@@ -107,6 +110,7 @@ def quantize(
     in_8_bits = None
     if calibration is not None:
         assert size is not None
+        mean_bits = DEFAULT_MEAN_BITS if mean_bits is None else mean_bits
         check_mean_bits(size, mean_bits)
         in_8_bits = _calibrate(spec, source, calibration, quantized, size, mean_bits)
     tensors = list(_tensors(spec, WeightReader(source), quantized, form, size, in_8_bits))
@@ -262,7 +266,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mean-bits",
         type=float,
-        default=DEFAULT_MEAN_BITS,
         metavar="X",
         help=f"largest mean of bits of a quantised weight, with its scales (--calibrate); default: {DEFAULT_MEAN_BITS}",
     )
