@@ -29,9 +29,9 @@ from mindspore import nn
 
 WINDOW: Final = 64
 NUM_WINDOWS: Final = 8
-"""The text is read as so many prompts of `WINDOW` tokens."""
+"""Number of windows that are read from the text."""
 _AT_ONCE: Final = 8
-"""Number of matrices whose change is measured in one pass. Each pass reads all later weights."""
+"""Number of matrices measured in one pass. Each pass reads the first of them and all weights after it."""
 _BLOCK_SIZE: Final = 16
 _TINY: Final = np.float32(1e-30)
 
@@ -45,7 +45,9 @@ def windows_of(text: str, folder: Path, spec: ModelSpec) -> list[list[int]]:
     ids, begin = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("")
     length = min(WINDOW, spec.max_position_embeddings) - len(begin)
     if len(ids) < NUM_WINDOWS * length:
-        raise ConfigError(f"--calibrate must have at least {NUM_WINDOWS * length} tokens. Given: {len(ids)}")
+        raise ConfigError(
+            f"the text of --calibrate must have at least {NUM_WINDOWS * length} tokens. Given: {len(ids)}"
+        )
     starts = [number * (len(ids) - length) // (NUM_WINDOWS - 1) for number in range(NUM_WINDOWS)]
     return [[*begin, *ids[start : start + length]] for start in starts]
 
@@ -55,7 +57,9 @@ def quantize_rotated(weight: Array, bits: int, group_size: int | None) -> Quanti
 
 
 class SensitivityNetwork:
-    """A network that computes windows of a text. Raise ConfigError if MindSpore's own operations cannot compute it."""
+    """Measures how sensitive a network's results are to the rounding of each weight. Raise ConfigError for a network
+    with experts, with ALiBi or with operations that `PlainBackend` lacks.
+    """
 
     def __init__(
         self,
@@ -86,9 +90,9 @@ class SensitivityNetwork:
         self._cell.set_train(False)
 
     def changes(self, on_measured: OnMeasured) -> dict[Weight, float]:
-        """Return how much the last hidden states change if only this weight is rounded to 4 bits: the squared change
-        relative to the squares, as a mean over the tokens. It is proportional to the divergence of the next token's
-        distribution. Weights with several tensors count as one, because their tensors must have the same bits.
+        """Return how much each weight changes the last hidden states if only this weight is rounded to 4 bits: the mean
+        over all tokens of |change|^2 / |hidden state|^2. Weights with several tensors count as one, because their
+        tensors must have the same bits. `on_measured` receives the number of tensors measured.
         """
         results: list[tuple[Weight, Float32Array]] = []
 
@@ -111,8 +115,9 @@ class SensitivityNetwork:
     def _states_with_rounded(
         self, results: Sequence[tuple[Weight, Float32Array]], products: Sequence[int]
     ) -> Float32Array:
-        """Return the hidden states [products, tokens, width], each with the weight of one of `products` rounded.
-        `results`: of all products in their order, without rounding.
+        """Return hidden states [len(products), tokens, width]. Entry i is computed with the weight of the product
+        `products[i]` rounded to 4 bits. `products`: indices into `results`, which has the weight and the unrounded
+        result of each product in order of execution.
         """
         numbers, count = itertools.count(), len(products)
 
@@ -158,8 +163,8 @@ class _NoKVStore(PlainStoreKV):
 
 
 class _CalibrationBackend(PlainBackend):
-    """Computes linear operations in NumPy, with quantized weights. A linear weight's Parameter holds only its number,
-    because the weights are read one at a time when they are used.
+    """A backend whose linear operations call `product`. The Parameter of a linear weight is a placeholder with the
+    weight's number, because weights are read from the file one at a time when they are used.
     """
 
     store_kv = _NoKVStore

@@ -17,7 +17,9 @@ _ROW_SCALE_BITS: Final = 32
 def check_mean_bits(group_size: int, mean_bits: float) -> None:
     least = _in_4_bits(group_size)
     if not mean_bits >= least:
-        raise ConfigError(f"--mean-bits must be at least {least:g}, the bits with 4-bit values. Given: {mean_bits:g}")
+        raise ConfigError(
+            f"--mean-bits must be at least {least:g}, the mean if all matrices have 4 bits. Given: {mean_bits:g}"
+        )
 
 
 def _in_4_bits(group_size: int) -> float:

@@ -4,10 +4,11 @@
 
 The texts are English prose and Python code of the standard library, the licence of this repository, and a Chinese
 text of this folder, in windows of at most 1,024 tokens. float32 is the network in float32, with the weights of a GGUF
-file dequantised. `stored` serves a GGUF file in its own blocks, `bfloat16` dequantises it, `bfloat16+kv8` has an int8
-KV cache as well. The table has for each format:
+file dequantised, or with those of `--reference`, which for a quantised folder is the model before it was quantised.
+`stored` serves a GGUF file in its own blocks, `bfloat16` dequantises it, `bfloat16+kv8` has an int8 KV cache as well.
+The table has for each format:
 
-- perplexity, and how much larger it is than in float32 (of `--reference`, the model before quantization, if given);
+- perplexity, and how much larger it is than in float32;
 - the share of float32's greedy tokens that the format chooses too, after the same tokens: 30 answers of 64 tokens;
 - the same share over all texts, where both choose the token that follows each token of a text;
 - the mean and the largest difference between the log-probability of a text's token and that in float32.
@@ -193,7 +194,12 @@ def _max_tokens(llm: LLM) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FILE_OR_FOLDER")
-    parser.add_argument("--reference", type=Path, metavar="FILE_OR_FOLDER", help="model of float32; default: --model")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE_OR_FOLDER",
+        help="model of the row float32, for example before quantisation; default: --model",
+    )
     parser.add_argument("--formats", type=formats, default=formats(DEFAULT), metavar="NAME,NAME,...")
     parser.add_argument("--tokens", type=int, default=20_000, metavar="N", help="of the texts; 3000 for a first look")
     parser.add_argument("--group-size", type=int, default=128, metavar="32|64|128", help="of weights of 4 bits")

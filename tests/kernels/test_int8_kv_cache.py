@@ -166,8 +166,8 @@ def expected_attention(dtype: str, num_heads: int, head_dim: int, kind: str) -> 
     score += 8 * FLOAT32_UNIT * (options.get("largest", 0.0) + COUNT)
     delta = np.expm1(score) + 10 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * COUNT * FLOAT32_UNIT
     bound = 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected)
-    # The weights of a chunk, whose largest is 255 units and one of those that are added up, have errors of at most one
-    # unit, with a mean square of at most 1/4. Six standard deviations of their sum, if they are independent.
+    # Weights are in units: the largest of a chunk is 255. The dither makes an error of at most one unit, with a mean
+    # square of at most 1/4. The bound is six standard deviations of the sum of 64 independent errors.
     bound += 6 * np.sqrt(CHUNK / 4) / int8_kv_cache.MAX_WEIGHT * np.abs(v).max()
     return expected, bound
 
@@ -209,7 +209,9 @@ def test_int8_kv_cache_sums_values_as_numpy(isa_of_codes: str, head_dim: int) ->
 
 
 def test_int8_kv_cache_keeps_the_sum_of_many_small_weights(isa_of_codes: str) -> None:
-    """The first of 64 tokens has 1,000 times the weight of each other token, which alone would round to zero."""
+    """The first of 64 tokens has 1,000 times the weight of each other token. Without the dither, the 63 small weights
+    would round to zero.
+    """
     head_dim = 64
     rows = np.zeros((CHUNK, (4 + 2 * KV_HEADS) * head_dim), np.float32)
     q, k, v = parts(typed(rows, "float32"), 4, head_dim)

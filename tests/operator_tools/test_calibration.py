@@ -126,7 +126,7 @@ def test_gemma_with_windows_and_caps_is_calibrated(tmp_path):
     [
         (["--format", "w8a16"], TEXT, "--calibrate requires --format w4a16. Given: w8a16"),
         (["--format", "w4a16", "--mean-bits", "4.4"], TEXT, "--mean-bits must be at least 4.5.* Given: 4.4"),
-        (["--format", "w4a16"], "short", "--calibrate must have at least .* tokens. Given: 4"),
+        (["--format", "w4a16"], "short", "the text of --calibrate must have at least .* tokens. Given: 4"),
         (["--format", "w4a16"], b"\xff", "must be a text file in UTF-8"),
         (["--format", "w4a16", "--group-size", "96"], TEXT, "has 128. Given: 96"),
     ],

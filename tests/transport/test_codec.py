@@ -78,7 +78,7 @@ def test_arrays_of_a_step_have_the_types_by_which_they_are_read() -> None:
         assert [array.dtype for array in step_arrays(step)] == [*STEP_TYPES]
         assert [array.dtype for array in allowed_arrays(0, all_tokens_allowed(2))] == [*ALLOWED_TYPES]
     sizes = [each.itemsize for each in STEP_TYPES]
-    assert sizes == sorted(sizes, reverse=True), "arrays without padding are aligned"
+    assert sizes == sorted(sizes, reverse=True), "larger elements must come first, because there is no padding"
 
 
 def test_largest_step_fits_its_buffer() -> None:

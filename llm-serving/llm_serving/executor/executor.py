@@ -172,6 +172,8 @@ class LocalExecutor(Executor):
 
 
 class _NumResults(NamedTuple):
+    """Number of results of each kind in a step."""
+
     samples: int
     scores: int
     scored_tokens: int
@@ -187,8 +189,8 @@ def _check_results(step: StepInput, output: StepOutput) -> None:
     counts = len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
     if counts != requested:
         raise ProtocolError(
-            f"the reply to step {output.step} has other results than requested. Requested: {requested}. "
-            f"Received: {_NumResults(*counts)}"
+            f"the reply to step {output.step} has other results than requested. "
+            f"Requested: {requested._asdict()}. Received: {_NumResults(*counts)._asdict()}"
         )
     lowest, token_ids = -1 if output.row_errors else 0, output.token_ids.tolist()
     if token_ids and not lowest <= min(token_ids) <= max(token_ids) < MAX_VOCAB_SIZE:

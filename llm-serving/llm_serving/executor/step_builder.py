@@ -52,7 +52,7 @@ class StepBuilder:
         self._blocks = blocks
         self._pooling = pooling
         self._decoding: tuple[Request, ...] = ()
-        """Requests of the latest step that only decoded. The same requests have the same samples in the next step."""
+        """Requests of the latest step that only decoded. A later one with the same requests reuses its arrays."""
         self._params = _SamplingParams([], {})
         self._tables = _PackedTables()
 
@@ -65,7 +65,9 @@ class StepBuilder:
         if not schedule.has_draft_tokens and schedule.num_tokens == schedule.num_samples == len(requests):
             for request, start in zip(requests, starts, strict=True):  # each computes its latest token
                 output = request.output_token_ids
-                if request.num_tokens_in_flight > 1:  # still on the device: the reference, inlined
+                if (
+                    request.num_tokens_in_flight > 1
+                ):  # still on the device: as `reference_to_previous_step`, without the call
                     token_ids.append(-1 - previous[request])
                 else:
                     token_ids.append(output[-1] if output else request.prompt_token_ids[start])

@@ -40,7 +40,9 @@ SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zer
 _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 _ROOT: Final = np.float32(ROTATED_BLOCK**0.5)
-"""A `QuantizedTensor` that is rotated was divided by the square of this number."""
+"""A file has scales of weights that were multiplied by the Hadamard matrix and divided by this number. The scales of a
+`QuantizedTensor` belong to weights divided by its square.
+"""
 ROTATION: Final = {
     "config_groups": {
         "rotation": {
@@ -110,8 +112,8 @@ class CompressedTensors(Scheme):
             return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
         if shape[1] % ROTATED_BLOCK:
             raise ModelError(
-                f"{parts[PACKED].file}: {name} must have a multiple of {ROTATED_BLOCK} columns, which the "
-                f"configuration rotates. Found: {shape[1]}"
+                f"{parts[PACKED].file}: {name} must have a multiple of {ROTATED_BLOCK} columns, because "
+                f"`transform_config` rotates blocks of as many. Found: {shape[1]}"
             )
         return PackedTensor(name, shape, parts, lambda arrays: _rotated(_unpacked(arrays, shape, bits, size)))
 

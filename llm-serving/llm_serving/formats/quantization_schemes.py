@@ -77,7 +77,8 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
             and found != ROTATION
             and not (isinstance(found, Mapping) and found.get("format") == "dense")
         ):
-            raise _RefusedError(f"must not have `{key}`. Given: {shorten(found)}")
+            allowed = " except the rotation that `quantize --calibrate` writes" if key == "transform_config" else ""
+            raise _RefusedError(f"must not have `{key}`{allowed}. Given: {shorten(found)}")
     rows = [row for row in groups if isinstance(row.get("weights"), Mapping)]
     weights = [row["weights"] for row in rows]
     for row in weights:
@@ -105,7 +106,9 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _named_in_8_bits(rows: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], list[Mapping[str, Any]]]:
-    """Return the modules with 8 bits if there are other weights of 4 bits, and the settings of all other weights."""
+    """If some named modules have 8 bits and all other weights 4, return these names and the settings of the others.
+    Otherwise return no names and all settings.
+    """
     others = [row for row in rows if _form([row["weights"]]) != QValuesForm(8, 0) or not _names_of(row)]
     if {row["weights"].get("num_bits") for row in others} != {4}:
         return frozenset(), [row["weights"] for row in rows]

@@ -17,7 +17,7 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.stored_tensor import Array, to_float32
 
 ROTATED_BLOCK: Final = 128
-"""Columns of a block of a rotated matrix, if they divide the matrix."""
+"""Number of columns in a block of a rotated matrix, if it divides the columns. Other matrices have smaller blocks."""
 SYMMETRIC_ZERO: Final = 8
 """Zero point of 4-bit values without stored zero points: 0..15 stand for -8..7."""
 

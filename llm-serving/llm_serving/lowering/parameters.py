@@ -144,7 +144,8 @@ def _quantized_values(
     this loss and quantizes them by the first scheme, because Cells choose matmuls before reading weights.
     """
     parts = _read_packed(weight, reader)
-    if not any(isinstance(part, BlockTensor) for part in parts):  # blocks of more than 4 bits are rounded to 4 bits
+    # Stored integers may have 8 bits in a 4-bit format. GGUF blocks may not: they are rounded to 4 bits.
+    if not any(isinstance(part, BlockTensor) for part in parts):
         schemes = (*schemes, *schemes_of_stored(schemes[-1]))
     is_rotated = any(isinstance(part, QuantizedTensor) and part.rotated for part in parts)
     for scheme in () if as_cells and is_rotated else schemes:

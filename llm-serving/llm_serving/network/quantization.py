@@ -74,7 +74,7 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
 
 
 def schemes_of_stored(name: QuantizationName) -> tuple[QuantizationName, ...]:
-    """Return the schemes by which stored integers may be multiplied: a folder may hold some matrices in 8 bits."""
+    """Return scheme `name` and, for a 4-bit scheme, the 8-bit one: a folder may hold some matrices in 8 bits."""
     return tuple(dict.fromkeys((name, _IN_8_BITS.get(name, name))))
 
 
@@ -199,7 +199,8 @@ def bytes_saved(
     in_8_bits: Collection[str] = (),
 ) -> int:
     """Return how many bytes quantization saves. `stored`: form of the quantized values in the model's files, if any.
-    `in_8_bits`: modules whose stored values have 8 bits instead. A stack of both is dequantized.
+    `in_8_bits`: modules whose stored values have 8 bits, whatever `stored` says. Weights that stack modules of 4 and 8
+    bits are dequantized, and save nothing.
     """
     total = 0
     for weight, scheme in quantized_weights(network, quantization).items():

@@ -80,7 +80,7 @@ class SharedBuffers:
 
     def read(self, buffer: int, shapes: Shapes, types: Types, content: bytes = b"", behind: int = 0) -> list[AnyArray]:
         """Return views of the arrays in buffer number `buffer`, valid until the next `write`. Skip the arrays before
-        them, of `behind` bytes. Raise ProtocolError beyond the buffer's end or for any `content`.
+        them, of `behind` bytes. Raise ProtocolError if arrays exceed the buffer or `content` is not empty.
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
@@ -133,7 +133,7 @@ def _views(shapes: Shapes, types: Types, memory: mmap.mmap | bytes, offset: int)
 
 
 def num_bytes(shapes: Shapes, types: Types) -> int:
-    """Return the bytes of arrays, rounded up, so that arrays behind them are aligned."""
+    """Return the number of bytes that arrays take, rounded up to the alignment of the arrays behind them."""
     return _aligned(sum([math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]))
 
 

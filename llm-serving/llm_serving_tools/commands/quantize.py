@@ -87,10 +87,11 @@ def quantize(
     mean_bits: float | None = None,
 ) -> None:
     """Quantize a model to one of `FORMATS`. The target folder appears only when it is complete. `group_size` is the
-    number of columns that share a scale in 4 bits, or None for the default. `calibration`: a text by which the matrices
-    with 8 bits are chosen, so that all matrices have at most `mean_bits` on average, or `DEFAULT_MEAN_BITS`. Raise
-    ConfigError if the source is quantized already, the group size does not divide its columns, the target exists, or
-    the disk is too small.
+    number of columns that share a scale in 4 bits, or None for the default. `calibration`: a text file. The matrices to
+    which the results are most sensitive on it get 8 bits instead of 4. `mean_bits`: largest mean number of bits of a
+    quantized weight, with its scales, or None for `DEFAULT_MEAN_BITS`. Raise ConfigError if the source is quantized
+    already, the group size does not divide its columns, the target exists, the disk is too small, options contradict
+    each other, the text is unreadable or too short, or the model cannot be calibrated.
     """
     check_absent(target)
     form = FORMATS[name]
@@ -148,7 +149,8 @@ def _check_columns(spec: ModelSpec, quantized: set[str], group_size: int | None,
             )
         if rotates and shape[1] % ROTATED_BLOCK:
             raise ConfigError(
-                f"--calibrate requires a multiple of {ROTATED_BLOCK} columns in every weight: {name} has {shape[1]}"
+                f"--calibrate requires a multiple of {ROTATED_BLOCK} columns in every weight: {name} has {shape[1]}. "
+                "Quantize this model without --calibrate"
             )
 
 
@@ -261,13 +263,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="text (UTF-8) by which the matrices that have 8 bits instead of 4 are chosen (w4a16)",
+        help="UTF-8 text: the matrices most sensitive on it get 8 bits instead of 4 (only with w4a16)",
     )
     parser.add_argument(
         "--mean-bits",
         type=float,
         metavar="X",
-        help=f"largest mean of bits of a quantised weight, with its scales (--calibrate); default: {DEFAULT_MEAN_BITS}",
+        help="largest mean number of bits of a quantised weight, with its scales (only with --calibrate); "
+        f"default: {DEFAULT_MEAN_BITS}",
     )
     parser.set_defaults(run=run)
 

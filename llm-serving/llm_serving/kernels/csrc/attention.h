@@ -100,7 +100,8 @@ class AttentionTile {
     size_t offset[kChunkGroups];
   };
 
-  // Whether scores are integers until their largest is found.
+  // Whether scores are exact integer sums until `find_largest` multiplies them by the scales of the keys: with qvalues,
+  // but without a cap and ALiBi.
   bool is_raw() const { return args_.quantized && !has_score_mod_; }
 
   // Whether the values are elements of the keys.
@@ -308,8 +309,8 @@ class AttentionTile {
     }
   }
 
-  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. All rows go
-  // through each stage together, so that no row waits for another.
+  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. Each
+  // stage is done for all rows before the next begins: the instructions of different rows overlap.
   void online_softmax(size_t chunk) {
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {

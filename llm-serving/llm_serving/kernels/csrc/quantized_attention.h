@@ -111,8 +111,8 @@ class QuantizedTile {
     multiply(product);
   }
 
-  // Multiplies sixteen scores of a row from token `i` of the chunk on by the scales of their keys. Times the scale of
-  // the query, they are complete.
+  // Turns sixteen integer sums of a row, from token `i` of the chunk on, into scores without the scale of the query:
+  // multiplies them by the scales of the keys, stores and returns them.
   Floats finish_scores(size_t row, size_t i, float* scores) const {
     const Floats result = integers(scores, q_offset_[row]) * load(key_scales_ + i);
     store(scores, result);
@@ -157,7 +157,7 @@ class QuantizedTile {
       scaled[i / kLanes] = keep(multiply_add(weight, load(relative_ + i), load(kDither.of_token + i)), i, 0.0f);
       sum = sum + weight;
     }
-    // Stores of bytes could change what is read from memory.
+    // All stores come last: a byte that is stored could be a part of the scores, so they would be loaded again.
     Weight* weights = weights_ + row * kChunkTokens;
 #pragma GCC unroll 4
     for (size_t i = 0; i < kChunkTokens; i += kLanes) store_unsigned_qvalues(weights + i, scaled[i / kLanes]);

@@ -105,7 +105,7 @@ LLM_INLINE void store_qvalues(int16_t* target, Floats value, int32_t offset) {
   store_in_16_bits(bytes, target);
 }
 
-// Stores sixteen qvalues from 0 to 255.
+// Rounds sixteen numbers from 0 to 255, and stores them as unsigned bytes.
 LLM_INLINE void store_unsigned_qvalues(uint8_t* target, Floats value) { store_qvalues(target, value, 0); }
 
 LLM_INLINE void store_unsigned_qvalues(int16_t* target, Floats value) {

@@ -386,11 +386,11 @@ LLM_INLINE void store_first(Element* target, Floats value, size_t count) {
 #endif
 }
 
-// The largest lanes of sixteen rows [16][16]. Of NaN and another number, either may be the larger one.
+// The largest element of each of sixteen rows [16][16]. NaN in a row may be ignored.
 LLM_INLINE Floats max_of_rows(const float* rows) {
   Floats result;
 #if defined(__AVX512F__)
-  // Each step halves the lanes of a row that are left, and joins the rows of two vectors.
+  // Each step takes the larger of two lanes of a row, so that the rows of two vectors fit into one.
   __m512 fours[4];
   for (size_t i = 0; i < 4; i++) {
     const float* of = rows + 4 * i * kLanes;
@@ -490,7 +490,8 @@ LLM_INLINE Floats exp2(Floats x) {
   return x;
 }
 
-// 2^x within 2^-13 of its magnitude, exactly 1 for zero: for results that are rounded to 8 bits.
+// 2^x within 2^-13 of its magnitude, exactly 1 for zero: for results that are rounded to bfloat16 or 8-bit
+// integers; without AVX-512 as exp2.
 LLM_INLINE Floats coarse_exp2(Floats x) {
 #if defined(__AVX512F__)
   const NativeFloat r = _mm512_reduce_ps(x.part[0], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
