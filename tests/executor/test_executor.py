@@ -239,6 +239,8 @@ class TestCollect:
             ),
             (replace(output(0, 50), vectors=np.zeros((1, 4), np.float32)), "other results than requested"),
             (replace(output(0, -1), row_errors={}), "has token ids outside"),
+            (replace(output(0, -1), row_errors={1: "of another row"}), "or -1 without an error"),
+            (replace(output(0, -1), row_errors={-1: "of no row"}), "or -1 without an error"),
             (output(0, -2), "has token ids outside"),
             (output(0, MAX_VOCAB_SIZE), "has token ids outside"),
         ],

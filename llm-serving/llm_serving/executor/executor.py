@@ -192,9 +192,14 @@ def _check_results(step: StepInput, output: StepOutput) -> None:
             f"the reply to step {output.step} has other results than requested. "
             f"Requested: {requested._asdict()}. Received: {_NumResults(*counts)._asdict()}"
         )
-    lowest, token_ids = -1 if output.row_errors else 0, output.token_ids.tolist()
-    if token_ids and not lowest <= min(token_ids) <= max(token_ids) < MAX_VOCAB_SIZE:
-        raise ProtocolError(f"the reply to step {output.step} has token ids outside {lowest} to {MAX_VOCAB_SIZE - 1}")
+    token_ids = output.token_ids.tolist()
+    for index in output.row_errors:
+        if 0 <= index < num_samples and token_ids[index] == -1:
+            token_ids[index] = 0
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < MAX_VOCAB_SIZE:
+        raise ProtocolError(
+            f"the reply to step {output.step} has token ids outside 0 to {MAX_VOCAB_SIZE - 1} or -1 without an error"
+        )
 
 
 class _InFlight(NamedTuple):
