@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
+from llm_serving.formats.compressed_tensors import ROTATION
 from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w8
 from llm_serving.formats.small_floats import Fp8
@@ -261,6 +262,14 @@ def test_schemes_refuse_a_weight_stored_twice(tmp_path):
         WeightReader(tmp_path, scheme)
 
 
+@pytest.mark.parametrize(("layout", "dtype"), [("W8A8", "I8"), ("W4A8", "I8"), ("FP8", "F8_E4M3")])
+def test_rotated_weights_must_be_packed(tmp_path, layout, dtype):
+    given = LAYOUTS[f"compressed-tensors, {layout}"]
+    write_quantized(tmp_path, given._replace(config={**given.config, "transform_config": ROTATION}), TINY)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: .* must be stored as weight_packed, .* Found: {dtype}"):
+        check_folder(tmp_path)
+
+
 def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", {"a.table": np.zeros(3, np.int32)})
     with pytest.raises(ModelError, match=r"tensor a\.table must be BF16, F16, F32. Found: I32"):
@@ -296,6 +305,7 @@ def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
         (compressed("float-quantized", num_bits=4, type="float"), "must have weights of 4-bit"),
         ({**compressed("int-quantized", num_bits=8), "format": ["x"]}, r"must have a `format` of .* Given: \['x'\]"),
         ({**compressed("int-quantized", num_bits=8), "sparsity_config": {"format": "x"}}, "must not have `sparsity_"),
+        ({**compressed("pack-quantized", num_bits=4), "sparsity_config": ROTATION}, "must not have `sparsity_config`"),
         ({**compressed("int-quantized", num_bits=8), "transform_config": {"u": 1}}, "must not have `transform_config`"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt, .* must have a `quant_algo` of FP8 .*NVFP4"),
         ({"quant_method": "modelopt", "quantization": []}, "must have a `quant_algo` of FP8 or .* Given: None"),

@@ -87,6 +87,11 @@ class CompressedTensors(Scheme):
         if (plain := parts.get("weight")) is not None:
             if plain.dtype in NUMPY_DTYPES and len(parts) == 1:
                 return plain
+            if self.rotated:
+                raise ModelError(
+                    f"{plain.file}: {name} must be stored as {PACKED}, because the configuration rotates weights. "
+                    f"Found: {plain.dtype}"
+                )
             if plain.dtype == "F8_E4M3":
                 return Fp8(self.description, self.block).packed(name, parts)
             (out, width), bits = part(name, parts, "weight", ["I8"]).shape, self.bits
@@ -108,7 +113,7 @@ class CompressedTensors(Scheme):
             part(name, parts, ORDER, ["I32"], 1)
             check_shape(name, parts, ORDER, (shape[1],))
         size = self._columns_of_group(name, parts, shape[1], groups)
-        if not self.rotated or PACKED not in parts:
+        if not self.rotated:
             return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
         if shape[1] % ROTATED_BLOCK:
             raise ModelError(

@@ -74,7 +74,7 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     for key in ("sparsity_config", "transform_config"):
         if (
             (found := given.get(key))
-            and found != ROTATION
+            and not (key == "transform_config" and rotated)
             and not (isinstance(found, Mapping) and found.get("format") == "dense")
         ):
             allowed = " except the rotation that `quantize --calibrate` writes" if key == "transform_config" else ""
