@@ -40,7 +40,9 @@ OnMeasured = Callable[[int], object]
 
 
 def windows_of(text: str, folder: Path, spec: ModelSpec) -> list[list[int]]:
-    """Return `NUM_WINDOWS` windows of a text's tokens, spread evenly over it. Raise ConfigError if it is too short."""
+    """Return `NUM_WINDOWS` windows of a text's tokens, spread evenly over it. Raise ConfigError if it is too short,
+    or has tokens that the model does not know.
+    """
     tokenizer = Tokenizer.load(folder)
     ids, begin = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("")
     length = min(WINDOW, spec.max_position_embeddings) - len(begin)
@@ -49,7 +51,11 @@ def windows_of(text: str, folder: Path, spec: ModelSpec) -> list[list[int]]:
             f"the text of --calibrate must have at least {NUM_WINDOWS * length} tokens. Given: {len(ids)}"
         )
     starts = [number * (len(ids) - length) // (NUM_WINDOWS - 1) for number in range(NUM_WINDOWS)]
-    return [[*begin, *ids[start : start + length]] for start in starts]
+    windows = [[*begin, *ids[start : start + length]] for start in starts]
+    largest = max(map(max, windows))
+    if largest >= spec.vocab_size:
+        raise ConfigError(f"{folder}: the tokenizer gives id {largest}, but the model has {spec.vocab_size} embeddings")
+    return windows
 
 
 def quantize_rotated(weight: Array, bits: int, group_size: int | None) -> QuantizedTensor:

@@ -138,6 +138,12 @@ def test_calibration_is_refused_before_writing(source, tmp_path, capsys, argumen
     assert not (tmp_path / "out").exists()
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path, capsys):
+    source = write_source(tmp_path / "source", vocab_size=128)
+    assert run(source, tmp_path / "out", "--format", "w4a16") == 2
+    assert re.search(r"source: the tokenizer gives id \d+, but the model has 128 embeddings", capsys.readouterr().err)
+
+
 def test_mean_bits_without_a_text_are_refused(source, tmp_path, capsys):
     assert main(["quantize", str(source), str(tmp_path / "out"), "--format", "w4a16", "--mean-bits", "5"]) == 2
     assert "--mean-bits requires --calibrate. Given: 5" in capsys.readouterr().err
