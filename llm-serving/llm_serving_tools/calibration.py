@@ -14,7 +14,7 @@ from llm_serving.backends.base import Array, AttentionShape
 from llm_serving.backends.parameters import host_tensor, parameter_over
 from llm_serving.backends.plain import PlainBackend, PlainStoreKV
 from llm_serving.backends.weight_packing import quantize
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.packed import unquantized
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import to_float32
@@ -98,7 +98,8 @@ class SensitivityNetwork:
     def changes(self, on_measured: OnMeasured) -> dict[Weight, float]:
         """Return how much each weight changes the last hidden states if only this weight is rounded to 4 bits: the mean
         over all tokens of |change|^2 / |hidden state|^2. Weights with several tensors count as one, because their
-        tensors must have the same bits. `on_measured` receives the number of tensors measured.
+        tensors must have the same bits. `on_measured` receives the number of tensors measured. Raise ModelError if the
+        last hidden states are not finite.
         """
         results: list[tuple[Weight, Float32Array]] = []
 
@@ -107,6 +108,8 @@ class SensitivityNetwork:
             return results[-1][1]
 
         states, changes = self._states(record, 1), dict[Weight, float]()
+        if not np.isfinite(states).all():
+            raise ModelError("--calibrate: the model's last hidden states of the text must be finite numbers")
         squares = np.maximum(np.square(states).sum(1), _TINY)
         measured = [at for at, (weight, _) in enumerate(results) if all(name in self._names for name in weight.names)]
         for start in range(0, len(measured), _AT_ONCE):

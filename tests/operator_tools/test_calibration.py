@@ -156,6 +156,16 @@ def test_matrices_that_cannot_be_rotated_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.mindspore
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_models_whose_results_are_not_finite_are_not_calibrated(tmp_path, capsys):
+    source = write_source(
+        tmp_path / "source", {f"model.layers.0.mlp.{name}_proj.weight": 1e30 for name in ("up", "gate")}
+    )
+    assert run(source, tmp_path / "out", "--format", "w4a16") == 2
+    assert "last hidden states of the text must be finite" in capsys.readouterr().err
+
+
+@pytest.mark.mindspore
 def test_models_with_experts_are_not_calibrated(tmp_path, capsys):
     changes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
     source = write_source(tmp_path / "source", **changes)
