@@ -224,6 +224,19 @@ def test_int8_kv_cache_keeps_the_sum_of_many_small_weights(isa_of_codes: str) ->
     np.testing.assert_allclose(y[-1], 63 / 1063, rtol=0.03)
 
 
+def test_int8_kv_cache_is_as_accurate_beside_a_large_value_of_almost_no_weight(isa_of_codes: str) -> None:
+    head_dim, num_heads = 64, 4
+    q, k, v = parts(random(CHUNK, num_heads, head_dim, "float32"), num_heads, head_dim)
+    q[:, ::head_dim], k[:, ::head_dim], k[5, ::head_dim] = 8 / head_dim**0.5 / SCALE, 1, -30
+    v[5] *= 100
+    x = typed(np.concatenate([q, k, v], axis=1), "float32")
+    runnable = attention_of(x, num_heads, head_dim)
+    y = run(runnable, step_of(TABLE, 0, CHUNK), caches_of(runnable)).array[-1]
+    dense = [each.reshape(CHUNK, 1, KV_HEADS, head_dim) for each in (k, v)]
+    exact = reference.attention(q, *dense, np.arange(CHUNK)[None], [CHUNK], [CHUNK], SCALE)[-1]
+    assert np.linalg.norm(y - exact) < 0.1 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_int8_kv_cache_bits_do_not_depend_on_chunking(isa_of_codes: str, dtype: str) -> None:
     x = random(COUNT, 4, 32, dtype)

@@ -63,8 +63,9 @@ def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -
 def weighted_sum(weights: Singles, values: Floats) -> Singles:
     """Return the weighted sum [D] of at most 64 values [S, D] of a head. The largest of the weights [S] is 1."""
     qvalues, scales = quantize_rows(values)
-    largest = scales.max(initial=np.float32(0))
-    relative = scales * (MAX_WEIGHT / largest if largest > 0 else np.float32(0))
-    sums = np.rint(weights * relative + DITHER[: len(weights)]).astype(np.int64) @ qvalues.astype(np.int64)
-    result: Singles = sums.astype(np.float32) * (largest / MAX_WEIGHT)
+    products = weights * scales
+    unit = products.max(initial=np.float32(0)) / MAX_WEIGHT
+    factor = np.float32(1) / unit if unit >= 2.0**-126 else np.float32(0)
+    sums = np.rint(products * factor + DITHER[: len(weights)]).astype(np.int64) @ qvalues.astype(np.int64)
+    result: Singles = sums.astype(np.float32) * unit
     return result

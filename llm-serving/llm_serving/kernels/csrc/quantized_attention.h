@@ -3,8 +3,10 @@
 // scores   queries, rotated as keys are (rotation.h), quantized to 8 bits with a scale for each head
 // (quantized_rows.h),
 //          times qvalues of keys; exact sums, multiplied by both scales
-// weights  of a chunk, relative to its largest, times the scales of values: quantized to unsigned 8 bits with one scale
-//          and an ordered dither; exact sums of products with qvalues of values are added to the sums so far
+// weights  of a chunk, relative to its largest, times the scales of values: quantized to unsigned 8 bits, of which 255
+// is
+//          the largest product, with an ordered dither; exact sums of their products with qvalues of values are added
+//          to the sums so far
 // So a chunk is read at half the bytes of bfloat16, and multiplied with half as many instructions.
 #pragma once
 
@@ -132,16 +134,10 @@ class QuantizedTile {
   // token i on and sets the others to `other`.
   template <class Keep>
   void see(Keep keep) {
-    alignas(64) float seen[kChunkTokens];
     for (size_t i = 0; i < kChunkTokens; i += kLanes) {
-      store(seen + i, i < num_groups_ * kGroupTokens ? keep(load(value_scales_ + i), i, 0.0f) : zeros());
+      store(seen_ + i, i < num_groups_ * kGroupTokens ? keep(load(value_scales_ + i), i, 0.0f) : zeros());
     }
-    const uint32_t bits = largest_bits(seen, kChunkTokens);
-    float largest;
-    __builtin_memcpy(&largest, &bits, sizeof(largest));
-    const float factor = largest == 0.0f ? 0.0f : kMaxWeight / largest;
-    unit_ = largest / kMaxWeight;
-    for (size_t i = 0; i < kChunkTokens; i += kLanes) store(relative_ + i, load(seen + i) * broadcast(factor));
+    has_nan_ = largest_bits(seen_, kChunkTokens) > 0x7f800000;
   }
 
   // Computes the weights of a row from its scores of the current chunk, which are in units of log 2 after `scale`.
@@ -149,20 +145,27 @@ class QuantizedTile {
   template <class Keep>
   void weigh(size_t row, const float* scores, float scale, Keep keep, float factor, float* total) {
     const Floats largest = broadcast(largest_[row]);
-    Floats sum = zeros(), scaled[kChunkTokens / kLanes];
+    Floats sum = zeros(), most = zeros(), scaled[kChunkTokens / kLanes];
 #pragma GCC unroll 4
     for (size_t i = 0; i < kChunkTokens; i += kLanes) {
       const Floats exponent = load(scores + i) * broadcast(scale) - largest;  // not fused: the largest gets zero
       const Floats weight = coarse_exp2(keep(exponent, i, -__builtin_inff()));
-      scaled[i / kLanes] = keep(multiply_add(weight, load(relative_ + i), load(kDither.of_token + i)), i, 0.0f);
+      scaled[i / kLanes] = weight * load(seen_ + i);
+      most = maximum(most, scaled[i / kLanes]);
       sum = sum + weight;
+    }
+    const float unit = (has_nan_ ? __builtin_nanf("") : max_lane(most)) / kMaxWeight;
+    const Floats per_unit = broadcast(unit < kSmallest ? 0.0f : 1.0f / unit);
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kChunkTokens; i += kLanes) {
+      scaled[i / kLanes] = keep(multiply_add(scaled[i / kLanes], per_unit, load(kDither.of_token + i)), i, 0.0f);
     }
     // All stores come last: a byte that is stored could be a part of the scores, so they would be loaded again.
     Weight* weights = weights_ + row * kChunkTokens;
 #pragma GCC unroll 4
     for (size_t i = 0; i < kChunkTokens; i += kLanes) store_unsigned_qvalues(weights + i, scaled[i / kLanes]);
     store(total, multiply_add(load(total), broadcast(factor), sum * broadcast(share_[row])));
-    share_[row] *= unit_;
+    share_[row] *= unit;
   }
 
   // Adds the weighted values to the `sums` [rows, dim] of rows from `first` to `end`, which are multiplied by
@@ -202,6 +205,7 @@ class QuantizedTile {
  private:
   static constexpr size_t kPassPanels = 8;  // panels of values in one product
   static constexpr float kMaxWeight = 255.0f;
+  static constexpr float kSmallest = 0x1p-126f;  // normal number
 
   // Sixteen exact sums minus an offset.
   static LLM_INLINE Floats integers(const float* sums, int32_t offset) {
@@ -229,10 +233,10 @@ class QuantizedTile {
   const Code8* values_[kChunkGroups];
   const KeyCode* values_after_[kChunkGroups];  // groups to be prefetched
   const Code8* next_keys_[kChunkGroups];
-  float unit_ = 0.0f;  // unit of weights times scales of values
+  bool has_nan_ = false;  // whether a scale of a visible value is NaN
   alignas(64) float key_scales_[kChunkTokens];
   alignas(64) float value_scales_[kChunkTokens];
-  alignas(64) float relative_[kChunkTokens];  // scales of visible values, in units
+  alignas(64) float seen_[kChunkTokens];  // scales of visible values, others zero
 };
 
 }  // namespace llm::LLM_ISA
