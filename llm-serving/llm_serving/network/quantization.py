@@ -88,7 +88,7 @@ def stored_qvalues(
     if len(tensors) < len(parts) or len(forms) > 1 or weight.transform is not None:
         return None
     rotated = {each.rotated for each in tensors}
-    if len(rotated) > 1 or (rotated == {True} and not _in_rotated_blocks(weight.columns)):
+    if len(rotated) > 1 or (rotated == {True} and not _in_whole_blocks(weight.columns, ROTATED_BLOCK)):
         return None
     if not can_multiply(scheme, tensors[0].form):
         return None
@@ -164,21 +164,13 @@ def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) ->
         tensors = [each.with_groups_of(size) for each in tensors]
 
 
-def _divide_groups(columns: tuple[int, ...] | None) -> bool:
-    if columns is None:
-        return False
-    firsts = np.array(columns[::MIN_GROUP_SIZE])
-    whole = (firsts[:, None] + np.arange(MIN_GROUP_SIZE)).reshape(-1)
-    return bool((firsts % MIN_GROUP_SIZE).any()) or not np.array_equal(whole, columns)
-
-
-def _in_rotated_blocks(columns: tuple[int, ...] | None) -> bool:
-    """Return whether columns are blocks that were rotated as a whole."""
+def _in_whole_blocks(columns: tuple[int, ...] | None, size: int) -> bool:
+    """Return whether columns (None: all) consist of whole blocks, of which each begins at a multiple of `size`."""
     if columns is None:
         return True
-    firsts = np.array(columns[::ROTATED_BLOCK])
-    blocks = (firsts[:, None] + np.arange(ROTATED_BLOCK)).reshape(-1)
-    return not (firsts % ROTATED_BLOCK).any() and np.array_equal(blocks, columns)
+    firsts = np.array(columns[::size])
+    blocks = (firsts[:, None] + np.arange(size)).reshape(-1)
+    return not (firsts % size).any() and np.array_equal(blocks, columns)
 
 
 def _power_of_two_in(group_size: int) -> int:
@@ -213,7 +205,7 @@ def bytes_saved(
         rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
         numbers = {QuantizationName.W8A8: 2, QuantizationName.W8A16: 1}.get(scheme, columns // quantization.group_size)
         if stored is not None and stored.group_size and stored.bits == BITS[scheme]:
-            if _divide_groups(weight.columns):
+            if not _in_whole_blocks(weight.columns, MIN_GROUP_SIZE):
                 continue
             numbers = columns // _power_of_two_in(stored.group_size)
         total += rows * (columns * dtype_bytes - columns * BITS[scheme] // 8 - 4 * numbers)
