@@ -70,14 +70,11 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     forms = [given.get("format"), *(row.get("format") for row in groups)]
     if unknown := [each for each in forms if each not in (None, "dense", *_COMPRESSED_FORMS)]:
         raise _RefusedError(f"must have a `format` of {', '.join(_COMPRESSED_FORMS)}. Given: {shorten(unknown[0])}")
-    rotated = given.get("transform_config") == ROTATION
     for key in ("sparsity_config", "transform_config"):
-        if (
-            (found := given.get(key))
-            and not (key == "transform_config" and rotated)
-            and not (isinstance(found, Mapping) and found.get("format") == "dense")
-        ):
-            allowed = " except the rotation that `quantize --calibrate` writes" if key == "transform_config" else ""
+        found, is_transform = given.get(key), key == "transform_config"
+        is_dense = isinstance(found, Mapping) and found.get("format") == "dense"
+        if found and not is_dense and not (is_transform and found == ROTATION):
+            allowed = " except the rotation that `quantize --calibrate` writes" if is_transform else ""
             raise _RefusedError(f"must not have `{key}`{allowed}. Given: {shorten(found)}")
     rows = [row for row in groups if isinstance(row.get("weights"), Mapping)]
     weights = [row["weights"] for row in rows]
@@ -100,7 +97,7 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
         bits=4 if bits == {4} else 8,
         form=_form(others),
         in_8_bits=named,
-        rotated=rotated,
+        rotated=given.get("transform_config") == ROTATION,
         block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),
     )
 
