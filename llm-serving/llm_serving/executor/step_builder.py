@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -41,6 +41,15 @@ _Sample = tuple[Request, int]
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
 
 
+class _Decoding(NamedTuple):
+    """What the latest step that only decoded shares with a later one of the same requests."""
+
+    requests: tuple[Request, ...]
+    samples: list[_Sample]
+    lengths: Int32Array  # [B], all 1
+    result_tokens: Int32Array
+
+
 class StepBuilder:
     """Builds the input of each step.
 
@@ -51,8 +60,7 @@ class StepBuilder:
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
         self._blocks = blocks
         self._pooling = pooling
-        self._decoding: tuple[Request, ...] = ()
-        """Requests of the latest step that only decoded. A later one with the same requests reuses its arrays."""
+        self._decoding = _Decoding((), [], np.empty(0, np.int32), np.empty((0, 0), np.int32))
         self._params = _SamplingParams([], {})
         self._tables = _PackedTables()
 
@@ -65,19 +73,16 @@ class StepBuilder:
         if not schedule.has_draft_tokens and schedule.num_tokens == schedule.num_samples == len(requests):
             for request, start in zip(requests, starts, strict=True):  # each computes its latest token
                 output = request.output_token_ids
-                if (
-                    request.num_tokens_in_flight > 1
-                ):  # still on the device: as `reference_to_previous_step`, without the call
-                    token_ids.append(-1 - previous[request])
+                if request.num_tokens_in_flight > 1:  # the token is still on the device
+                    token_ids.append(-1 - previous[request])  # `reference_to_previous_step`, without the call
                 else:
                     token_ids.append(output[-1] if output else request.prompt_token_ids[start])
-            if requests != self._decoding:
-                self._decoding, count = requests, len(requests)
-                self._samples: list[_Sample] = list(zip(requests, repeat(0), strict=False))
-                self._ones = np.ones(count, np.int32)
-                self._results = np.zeros((count, len(ResultToken._fields)), np.int32)  # of kind TOKEN
-                self._results[:, 0] = np.arange(count)
-            samples, lengths, result_tokens = self._samples, self._ones, self._results
+            if requests != self._decoding.requests:
+                result_tokens = np.zeros((len(requests), len(ResultToken._fields)), np.int32)  # of kind TOKEN
+                result_tokens[:, 0] = np.arange(len(requests))
+                samples = list(zip(requests, repeat(0), strict=False))
+                self._decoding = _Decoding(requests, samples, np.ones(len(requests), np.int32), result_tokens)
+            _, samples, lengths, result_tokens = self._decoding
             positions = num_computed + lengths
         else:
             samples, token = [], ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
