@@ -37,19 +37,16 @@ def attention_of(
     largest: float = 0.0,
     window: int = 0,
     slopes: Array | None = None,
-    offset: Array | None = None,
 ) -> Runnable:
     """Rows of x are queries, keys and values."""
     net = Network(x.array.shape[1], len(x.array), 1e-5)
     widths = [heads * head_dim for heads in (num_heads, KV_HEADS, KV_HEADS)]
     q, k, v = net.split(net.embedding("x"), *widths)
-    weight, k_offset = (
-        None if each is None else Weight((name,), (len(each),), ((len(each),),), dtype="float32")
-        for name, each in (("slopes", slopes), ("offset", offset))
-    )
-    stored = net.store_kv(k, v, KV_HEADS, k_offset)
+    count = (num_heads,)
+    weight = None if slopes is None else Weight(("slopes",), count, (count,), dtype="float32")
+    stored = net.store_kv(k, v, KV_HEADS)
     net.lm_head(net.attention(q, stored, scale=SCALE, window=window, cap=largest, slopes=weight), "one")
-    given = {"x.weight": x.values, "one.weight": np.eye(widths[0]), "slopes": slopes, "offset": offset}
+    given = {"x.weight": x.values, "one.weight": np.eye(widths[0]), "slopes": slopes}
     with library.use_isa("plain"):  # which keeps weights as they are
         return runnable_of(net, {each: given[each.names[0]] for each in net.weights}, x.dtype)
 
@@ -103,18 +100,15 @@ def content(cache: Typed, *, keys: bool) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-@pytest.mark.parametrize(("head_dim", "has_offset"), [(16, False), (48, True), (128, False), (128, True)])
-def test_int8_kv_cache_stores_what_numpy_quantizes(
-    isa_of_codes: str, dtype: str, head_dim: int, has_offset: bool
-) -> None:
+@pytest.mark.parametrize("head_dim", [16, 48, 128])
+def test_int8_kv_cache_stores_what_numpy_quantizes(isa_of_codes: str, dtype: str, head_dim: int) -> None:
     values = random(40, 4, head_dim, dtype).values.astype(np.float64)
     values *= 10.0 ** np.random.default_rng(2).integers(-4, 4, (40, 1))
     values[7, 4 * head_dim :] = 0
     values[9, 5 * head_dim] = np.inf
     values[11, -1] = np.nan
     x = typed(values, dtype)
-    offset = np.arange(KV_HEADS * head_dim, dtype=np.float32) / 7 if has_offset else None
-    runnable = attention_of(x, 4, head_dim, offset=offset)
+    runnable = attention_of(x, 4, head_dim)
     (cache,) = caches_of(runnable)
     step = step_of(TABLE[:3], 0, 40)
     slots = np.array(step.slots)
@@ -124,9 +118,8 @@ def test_int8_kv_cache_stores_what_numpy_quantizes(
     kept = np.arange(40) != 5
     for rows, memory, keys in ((k, cache.key, True), (v, cache.value, False)):
         qvalues, scales = content(memory, keys=keys)
-        given = rows.astype(np.float32), KV_HEADS
         quantize = int8_kv_cache.quantize_rotated_heads if keys else int8_kv_cache.quantize_heads
-        expected, expected_scales = quantize(*given, offset) if keys else quantize(*given)
+        expected, expected_scales = quantize(rows.astype(np.float32), KV_HEADS)
         assert np.array_equal(qvalues[slots[kept]], expected[kept])
         assert np.array_equal(scales[slots[kept]], expected_scales[kept], equal_nan=True)
         others = np.setdiff1d(np.arange(len(qvalues)), slots[kept])
@@ -170,24 +163,6 @@ def expected_attention(dtype: str, num_heads: int, head_dim: int, kind: str) -> 
     # square of at most 1/4. The bound is six standard deviations of the sum of 64 independent errors.
     bound += 6 * np.sqrt(CHUNK / 4) / int8_kv_cache.MAX_WEIGHT * np.abs(v).max()
     return expected, bound
-
-
-def test_int8_kv_cache_is_more_accurate_with_the_offset_of_its_keys(isa_of_codes: str) -> None:
-    """Keys that share a large vector: its subtraction changes no attention weight."""
-    head_dim, common = 64, np.zeros(KV_HEADS * 64, np.float32)
-    common[[3, 35, 70]] = 800
-    values = random(COUNT, 4, head_dim, "float32").values.astype(np.float64)
-    values[:, 4 * head_dim : 6 * head_dim] += common
-    x = typed(values, "float32")
-    q, k, v = parts(x, 4, head_dim)
-    dense = [each.reshape(COUNT, 1, KV_HEADS, head_dim) for each in (k, v)]
-    exact = reference.attention(q, *dense, np.arange(COUNT)[None], [COUNT], [COUNT], SCALE)
-    errors = []
-    for offset in (common, None):
-        runnable = attention_of(x, 4, head_dim, offset=offset)
-        y = run(runnable, step_of(TABLE, 0, COUNT), caches_of(runnable))
-        errors.append(float(np.abs(y.array - exact).max()))
-    assert 3 * errors[0] < errors[1]
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 256])

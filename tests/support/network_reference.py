@@ -173,15 +173,15 @@ def _rms_norm(
     return (y if beta is None else y + beta.reshape(-1, groups.shape[-1])).reshape(x.shape), x
 
 
-def _rope(step: Step, x: Array, cos: Array, sin: Array) -> Array:
-    heads = x.reshape(len(x), -1, cos.shape[1])
+def _rope(step: Step, x: Array, cos: Array, sin: Array, bias: Any = None, offset: Any = None) -> Array:
+    heads = (x if bias is None else x + bias).reshape(len(x), -1, cos.shape[1])
     low, high = np.split(heads, 2, axis=-1)
     rotated = heads * cos[step.positions][:, None] + np.concatenate([-high, low], -1) * sin[step.positions][:, None]
-    return rotated.reshape(x.shape)
+    result = rotated.reshape(x.shape)
+    return result if offset is None else result - offset
 
 
-def _store_kv(step: Step, k: Array, v: Array, layer: int, layer_group: int = 0, k_offset: Any = None) -> None:
-    """Store keys as they are: an int8 cache alone subtracts `k_offset`, which changes no weight of a softmax."""
+def _store_kv(step: Step, k: Array, v: Array, layer: int, layer_group: int = 0) -> None:
     kept = step.slot_mapping >= 0
     for rows, cache in zip((k, v), step.caches[layer], strict=True):
         cache.reshape(-1, rows.shape[1])[step.slot_mapping[kept]] = rows[kept]
@@ -191,14 +191,14 @@ def _attention(
     step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float, causal: bool,
     q_rope: Any = None, k: Any = None, v: Any = None, selected: Any = None, slopes: Any = None, cos: Any = None,
     sin: Any = None,
-    q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, sinks: Any = None, consumer: Any = None,
-    chunk: int = 0, layer_group: int = 0,
+    q_gamma: Any = None, k_gamma: Any = None, k_bias: Any = None, k_offset: Any = None, sinks: Any = None,
+    consumer: Any = None, chunk: int = 0, layer_group: int = 0,
 ) -> Array:  # fmt: skip
     if k is not None:
         if q_gamma is not None:
             q, k = _rms_norm(step, q, q_gamma, eps, len(q_gamma))[0], _rms_norm(step, k, k_gamma, eps, len(k_gamma))[0]
         if cos is not None:
-            q, k = (_rope(step, x, cos, sin) for x in (q, k))
+            q, k = _rope(step, q, cos, sin), _rope(step, k, cos, sin, k_bias, k_offset)
         _store_kv(step, k, v, layer)
     first, second = step.caches[layer]
     kv_heads, width = first.shape[2:]

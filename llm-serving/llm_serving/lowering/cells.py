@@ -353,7 +353,7 @@ def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_Sch
     waiting: Operation | None = None  # a rotation that may merge with the next operation
     for each in operations:
         if waiting is not None:
-            joins = each.kind == "rope" and each.weights == waiting.weights
+            joins = each.kind == "rope" and _tables(each) == _tables(waiting)
             pair = (waiting, each) if joins else (waiting,)
             result.append(_rotation(pair, key))
             waiting = None
@@ -362,8 +362,8 @@ def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_Sch
         if each.kind == "rope":
             if each.weights["cos"] not in tables:
                 tables.add(each.weights["cos"])
-                looked_up = Operation("tables", {}, each.weights, {}, {})
-                result.insert(0, _ScheduledOperation(looked_up, (), (each.weights["cos"], each.weights["sin"])))
+                looked_up = Operation("tables", {}, _tables(each), {}, {})
+                result.insert(0, _ScheduledOperation(looked_up, (), tuple(looked_up.weights.values())))
             waiting = each
             continue
         reads: list[object] = [key(x) for x in each.inputs.values()]
@@ -390,7 +390,10 @@ def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_Sch
 
 def _rotation(operations: Sequence[Operation], key: Callable[[Value], object]) -> _ScheduledOperation:
     inputs = {f"x{index}": each.inputs["x"] for index, each in enumerate(operations)}
-    together = Operation("rope", inputs, operations[0].weights, {}, {})
-    tables = operations[0].weights["cos"], operations[0].weights["sin"]
-    reads = [*(key(x) for x in inputs.values()), *tables]
+    together = Operation("rope", inputs, _tables(operations[0]), {}, {})
+    reads = [*(key(x) for x in inputs.values()), *together.weights.values()]
     return _ScheduledOperation(together, reads, [each.outputs["y"] for each in operations])
+
+
+def _tables(rope: Operation) -> dict[str, Weight]:
+    return {role: rope.weights[role] for role in ("cos", "sin")}

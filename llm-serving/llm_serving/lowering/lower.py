@@ -21,6 +21,7 @@ from llm_serving.models.mindformers import split_stacked_weights
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.builder import Network
+from llm_serving.network.key_bias import move_key_biases
 from llm_serving.network.program import (
     Program,
     build_embedding_program,
@@ -94,6 +95,8 @@ def lower(
     read = network
     if implementation != ImplementationName.NATIVE:
         read = split_stacked_weights(network) if is_legacy else network_to_read(network, backend)
+    if as_program:
+        read = network = network.changed(operations=move_key_biases(network.operations))
     parameters = parameters_of(read, backend, reader, max_positions, as_cells=not as_program, quantization=quantization)
     if not as_program:
         if implementation != ImplementationName.NATIVE:
@@ -149,6 +152,7 @@ def lower_mtp(
 ) -> LoweredMtp:
     """Build the graphs of MTP layer `network`, and read its weights. `model`, `parameters`: main model, its weights."""
     dtype, operator = backend.dtype, _operator(backend)
+    network = network.changed(operations=move_key_biases(network.operations))
     own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)
     of_embedding = build_embedding_program(model, dtype)
     table = [parameter for weight in of_embedding.weights for parameter in parameters[weight]]

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Value, Weight
+from llm_serving.network.key_bias import without_bias
+from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 from llm_serving.network.weights import padded_order, repeated_order, shared_order
 
@@ -180,6 +181,7 @@ def self_attention(
     sizes = (q_rows, kv_rows, kv_rows) if len(names) == 3 else (q_rows + 2 * kv_rows,)
     rows = qkv_rows(heads, rotary, grouped)
     qkv = net.linear(x, [at + name for name in names], sizes, bias=bias, rows=rows)
+    product = net.operations[-1]
     q, k, v = net.split(qkv, heads.q_width, heads.kv_width, heads.kv_width)
 
     def normalized(parts: Sequence[Value]) -> list[Value]:
@@ -199,32 +201,27 @@ def self_attention(
         q, k = normalized((q, k))
     if (of_queries := q_rotary or rotary) is not None:
         q = net.rope(q, of_queries)
+    # Subtracting an offset from all keys shifts all scores of a query equally, except the score of a sink.
+    moves_keys = bias and norms is None and not unweighted_norms and cap is None and not sinks and net.causal
     if rotary is not None:
-        k = net.rope(k, rotary)
+        k = net.rope(k, rotary, _key_offset(product, k, rotary) if moves_keys else None)
+    elif moves_keys:
+        net.operations[net.operations.index(product)], _ = without_bias(product, k)
     if norms is not None and norms_after_rope:
         q, k = normalized((q, k))
     if unweighted_norms:
         q, k = (net.rms_norm(part, None, group=heads.dim, unpadded=heads.own) for part in (q, k))
-    # Subtracting an offset from all keys shifts all scores of a query equally, except the score of a sink.
-    may_move = norms is None and not unweighted_norms and cap is None and not sinks and net.causal
-    offset = _key_offset(net, qkv, heads, rotary) if bias and may_move else None
     of_heads = Weight((f"{at}self_attn.sinks",), (heads.q,), ((heads.q,),), dtype="float32") if sinks else None
-    layer = net.store_kv(k, v, heads.kv, offset)
+    layer = net.store_kv(k, v, heads.kv)
     scale = heads.own**-0.5 if scale is None else scale
     attended = net.attention(q, layer, scale=scale, window=window, chunk=chunk, cap=cap, slopes=slopes, sinks=of_heads)
     return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=output_columns(heads))
 
 
-def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the key bias after the rotary embedding, averaged over all positions. An int8 KV cache subtracts it from
-    the keys before it rounds them, which makes the rounding more exact (`Network.store_kv`).
-    """
-    (product,) = (each for each in net.operations if qkv in each.outputs.values())
-    bias = product.weights["bias"]
-    rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
-    of_keys = shared_order(rows[heads.q_width : heads.q_width + heads.kv_width])
-    mean = None if rotary is None else rotary.mean_rotated
-    return replace(bias, shape=(heads.kv_width,), rows=of_keys, transform=mean, dtype="float32")
+def _key_offset(product: Operation, k: Value, rotary: Rotary) -> Weight:
+    """Return the key bias after the rotary embedding, averaged over positions."""
+    _, bias = without_bias(product, k)
+    return replace(bias, transform=rotary.mean_rotated, dtype="float32")
 
 
 @lru_cache(8)

@@ -227,9 +227,9 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
 
 
 def without_key_offsets(network: Network) -> Network:
-    """Return a network without the weights that only an int8 KV cache uses, which MindFormers' classes do not have."""
+    """Return a network without the offsets of keys, which MindFormers' classes do not have."""
     operations = [
-        dataclasses.replace(each, weights={role: weight for role, weight in each.weights.items() if role != "k_offset"})
+        dataclasses.replace(each, weights={role: weight for role, weight in each.weights.items() if role != "offset"})
         for each in network.operations
     ]
     return network.changed(operations=operations)

@@ -237,27 +237,30 @@ class Network:
             for width, at in zip(widths, starts, strict=True)
         ]
 
-    def rope(self, x: Value, rotary: Rotary) -> Value:
+    def rope(self, x: Value, rotary: Rotary, offset: Weight | None = None) -> Value:
+        """Apply a rotary embedding to each head of x. Subtract `offset`, float32 [width], from the result.
+
+        An offset of keys shifts all scores of a query equally, so the softmax stays the same, but keys have smaller
+        elements and are rounded more exactly. Only a program subtracts it; graphs of Cells do not. The attention must
+        have neither capped scores nor sinks.
+        """
         self.rotaries.add(rotary)
         tables = {
             name: Weight((), (-1, rotary.head_dim), generate=getattr(rotary, name), dtype="model")
             for name in ("cos", "sin")
         }
-        return self.record("rope", {"x": x}, tables, {}, x.width)
+        offsets = {} if offset is None else {"offset": offset}
+        return self.record("rope", {"x": x}, tables | offsets, {}, x.width)
 
-    def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Add a layer with a KV cache, and write keys and values to it. Return the layer's index for `attention`.
-
-        An int8 cache subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally, so
-        the softmax stays the same. Capped scores would change, so the attention must not have a cap. If the network is
-        not causal, all layers share one cache, because no later step reads it.
+    def store_kv(self, k: Value, v: Value, kv_heads: int) -> int:
+        """Add a layer with a KV cache, and write keys and values to it. Return the layer's index for `attention`. If
+        the network is not causal, all layers share one cache, because no later step reads it.
         """
         shape = CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads)
         if self.causal or shape not in self.caches:
             self.caches.append(shape)
         layer = len(self.caches) - 1
-        weights = {} if k_offset is None else {"k_offset": k_offset}
-        self.operations.append(Operation("store_kv", {"k": k, "v": v}, weights, {}, {"layer": layer}))
+        self.operations.append(Operation("store_kv", {"k": k, "v": v}, {}, {}, {"layer": layer}))
         return layer
 
     def attention(

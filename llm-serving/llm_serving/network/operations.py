@@ -7,7 +7,8 @@ a model folder that it is assembled from. SIGNATURES lists the inputs, weights a
     linear            x * weight^T, optionally with a bias, one weight for each head, or adapters (`adapters.py`)
     rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); if `centred`,
                       layer norm (Ba et al. 2016), which subtracts the mean first
-    rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
+    rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together; a bias may
+                      be added before it, and an offset subtracted after it
     store_kv          write keys and values to the cache of a layer
     attention         attention over that cache, causal or bidirectional
     select_keys       the keys with the largest scores of a sparse attention (DeepSeek-V3.2, 2025)
@@ -62,12 +63,12 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "embedding": _signature("y", "", "table", "scale first rows of_positions"),
     "linear": _signature("y", "x residual", "weight bias a b ranks parts", "function scale tiled consumer heads"),
     "rms_norm": _signature("y residual_out", "x residual", "gamma beta", "eps group centred consumer"),
-    "rope": _signature("y", "x", "cos sin", ""),
-    "store_kv": _signature("", "k v", "k_offset", "layer layer_group"),
+    "rope": _signature("y", "x", "cos sin bias offset", ""),
+    "store_kv": _signature("", "k v", "", "layer layer_group"),
     "attention": _signature(
         "y",
         "q q_rope k v selected",
-        "slopes cos sin q_gamma k_gamma k_offset sinks",
+        "slopes cos sin q_gamma k_gamma k_bias k_offset sinks",
         "layer scale window cap eps causal consumer chunk layer_group",
     ),
     "gated_activation": _signature("y", "x", "", "function"),

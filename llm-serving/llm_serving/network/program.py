@@ -21,7 +21,7 @@ from llm_serving.network.caches import CacheLayout
 from llm_serving.network.operations import BY_TOKEN, ELEMENT_BYTES, SIGNATURES, Operation, Value, Weight, rounded_to
 from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
-VERSION: Final = 11
+VERSION: Final = 12
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()

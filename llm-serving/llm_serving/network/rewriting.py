@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from llm_serving.formats.block_tensor import PANEL_ROWS
-from llm_serving.network.operations import Operation, Value
+from llm_serving.network.operations import Operation, Value, Weight
 
 Operations = list[Operation]
 
@@ -160,14 +160,14 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
         return {}  # the attention of an earlier layer stores the keys
     q, k = operation.inputs["q"], store.inputs["k"]
     changes: Changes = {store: None}
-    weights = dict(store.weights)
+    weights: dict[str, Weight] = {}
     eps = 0.0
     for kind in ("rope", "rms_norm"):
         first, second = (graph.single_use_producer(each, kind) for each in (q, k))
         if first is None or second is None:
             continue
-        if kind == "rope" and first.weights == second.weights:
-            weights |= first.weights
+        if kind == "rope" and first.weights.items() <= second.weights.items():
+            weights |= {f"k_{role}" if role in ("bias", "offset") else role: w for role, w in second.weights.items()}
         elif kind == "rms_norm" and _is_head_norm(first) and first.attributes == second.attributes:
             weights |= {"q_gamma": first.weights["gamma"], "k_gamma": second.weights["gamma"]}
             eps = first.attributes["eps"]

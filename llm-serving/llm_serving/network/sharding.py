@@ -227,8 +227,7 @@ class _Sharding:
         elif kind == "store_kv":
             cache = self._network.caches[given.attributes["layer"]]
             self.result.caches.append(replace(cache, kv_heads=cache.kv_heads // self._count))
-            share = self._own(cache.kv_heads * cache.key_width)
-            self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
+            self._record(given, {})
         elif kind == "multiply" and not all(map(self._is_split, operation.inputs.values())):
             raise _CannotShardError(
                 "must be 1: the model multiplies values that are split over ranks by values that are not"
@@ -254,7 +253,7 @@ class _Sharding:
             share = weight.shape[0] // self._count
             return replace(weight, shape=(share,), generate=_VectorPart(weight.generate, self._rank * share, share))
         of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
-        if role == "sinks" or of_row:
+        if role in ("sinks", "offset") or of_row:
             return _rows(weight, self._own(weight.shape[0]))
         return weight
 

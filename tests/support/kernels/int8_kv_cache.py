@@ -1,10 +1,9 @@
 """The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
 Each head of a token's key and value, and each head of a query, has a scale: its largest magnitude / 127. Queries and
-keys are rotated first (`quantized_products.rotate`). An offset that is the same for all tokens may be subtracted from
-keys: it changes all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of
-quantized values, times both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to
-unsigned 8-bit integers after an ordered dither is added, and sums of their products with quantized values are exact.
+keys are rotated first (`quantized_products.rotate`). A score is the exact sum of products of quantized values, times
+both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to unsigned 8-bit integers
+after an ordered dither is added, and sums of their products with quantized values are exact.
 """
 
 from __future__ import annotations
@@ -34,14 +33,9 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
 
 
-def quantize_rotated_heads(
-    x: Floats, num_heads: int, offset: Singles | None = None
-) -> tuple[NDArray[np.int8], Singles]:
-    """Rotate queries, or keys minus `offset` [num_heads*D], then quantize them as `quantize_heads` does."""
-    values = x.astype(np.float32)
-    if offset is not None:
-        values = values - offset
-    return quantize_heads(rotate(values.reshape(len(x), num_heads, -1)).reshape(x.shape), num_heads)
+def quantize_rotated_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
+    """Rotate queries or keys, then quantize them as `quantize_heads` does."""
+    return quantize_heads(rotate(x.astype(np.float32).reshape(len(x), num_heads, -1)).reshape(x.shape), num_heads)
 
 
 def restored(x: Floats, num_heads: int) -> Doubles:
@@ -51,9 +45,9 @@ def restored(x: Floats, num_heads: int) -> Doubles:
     return values.reshape(x.shape)
 
 
-def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
-    """Return queries, or keys minus `offset`, as 8 bits represent them, rotated back and rounded to float64."""
-    qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
+def restored_rotated(x: Floats, num_heads: int) -> Doubles:
+    """Return queries or keys as 8 bits represent them, rotated back and rounded to float64."""
+    qvalues, scales = quantize_rotated_heads(x, num_heads)
     block = rotated_block(qvalues.shape[-1])
     matrix = rotate(np.eye(block, dtype=np.float32)).astype(np.float64)
     values = qvalues.reshape(*qvalues.shape[:2], -1, block) @ matrix / block * scales[..., None, None]

@@ -89,18 +89,27 @@ void rotate_rows(const RotaryArgs& args) {
   const size_t y_stride = args.y_stride > 0 ? args.y_stride : width;
   for_row_ranges(args.rows, width, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
-      const size_t at = args.positions == nullptr ? row : static_cast<size_t>(args.positions[row]);
-      const Table* cos = static_cast<const Table*>(args.cos) + at * args.head_dim;
-      const Table* sin = static_cast<const Table*>(args.sin) + at * args.head_dim;
+      const size_t position = args.positions == nullptr ? row : static_cast<size_t>(args.positions[row]);
+      const Table* cos = static_cast<const Table*>(args.cos) + position * args.head_dim;
+      const Table* sin = static_cast<const Table*>(args.sin) + position * args.head_dim;
       for (size_t head = 0; head < args.heads; head++) {
         const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride + head * args.head_dim;
         Element* y = static_cast<Element*>(args.y) + row * y_stride + head * args.head_dim;
         for (size_t i = 0; i < half; i += kLanes) {
           const size_t left = half - i;
-          const Floats a = load_first(x + i, left);
-          const Floats b = load_first(x + half + i, left);
-          const Floats low = a * load_first(cos + i, left) - b * load_first(sin + i, left);
-          const Floats high = b * load_first(cos + half + i, left) + a * load_first(sin + half + i, left);
+          const size_t at = head * args.head_dim + i;
+          Floats a = load_first(x + i, left);
+          Floats b = load_first(x + half + i, left);
+          if (args.bias != nullptr) {
+            a = a + load_first(args.bias + at, left);
+            b = b + load_first(args.bias + at + half, left);
+          }
+          Floats low = a * load_first(cos + i, left) - b * load_first(sin + i, left);
+          Floats high = b * load_first(cos + half + i, left) + a * load_first(sin + half + i, left);
+          if (args.offset != nullptr) {
+            low = low - load_first(args.offset + at, left);
+            high = high - load_first(args.offset + at + half, left);
+          }
           store_first(y + i, low, left);
           store_first(y + half + i, high, left);
         }

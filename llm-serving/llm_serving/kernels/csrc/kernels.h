@@ -156,7 +156,8 @@ struct RmsNormArgs {
   bool of_row = false;         // gamma and beta have elements for all columns of a row, otherwise for those of a group
 };
 
-// Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
+// Rotates pairs (i, i + head_dim / 2) of each head of x + bias, and subtracts the offset, in float32; rounded once. Row
+// t uses row position(t) of cos and sin.
 struct RotaryArgs {
   const void* x;
   size_t x_stride;  // from a row of x to the next
@@ -167,7 +168,8 @@ struct RotaryArgs {
   DType dtype;
   DType table_dtype;
   size_t rows, heads, head_dim;
-  size_t y_stride = 0;  // 0: heads * head_dim
+  size_t y_stride = 0;                             // 0: heads * head_dim
+  const float *bias = nullptr, *offset = nullptr;  // [heads * head_dim]; null: zeros
 };
 
 // y [rows, size] = gate(first) * second, where a row of x is first, then second; or gate(x) if there is no second.
@@ -309,8 +311,7 @@ struct EncodeArgs {
   float* scale;
   DType dtype;
   size_t rows, size;
-  bool rotates = false;           // whether rows are rotated first (rotation.h)
-  const float* offset = nullptr;  // [size], subtracted from rows that are rotated; null: none
+  bool rotates = false;  // whether rows are rotated first (rotation.h)
 };
 
 // Returns how many numbers of a row are rotated together (rotation.h): the largest power of two that divides `size`, at

@@ -98,7 +98,7 @@ void encode(const EncodeArgs& args) {
   with_element(args.dtype, [&](auto tag) { encode_rows<typename decltype(tag)::Element>(args); });
 }
 
-void rotate_one(float* x, size_t size) { rotate_row(x, nullptr, size, x); }
+void rotate_one(float* x, size_t size) { rotate_row(x, size, x); }
 
 TiledLayout layout(DType dtype, size_t m, size_t k, const WeightQValues* qvalues) {
   TiledLayout result = {m, k};

@@ -73,20 +73,19 @@ void store_qvalues_of_tokens(const KvCache& cache, const KvRows& rows, size_t fi
   std::vector<int8_t> qvalues(std::max(cache.key_dim, cache.value_dim));
   // Stores the qvalues of one head, and its scale in the lane of its token.
   auto quantized = [&](const char* rows_of_heads, size_t stride, size_t head, size_t token, size_t dim, size_t lane,
-                       char* group, bool rotates, const float* offset) {
+                       char* group, bool rotates) {
     float scale;
     const char* x = rows_of_heads + (token * stride + head * dim) * bytes;
-    kernels().encode({x, qvalues.data(), &scale, cache.dtype, 1, dim, rotates, offset});
+    kernels().encode({x, qvalues.data(), &scale, cache.dtype, 1, dim, rotates});
     std::memcpy(group + kGroupTokens * dim + lane * kScaleBytes, &scale, kScaleBytes);
     return reinterpret_cast<int8_t*>(group);
   };
   for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
-    const float* offset = rows.k_offset == nullptr ? nullptr : rows.k_offset + head * cache.key_dim;
     int8_t* keys = quantized(rows.k, rows.k_stride, head, token, cache.key_dim, lane,
-                             cache.keys + group(cache.key_dim + kScaleBytes), true, offset);
+                             cache.keys + group(cache.key_dim + kScaleBytes), true);
     store_key<int8_t, kCodeInputs>(qvalues.data(), cache.key_dim, lane, keys);
     int8_t* values = quantized(rows.v, rows.v_stride, head, token, cache.value_dim, lane,
-                               cache.values + group(cache.value_dim + kScaleBytes), false, nullptr);
+                               cache.values + group(cache.value_dim + kScaleBytes), false);
     store_value<int8_t, kCodeInputs>(qvalues.data(), cache.value_dim, lane, values);
   });
 }
@@ -128,7 +127,8 @@ struct Preparation {
   size_t count;
   const void* gamma;
   DType gamma_dtype;
-  char* y;  // [tokens, count * head_dim]
+  char* y;                                         // [tokens, count * head_dim]
+  const float *bias = nullptr, *offset = nullptr;  // of the rotary embedding
 
   bool changes() const { return gamma != nullptr || args.cos != nullptr; }
 
@@ -153,7 +153,7 @@ struct Preparation {
     }
     if (args.cos == nullptr) return;
     kernels().rotary({x, stride, args.cos, args.sin, target, args.positions + first, dtype, args.table_dtype,
-                      last - first, count, head_dim});
+                      last - first, count, head_dim, 0, bias, offset});
   }
 };
 
@@ -299,11 +299,12 @@ void attend(const AttendArgs& args) {
     const size_t room = changes ? args.tokens * (width + kv_width) * bytes : 0;
     char* memory = static_cast<char*>(scratch(Scratch::kActivations, room + 1));
     const Preparation of_q = {args, args.num_heads, args.q_gamma, args.q_gamma_dtype, memory};
-    const Preparation of_k = {args, cache.heads, args.k_gamma, args.k_gamma_dtype,
-                              memory + args.tokens * width * bytes};
+    const Preparation of_k = {
+        args,        cache.heads,  args.k_gamma, args.k_gamma_dtype, memory + args.tokens * width * bytes,
+        args.k_bias, args.k_offset};
     const Heads k = {args.rows.k, args.rows.k_stride};
     const Heads stored = of_k.prepared(k);
-    const KvRows rows = {stored.x, stored.stride, args.rows.v, args.rows.v_stride, args.rows.slots, args.rows.k_offset};
+    const KvRows rows = {stored.x, stored.stride, args.rows.v, args.rows.v_stride, args.rows.slots};
     for_token_runs(args.tokens, [&](size_t first, size_t last) {
       of_q.run(q, first, last);
       of_k.run(k, first, last);

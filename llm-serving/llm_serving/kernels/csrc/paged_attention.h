@@ -47,15 +47,13 @@ bool read_latent_cache(const Call& call, int keys, size_t value_dim, DType dtype
 
 extern const char kCacheRule[];
 
-// Rows of new keys and values, `stride` elements apart, and their slots; -1 skips a row. A cache of qvalues stores keys
-// less `k_offset`, which changes all scores of a query equally, and therefore no softmax weight.
+// Rows of new keys and values, `stride` elements apart, and their slots; -1 skips a row.
 struct KvRows {
   const char* k;
   size_t k_stride;
   const char* v;
   size_t v_stride;
   const int64_t* slots;
-  const float* k_offset = nullptr;  // [heads * key_dim]; null: none
 };
 
 // Stores all of `tokens` rows, with several threads.
@@ -73,7 +71,8 @@ struct AttendArgs {
   const int64_t* positions;
   const void *cos = nullptr, *sin = nullptr;  // null: no rotary embedding
   DType table_dtype = DType::kNone;
-  const void *q_gamma = nullptr, *k_gamma = nullptr;  // null: no norm of heads
+  const float *k_bias = nullptr, *k_offset = nullptr;  // of the rotary embedding of keys (RotaryArgs)
+  const void *q_gamma = nullptr, *k_gamma = nullptr;   // null: no norm of heads
   DType q_gamma_dtype = DType::kNone, k_gamma_dtype = DType::kNone;
   float eps = 0.0f;
   float scale = 1.0f;

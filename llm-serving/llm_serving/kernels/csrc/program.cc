@@ -11,7 +11,7 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 11;
+constexpr int32_t kVersion = 12;
 constexpr size_t kHeaderLength = 8;
 constexpr size_t kOperandLength = 6;
 

@@ -22,7 +22,17 @@ int check_tables(const Instruction& in, int i, size_t head_dim) {
   return in.program().check_positions(call.dim(in.parameter(i), 0));
 }
 
-// rope: y | x | cos sin |. Rotates element i of a head with element i + head_dim / 2.
+// Checks weight `i`, which has an element for each of `width` columns.
+int check_columns(const Instruction& in, const char* name, int i, size_t width) {
+  if (!in.has_weight(i)) return 0;
+  if (in.call().dtype(in.parameter(i)) == DType::kFloat32 && in.call().elements(in.parameter(i)) == width) return 0;
+  return in.fail("%s must be float32, %zu elements", name, width);
+}
+
+const float* floats(const Instruction& in, int i) { return reinterpret_cast<const float*>(in.weight_data(i)); }
+
+// rope: y | x | cos sin bias offset |. Rotates element i of a head of x + bias with element i + head_dim / 2, and
+// subtracts the offset.
 
 int check_rope(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);
@@ -35,6 +45,8 @@ int check_rope(const Instruction& in) {
   if (head_dim == 0 || head_dim % 2 != 0 || y->width % head_dim != 0) {
     return in.fail("%zu columns are not heads of the %zu elements of cos", y->width, head_dim);
   }
+  if (const int status = check_columns(in, "bias", 2, y->width)) return status;
+  if (const int status = check_columns(in, "offset", 3, y->width)) return status;
   return check_tables(in, 0, head_dim);
 }
 
@@ -43,7 +55,7 @@ int run_rope(const Instruction& in) {
   const size_t head_dim = in.call().dim(in.parameter(0), 1);
   kernels().rotary({x.data, x.stride, in.weight_data(0), in.weight_data(1), y.data, in.program().positions(),
                     in.program().dtype(), in.call().dtype(in.parameter(0)), y.count, y.width / head_dim, head_dim,
-                    y.stride});
+                    y.stride, floats(in, 2), floats(in, 3)});
   return 0;
 }
 
@@ -69,34 +81,23 @@ KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v, in
   return {keys.data, keys.stride, values.data, values.stride, slots};
 }
 
-// Checks the weight k_offset, which a cache of qvalues alone needs.
-int check_offset(const Instruction& in, int i, const KvCache& cache) {
-  if (!in.has_weight(i)) return 0;
-  const size_t size = cache.heads * cache.key_dim;
-  if (in.call().dtype(in.parameter(i)) == DType::kFloat32 && in.call().elements(in.parameter(i)) == size) return 0;
-  return in.fail("k_offset must be float32, %zu elements", size);
-}
-
-// store_kv: | k v | k_offset | layer layer_group
+// store_kv: | k v | | layer layer_group
 
 int check_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = in.read_layer(in.integer(0), cache)) return status;
-  if (const int status = check_offset(in, 0, cache)) return status;
   return check_stored(in, in.input(0), in.input(1), cache, 1);
 }
 
 int run_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = in.read_layer(in.integer(0), cache)) return status;
-  KvRows rows = stored_rows(in, in.input(0), in.input(1), 1);
-  rows.k_offset = reinterpret_cast<const float*>(in.weight_data(0));
-  store_kv(cache, rows, in.program().tokens());
+  store_kv(cache, stored_rows(in, in.input(0), in.input(1), 1), in.program().tokens());
   return 0;
 }
 
-// attention: y | q q_rope k v selected | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps
-// causal consumer chunk layer_group.
+// attention: y | q q_rope k v selected | slopes cos sin q_gamma k_gamma k_bias k_offset sinks | layer scale window cap
+// eps causal consumer chunk layer_group.
 // With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
 // to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or those of its
 // `chunk` up to its own, or all before it; another row sees the tokens less than `window` away on either side, or its
@@ -104,7 +105,7 @@ int run_store_kv(const Instruction& in) {
 // belongs to q_rope (DeepSeek-V2, 2024, section 2.1). With `selected`, the result of select_keys, a row sees these keys
 // only.
 
-enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset, kSinks };
+enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKBias, kKOffset, kSinks };
 enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer, kChunk, kGroup };
 
 // Checks the operand `selected`, if present.
@@ -147,15 +148,18 @@ int check_attention(const Instruction& in) {
     if (in.has_weight(kCos)) {
       if (const int status = check_tables(in, kCos, cache.key_dim)) return status;
     }
-    if (in.has_weight(kSin) && !in.has_weight(kCos)) return in.fail("cos and sin go together");
+    for (const int weight : {kSin, kKBias, kKOffset}) {
+      if (in.has_weight(weight) && !in.has_weight(kCos)) return in.fail("sin, k_bias and k_offset need cos");
+    }
   } else {
-    for (const int weight : {kCos, kSin, kQGain, kKGain, kKOffset}) {
+    for (const int weight : {kCos, kSin, kQGain, kKGain, kKBias, kKOffset}) {
       if (in.has_weight(weight)) return in.fail("heads that are stored already are neither normed nor rotated");
     }
   }
   if (const int status = in.check_vector("q_gamma", kQGain, cache.key_dim, true)) return status;
   if (const int status = in.check_vector("k_gamma", kKGain, cache.key_dim, true)) return status;
-  if (const int status = check_offset(in, kKOffset, cache)) return status;
+  if (const int status = check_columns(in, "k_bias", kKBias, cache.heads * cache.key_dim)) return status;
+  if (const int status = check_columns(in, "k_offset", kKOffset, cache.heads * cache.key_dim)) return status;
   const size_t num_heads = q->width / cache.key_dim;
   for (const int weight : {kSlopes, kSinks}) {
     if (in.has_weight(weight) && (in.call().dtype(in.parameter(weight)) != DType::kFloat32 ||
@@ -185,7 +189,8 @@ int run_attention(const Instruction& in) {
   AttendArgs args = {q.data, q.stride, {}, cache, &requests, q.count, q.width / cache.key_dim, program.positions()};
   if (in.input(2) != nullptr) args.rows = stored_rows(in, in.input(2), in.input(3), kGroup);
   auto dtype = [&](int weight) { return in.has_weight(weight) ? in.call().dtype(in.parameter(weight)) : DType::kNone; };
-  args.rows.k_offset = reinterpret_cast<const float*>(in.weight_data(kKOffset));
+  args.k_bias = floats(in, kKBias);
+  args.k_offset = floats(in, kKOffset);
   args.cos = in.weight_data(kCos);
   args.sin = in.weight_data(kSin);
   args.table_dtype = dtype(kCos);
@@ -220,8 +225,8 @@ int run_attention(const Instruction& in) {
 
 }  // namespace
 
-const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
-const Operation kStoreKv = {{"store_kv", 0, 2, 1, 2}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 5, 7, 9}, check_attention, run_attention};
+const Operation kRope = {{"rope", 1, 1, 4, 0}, check_rope, run_rope};
+const Operation kStoreKv = {{"store_kv", 0, 2, 0, 2}, check_store_kv, run_store_kv};
+const Operation kAttention = {{"attention", 1, 5, 8, 9}, check_attention, run_attention};
 
 }  // namespace llm

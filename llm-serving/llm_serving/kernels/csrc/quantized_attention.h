@@ -63,7 +63,7 @@ class QuantizedTile {
 
   template <class Element>
   void load_query(size_t row, const Element* q) {
-    rotate_row(q, nullptr, dim_, rotated_);
+    rotate_row(q, dim_, rotated_);
     const Floats factor = broadcast(code_factor(largest_bits(rotated_, dim_), &q_scale_[row]));
     const bool is_finite = q_scale_[row] == q_scale_[row];
     Query* qvalues = q_ + row * dim_;

@@ -152,7 +152,7 @@ void encode_rows(const EncodeArgs& args) {
         encode_row(x, args.size, qvalues, &args.scale[row]);
         continue;
       }
-      rotate_row(x, args.offset, args.size, rotated);
+      rotate_row(x, args.size, rotated);
       encode_row(rotated, args.size, qvalues, &args.scale[row]);
     }
   });
@@ -183,7 +183,7 @@ QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>
     const Element* x = static_cast<const Element*>(args.x) + row * stride;
     if (!args.qvalues->rotated) return code(row, x);
     auto* rotated = static_cast<float*>(scratch(Scratch::kPanel, args.k * sizeof(float) + 1));
-    rotate_row(x, nullptr, args.k, rotated);
+    rotate_row(x, args.k, rotated);
     code(row, static_cast<const float*>(rotated));
   });
   return {{form, qvalues}, scale};

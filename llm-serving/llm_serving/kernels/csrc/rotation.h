@@ -45,15 +45,14 @@ LLM_INLINE Floats lane_stage(Floats value) {
   return result;
 }
 
-// Rotates a row less an offset, which may be null, in blocks of kVectors * 16, which stay in registers.
+// Rotates a row in blocks of kVectors * 16, which stay in registers.
 template <size_t kVectors, class Element>
-LLM_INLINE void rotate_blocks(const Element* x, const float* offset, size_t size, float* rotated) {
+LLM_INLINE void rotate_blocks(const Element* x, size_t size, float* rotated) {
   for (size_t first = 0; first < size; first += kVectors * kLanes) {
     Floats v[kVectors];
 #pragma GCC unroll 8
     for (size_t i = 0; i < kVectors; i++) {
-      Floats value = load(x + first + i * kLanes);
-      if (offset != nullptr) value = value - load(offset + first + i * kLanes);
+      const Floats value = load(x + first + i * kLanes);
       v[i] = lane_stage<8>(lane_stage<4>(lane_stage<2>(lane_stage<1>(value))));
     }
 #pragma GCC unroll 3
@@ -71,25 +70,22 @@ LLM_INLINE void rotate_blocks(const Element* x, const float* offset, size_t size
   }
 }
 
-// Rotates a row less an offset, which may be null, into `rotated`, which may be x itself.
+// Rotates a row into `rotated`, which may be x itself.
 template <class Element>
-void rotate_row(const Element* x, const float* offset, size_t size, float* rotated) {
+void rotate_row(const Element* x, size_t size, float* rotated) {
   switch (rotation_block(size)) {
     case 128:
-      return rotate_blocks<8>(x, offset, size, rotated);
+      return rotate_blocks<8>(x, size, rotated);
     case 64:
-      return rotate_blocks<4>(x, offset, size, rotated);
+      return rotate_blocks<4>(x, size, rotated);
     case 32:
-      return rotate_blocks<2>(x, offset, size, rotated);
+      return rotate_blocks<2>(x, size, rotated);
     case 16:
-      return rotate_blocks<1>(x, offset, size, rotated);
+      return rotate_blocks<1>(x, size, rotated);
     default:
       break;
   }
-  for (size_t i = 0; i < size; i += kLanes) {
-    const Floats value = load_first(x + i, size - i);
-    store_first(rotated + i, offset == nullptr ? value : value - load_first(offset + i, size - i), size - i);
-  }
+  for (size_t i = 0; i < size; i += kLanes) store_first(rotated + i, load_first(x + i, size - i), size - i);
 }
 
 }  // namespace llm::LLM_ISA

@@ -343,7 +343,7 @@ LinearArgs with_rotated_rows(const LinearArgs& args) {
   auto* rows = static_cast<Element*>(scratch(Scratch::kItems, args.m * args.k * sizeof(Element) + 1));
   for_rows_of_x(args, [&](size_t row) {
     auto* rotated = static_cast<float*>(scratch(Scratch::kPanel, args.k * sizeof(float) + 1));
-    rotate_row(static_cast<const Element*>(args.x) + row * stride, nullptr, args.k, rotated);
+    rotate_row(static_cast<const Element*>(args.x) + row * stride, args.k, rotated);
     for (size_t i = 0; i < args.k; i += kLanes) {
       store_first(rows + row * args.k + i, load_first(rotated + i, args.k - i), args.k - i);
     }

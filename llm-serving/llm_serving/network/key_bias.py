@@ -1,0 +1,35 @@
+"""Keeps a large bias of keys from the rounding of keys to the model dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llm_serving.network.operations import Operation, Value, Weight
+from llm_serving.network.weights import shared_order
+
+
+def move_key_biases(operations: Sequence[Operation]) -> list[Operation]:
+    """Return the operations with the biases of keys that have an offset in `rope` instead of `linear`.
+
+    Some models have biases of keys that are far larger than the differences between keys. If `linear` and `rope` round
+    keys with this bias, and the offset is subtracted afterwards, most of these differences are lost.
+    """
+    producers = {y: each for each in operations for y in each.outputs.values()}
+    changes: dict[Operation, Operation] = {}
+    for rope in operations:
+        if rope.kind == "rope" and "offset" in rope.weights:
+            product = producers[rope.inputs["x"].root]
+            changes[product], bias = without_bias(product, rope.inputs["x"])
+            changes[rope] = rope.changed(weights={"bias": replace(bias, dtype="float32")})
+    return [changes.get(each, each) for each in operations]
+
+
+def without_bias(product: Operation, x: Value) -> tuple[Operation, Weight]:
+    """Return a linear operation without the bias of `x`, which has some columns of its result, and that bias."""
+    bias = product.weights["bias"]
+    rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
+    of_x = slice(x.start, x.start + x.width)
+    others = (*rows[: of_x.start], *(-1,) * x.width, *rows[of_x.stop :])
+    changed = product.changed(weights={"bias": replace(bias, rows=shared_order(others))})
+    return changed, replace(bias, shape=(x.width,), rows=shared_order(rows[of_x]))
