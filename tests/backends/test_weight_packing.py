@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from llm_serving.backends.weight_packing import quantize
 from llm_serving.errors import ModelError
-from llm_serving.formats.quantized_tensor import quantize_w4, quantize_w8
 from llm_serving.formats.stored_tensor import to_float32
+from llm_serving_tools.quantized_parts import quantize_w4, quantize_w8
 from support.instruction_sets import real_isas
 from support.kernels import quantized_products
 

@@ -7,9 +7,10 @@ import pytest
 from llm_serving.errors import ModelError
 from llm_serving.formats.compressed_tensors import ROTATION
 from llm_serving.formats.quantization_schemes import scheme_of
-from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.small_floats import Fp8
 from llm_serving.models.weight_reader import WeightReader, check_folder
+from llm_serving_tools.quantized_parts import quantize_w8
 from support.model_factories import TINY, write_safetensors
 from support.quantized_folders import LAYOUTS, compressed, fp8_numbers, gptq, int_quantized, of_gptq, write_quantized
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
+from llm_serving_tools.quantized_parts import quantize_w4
 from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import Array, Typed, assert_close, call, empty, integers, linear, quantized, scalar, typed
 from support.kernels import quantized_products, reference

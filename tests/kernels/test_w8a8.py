@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.formats.quantized_tensor import quantize_w8
 from llm_serving.kernels import library
+from llm_serving_tools.quantized_parts import quantize_w8
 from support.instruction_sets import EMULATED, isas_of_qvalues, real_isas
 from support.kernel_calls import (
     Array,

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
+from llm_serving_tools.quantized_parts import quantize_w4, quantize_w8
+from support.asymmetric import asymmetric_w4
 from support.instruction_sets import isas, real_isas
 from support.kernel_calls import (
     FIXED_POINT_ISA,
@@ -38,7 +40,9 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def tensor_of(kind: str, weight: Array, group_size: int = 32) -> QuantizedTensor:
-    return quantize_w8(weight) if kind == "8 bits" else quantize_w4(weight, group_size, symmetric=kind == "4 bits")
+    if kind == "8 bits":
+        return quantize_w8(weight)
+    return quantize_w4(weight, group_size) if kind == "4 bits" else asymmetric_w4(weight, group_size)
 
 
 def placed(tensor: QuantizedTensor, dtype: str) -> Typed:

@@ -3,12 +3,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
-from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
 from llm_serving.network.operations import Weight
 from llm_serving.network.quantization import Quantization, bytes_saved, quantized_weights, stored_qvalues
 from llm_serving.network.sharding import sharded
+from llm_serving_tools.quantized_parts import quantize_w4, quantize_w8
+from support.asymmetric import asymmetric_w4
 from support.family_configs import config_of
 
 RNG = np.random.default_rng(1)
@@ -55,8 +57,8 @@ def test_stored_qvalues_are_used_unchanged():
     for parts, kept in (
         ([quantize_w8(each) for each in VALUES], QuantizationName.W8A8),
         ([quantize_w8(each) for each in VALUES], QuantizationName.W8A16),
-        ([quantize_w4(each, 32, symmetric=False) for each in VALUES], QuantizationName.W4A16),
-        ([quantize_w4(VALUES[0], 32, symmetric=False), quantize_w4(VALUES[1], 32)], QuantizationName.W4A16),
+        ([asymmetric_w4(each, 32) for each in VALUES], QuantizationName.W4A16),
+        ([asymmetric_w4(VALUES[0], 32), quantize_w4(VALUES[1], 32)], QuantizationName.W4A16),
         ([quantize_w4(each, 32) for each in VALUES], QuantizationName.W4A8),
     ):
         found = stored_qvalues(STACK, parts, kept)
@@ -71,7 +73,7 @@ def test_stored_qvalues_follow_the_row_order_and_pad_with_zeros():
     weight = Weight(("a",), (16, 64), ((16, 64),), rows=order)
     for tensor, kept in (
         (quantize_w8(VALUES[0]), QuantizationName.W8A8),
-        (quantize_w4(VALUES[0], 32, symmetric=False), QuantizationName.W4A16),
+        (asymmetric_w4(VALUES[0], 32), QuantizationName.W4A16),
     ):
         found = stored_qvalues(weight, [tensor], kept)
         values = tensor.dequantized()
@@ -113,7 +115,7 @@ def test_stored_qvalues_of_unsupported_formats_are_not_used():
 )
 def test_stored_qvalues_keep_columns_that_do_not_divide_a_group(columns, is_used):
     weight = Weight(("a",), (16, len(columns)), ((16, 64),), columns=tuple(columns))
-    four, eight = quantize_w4(VALUES[0], 32, symmetric=False), quantize_w8(VALUES[0])
+    four, eight = asymmetric_w4(VALUES[0], 32), quantize_w8(VALUES[0])
     for tensor, kept, expected in ((four, "w4a16", is_used), (eight, "w8a8", True)):
         found = stored_qvalues(weight, [tensor], QuantizationName(kept))
         assert (found is not None) == expected
@@ -124,7 +126,7 @@ def test_stored_qvalues_keep_columns_that_do_not_divide_a_group(columns, is_used
 @pytest.mark.parametrize(("group_size", "divided"), [(96, 32), (384, 128), (160, 32), (40, None), (16, None)])
 def test_stored_qvalues_divide_groups_into_powers_of_two(group_size, divided):
     values = RNG.standard_normal((16, 1920), dtype=np.float32)
-    tensor = quantize_w4(values, group_size, symmetric=False)
+    tensor = asymmetric_w4(values, group_size)
     found = stored_qvalues(Weight(("a",), (16, 1920), ((16, 1920),)), [tensor], QuantizationName.W4A16)
     assert (found and found.group_size) == divided
     assert found is None or np.array_equal(found.dequantized(), tensor.dequantized())
@@ -133,7 +135,7 @@ def test_stored_qvalues_divide_groups_into_powers_of_two(group_size, divided):
 def test_stored_qvalues_of_a_rank_divide_groups_that_its_columns_divide():
     """Rank 1 of 2 holds columns 96 to 191, which split a group of 64; values are regrouped by 32."""
     values = RNG.standard_normal((16, 192), dtype=np.float32)
-    tensor, columns = quantize_w4(values, 64, symmetric=False), tuple(range(96, 192))
+    tensor, columns = asymmetric_w4(values, 64), tuple(range(96, 192))
     weight = Weight(("a",), (16, 96), ((16, 192),), columns=columns)
     found = stored_qvalues(weight, [tensor], QuantizationName.W4A16)
     assert found is not None

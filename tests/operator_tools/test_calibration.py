@@ -69,7 +69,9 @@ def test_calibrated_folder_is_served_with_its_own_values(source, tmp_path, caplo
     assert {each for each in values if is_quantized(each)} == set(quantized)
     in_8_bits, in_4_bits = names_in_8_bits(values), [each for each in quantized.values() if each.bits == 4]
     assert len(in_8_bits) in counts
-    num_bits = 8 * sum(each.num_bytes for each in quantized.values()) - 16 * sum(each.scales.size for each in in_4_bits)
+    num_bits = sum(each.qvalues.size * each.bits + 8 * each.scales.nbytes for each in quantized.values()) - 16 * sum(
+        each.scales.size for each in in_4_bits
+    )
     assert num_bits <= mean_bits * sum(each.qvalues.size for each in quantized.values())
     original = values_of(source)
     for name, value in quantized.items():

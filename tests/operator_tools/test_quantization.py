@@ -9,10 +9,11 @@ import signal
 import numpy as np
 import pytest
 from llm_serving.cli.main import main
-from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from llm_serving_tools import writer
 from llm_serving_tools.commands import quantize
+from llm_serving_tools.quantized_parts import quantize_w4, quantize_w8
 from support.model_factories import TINY, tiny_spec, write_model
 from support.quantized_folders import LAYOUTS, is_quantized, write_quantized
 

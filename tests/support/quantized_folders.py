@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.models.spec import ModelSpec
+from llm_serving_tools.quantized_parts import quantize_w4, quantize_w8
+from support.asymmetric import asymmetric_w4
 from support.model_factories import random_weights, write_safetensors
 
 Arrays = dict[str, np.ndarray]
@@ -167,7 +169,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "compressed-tensors, W4A16, zeros": Layout(
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
-        lambda w: pack_quantized(quantize_w4(w, 32, symmetric=False)),
+        lambda w: pack_quantized(asymmetric_w4(w, 32)),
     ),
     "compressed-tensors, W4A16, act-order": Layout(
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder="group"),
@@ -181,14 +183,12 @@ LAYOUTS: dict[str, Layout] = {
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
         lambda w: fp8(w, (1, w.shape[1]), "weight_scale"),
     ),
-    "GPTQ, 4 bits": Layout(of_gptq(), lambda w: gptq(quantize_w4(w, 32, symmetric=False))),
+    "GPTQ, 4 bits": Layout(of_gptq(), lambda w: gptq(asymmetric_w4(w, 32))),
     "GPTQ, 4 bits, symmetric": Layout(of_gptq(), lambda w: gptq(quantize_w4(w, 32))),
     "GPTQ, 4 bits, second version": Layout(
-        of_gptq(checkpoint_format="gptq_v2"), lambda w: gptq(quantize_w4(w, 32, symmetric=False), 0)
+        of_gptq(checkpoint_format="gptq_v2"), lambda w: gptq(asymmetric_w4(w, 32), 0)
     ),
-    "GPTQ, 4 bits, act-order": Layout(
-        of_gptq(desc_act=True), lambda w: gptq(act_order(quantize_w4(w, 32, symmetric=False)))
-    ),
+    "GPTQ, 4 bits, act-order": Layout(of_gptq(desc_act=True), lambda w: gptq(act_order(asymmetric_w4(w, 32)))),
     "GPTQ, 8 bits": Layout(of_gptq(bits=8, group_size=-1), lambda w: gptq(quantize_w8(w))),
     "GPTQ, 8 bits, zeros": Layout(
         of_gptq(bits=8, group_size=-1, sym=False), lambda w: gptq(with_zeros(quantize_w8(w)))
@@ -199,7 +199,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "AWQ, 4 bits": Layout(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-        lambda w: awq(quantize_w4(w, 32, symmetric=False)),
+        lambda w: awq(asymmetric_w4(w, 32)),
     ),
     "FP8, a scale for all": Layout(
         {"quant_method": "fp8", "activation_scheme": "static"}, lambda w: fp8(w, w.shape, "weight_scale", ())

@@ -23,13 +23,11 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, Scheme, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     ROTATED_BLOCK,
-    SYMMETRIC_ZERO,
     QuantizedTensor,
     QValuesForm,
     Uint8Array,
     from_unsigned,
     group_of_columns,
-    pack_words,
     unpack_words,
     values_per_word,
 )
@@ -39,7 +37,7 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor,
 SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zero_point", "packed", "shape", "g_idx"))
 _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
-_ROOT: Final = np.float32(ROTATED_BLOCK**0.5)
+ROTATION_ROOT: Final = np.float32(ROTATED_BLOCK**0.5)
 """A file has scales of weights that were multiplied by the Hadamard matrix and divided by this number. The scales of a
 `QuantizedTensor` belong to weights divided by its square.
 """
@@ -176,7 +174,7 @@ def _unpacked(arrays: Mapping[str, Array], shape: tuple[int, int], bits: int, gr
 
 
 def _rotated(tensor: QuantizedTensor) -> QuantizedTensor:
-    return replace(tensor, scales=tensor.scales / _ROOT, rotated=True)
+    return replace(tensor, scales=tensor.scales / ROTATION_ROOT, rotated=True)
 
 
 def _to_unsigned(qvalues: Array, bits: int) -> Uint8Array:
@@ -200,18 +198,3 @@ def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
 def _by_row(values: Array, out: int) -> Array:
     rows = values if values.ndim == 2 else values.reshape(-1, 1)
     return np.broadcast_to(rows, (out, rows.shape[1]))
-
-
-def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return a symmetric tensor's arrays by name ending, as `pack-quantized` if `packed`, else as `int-quantized`."""
-    assert tensor.zeros is None
-    assert tensor.g_idx is None
-    assert packed or not tensor.rotated
-    scales = tensor.scales * _ROOT if tensor.rotated else tensor.scales
-    if not packed:
-        qvalues = tensor.qvalues if tensor.bits == 8 else tensor.qvalues.astype(np.int8) - np.int8(SYMMETRIC_ZERO)
-        return {"weight": qvalues, SCALE: scales}
-    bits = tensor.qvalues.view(np.uint8)
-    qvalues = bits if tensor.bits == 4 else bits ^ np.uint8(128)
-    shape = np.array(tensor.shape, np.int64)
-    return {PACKED: pack_words(qvalues, tensor.bits), SCALE: scales, SHAPE: shape}

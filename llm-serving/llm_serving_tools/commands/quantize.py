@@ -13,14 +13,8 @@ import numpy as np
 from llm_serving.cli.arguments import say
 from llm_serving.core.dtypes import round_to_bfloat16
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.formats.compressed_tensors import PACKED, ROTATION, SCALE, SHAPE, parts_of
-from llm_serving.formats.quantized_tensor import (
-    ROTATED_BLOCK,
-    QuantizedTensor,
-    quantize_w4,
-    quantize_w8,
-    values_per_word,
-)
+from llm_serving.formats.compressed_tensors import PACKED, ROTATION, SCALE, SHAPE
+from llm_serving.formats.quantized_tensor import ROTATED_BLOCK, QuantizedTensor, values_per_word
 from llm_serving.formats.stored_tensor import Array
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
@@ -28,6 +22,7 @@ from llm_serving.models.weight_reader import WeightReader, check_folder
 
 from llm_serving_tools.mixed_bits import DEFAULT_MEAN_BITS, check_mean_bits, choose_8_bits
 from llm_serving_tools.new_folder import check_absent, copy_small_files, new_folder
+from llm_serving_tools.quantized_parts import parts_of, quantize_w4, quantize_w8
 from llm_serving_tools.writer import TensorSource, write_safetensors
 
 DEFAULT_GROUP_SIZE: Final = 128
