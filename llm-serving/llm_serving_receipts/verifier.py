@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llm_serving.config.legacy import RENAMED
-from llm_serving.config.output_settings import DERIVED_KEYS, NEUTRAL_KEYS, OUTPUT_KEYS, Setting, output_settings
+from llm_serving.config.output_settings import OUTPUT_KEYS, Setting, output_settings
 from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.core.fingerprint import ComputeFingerprint
@@ -24,6 +24,7 @@ from llm_serving.offline import LLM
 from llm_serving.server.generation.sampling import COUNT, ChoiceOutput, Choices, select_best, sequences_of
 
 from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice, ResponseDigest, has_hash
+from llm_serving_receipts.unrecorded_keys import DERIVED_KEYS, NEUTRAL_KEYS
 
 NOT_APPLIED: Final = ("device_config.graph_kernel_flags",)
 """Keys with free text, which are compared but not applied: an untrusted receipt must not control this process."""
