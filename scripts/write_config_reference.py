@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.config.legacy import ALIASES, RENAMED, WITHOUT_EFFECT
-from llm_serving.config.models import KEY_TEXTS
 from llm_serving.config.schema import SECTIONS
 from llm_serving.core.request_class import DEFAULT_CLASSES
 from llm_serving_tools.config_reference import (
     CLASSES_TEXT,
     KEYS_TEXT,
+    MODELS_KEYS,
     MODELS_TEXT,
     WIDTH,
     Key,
@@ -60,7 +60,7 @@ def reference_markdown() -> str:
     parts.append("These keys of older files are accepted without effect, with a line in the log.\n")
     parts.append(_rows(("key", "why"), [(f"`{key}`", why) for key, why in WITHOUT_EFFECT.items()]))
     parts += ["## `models`\n", textwrap.fill(MODELS_TEXT, WIDTH) + "\n"]
-    parts.append(_rows(("key", "meaning"), [(f"`{key}`", text) for key, text in KEY_TEXTS.items()]))
+    parts.append(_rows(("key", "meaning"), [(f"`{key}`", text) for key, text in MODELS_KEYS.items()]))
     return "\n".join(parts)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.config.models import KEY_TEXTS
 from llm_serving.config.report import INDENT, key_texts, yaml_text
 from llm_serving.config.rules import MEMORY, Rule
 from llm_serving.config.schema import DEFAULTS, OPTIONS, SECTIONS, TABLES
@@ -95,6 +94,20 @@ Several models in one server, each in a row whose key is its name. A request sel
 without it goes to the first row. With this section, the sections above apply to all models, and `model_config` must not
 set `model_path`, `model_name` or `model_aliases`. An administrator loads, replaces and unloads models while the server
 runs; the YAML is then read again. See docs/guides/several_models.md. The keys of a row:"""
+MODELS_KEYS: Final = {
+    "path": "Folder of the model, a GGUF file, the word `demo`, or a name on a hub. Required.",
+    "aliases": "Other names by which requests may select the model. Default: none.",
+    "dtype": "`model_config.model_dtype` of the model.",
+    "quantization": "`quant_config.quantization` of the model.",
+    "replicas": "`cluster_config.replicas` of the model.",
+    "memory_share": "Share of the memory that the models on a CPU may use together, above 0 and at most 1 in total. It "
+    "limits the KV cache of a model without `pa_config.num_blocks`. Default: models without this key share the rest "
+    "equally.",
+    "load": "False: the model is loaded by POST /v1/models/NAME/load, not at the start. Default: True.",
+    "model_config, pa_config, scheduler_config, quant_config, device_config, cluster_config, lora_config": "Keys of "
+    "these sections, for this model only. They take precedence over the sections of the file, which apply to all "
+    "models.",
+}
 MODELS_SAMPLE: Final = "chat: {path: models/qwen3}", "embed: {path: models/bge-small, memory_share: 0.2}"
 SAMPLE_ROW: Final = {"key_sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"}
 
@@ -119,7 +132,7 @@ def reference_yaml() -> str:
     sample = list(_yaml_keys(row_keys("api_keys", SAMPLE_ROW | {"admin": False}), 2 * INDENT))
     lines += [*_comment(KEYS_TEXT, ""), f"#{INDENT}team-a:", *(f"#{line}".rstrip() for line in sample[:-1])]
     lines += ["api_keys: {}", "", *_comment(MODELS_TEXT, "")]
-    lines += [line for key, text in KEY_TEXTS.items() for line in _comment(f"- {key}: {text}", "")]
+    lines += [line for key, text in MODELS_KEYS.items() for line in _comment(f"- {key}: {text}", "")]
     return "\n".join([*lines, *(f"#{INDENT}{row}" for row in MODELS_SAMPLE), "models: {}", ""])
 
 

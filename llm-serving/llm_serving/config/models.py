@@ -33,20 +33,6 @@ MODEL_SECTIONS: Final = (
     "lora_config",
 )
 """Sections that a row may have. The others belong to the server as a whole."""
-KEY_TEXTS: Final = {
-    "path": "Folder of the model, a GGUF file, the word `demo`, or a name on a hub. Required.",
-    "aliases": "Other names by which requests may select the model. Default: none.",
-    "dtype": "`model_config.model_dtype` of the model.",
-    "quantization": "`quant_config.quantization` of the model.",
-    "replicas": "`cluster_config.replicas` of the model.",
-    "memory_share": "Share of the memory that the models on a CPU may use together, above 0 and at most 1 in total. It "
-    "limits the KV cache of a model without `pa_config.num_blocks`. Default: models without this key share the rest "
-    "equally.",
-    "load": "False: the model is loaded by POST /v1/models/NAME/load, not at the start. Default: True.",
-    "model_config, pa_config, scheduler_config, quant_config, device_config, cluster_config, lora_config": "Keys of "
-    "these sections, for this model only. They take precedence over the sections of the file, which apply to all "
-    "models.",
-}
 OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_config.model_aliases")
 
 
