@@ -8,7 +8,6 @@ import pytest
 from llm_serving.backends import create_backend
 from llm_serving.backends.ascend_cells import AscendLargestLogits
 from llm_serving.backends.token_drawing import LEAST_FLOAT, MAX_DRAWN_VOCAB, NUM_PARAMETERS, _Share, split_floats
-from llm_serving.lowering.mindir import write_mindir
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.sampler import LibrarySampler
 from llm_serving.worker.token_graph import (
@@ -20,6 +19,7 @@ from llm_serving.worker.token_graph import (
     choice_of,
     drawing_parameters,
 )
+from llm_serving_tools.mindir import write_mindir
 from mindspore import nn
 from mindspore.train.mind_ir_pb2 import ModelProto
 from support.graph_model import backend

@@ -35,6 +35,7 @@ from llm_serving.network.quantization import Quantization, unsupported_by_ascend
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.kv_cache import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
+from llm_serving_tools.mindir import write_mindir
 from mindspore import nn
 from mindspore.train.mind_ir_pb2 import ModelProto
 from support.graph_model import BLOCK_SIZE, backend
@@ -80,7 +81,7 @@ def networks_of(
 
 def export(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> ModelProto:
     """Write a graph of every shape to `path` (*.mindir) and return what was written."""
-    mindir.write_mindir(network, path, inputs)
+    write_mindir(network, path, inputs)
     written = ModelProto()
     written.ParseFromString(path.read_bytes())
     return written

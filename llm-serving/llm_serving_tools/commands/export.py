@@ -29,9 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     assert folder is not None
     import mindspore as ms
     from llm_serving.backends import create_backend
-    from llm_serving.lowering.mindir import export
     from llm_serving.models.weight_reader import check_folder
     from llm_serving.worker.kv_cache import KVTensors
+
+    from llm_serving_tools.mindir import export
 
     ms.set_device("CPU")  # an export must not use an NPU, even if one is visible
     spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
