@@ -182,9 +182,6 @@ MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
-CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-"""Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
-
 _LAYER: Final = r"model\.layers\.(\d+)\."
 _WEIGHT_NAMES: Final = tuple(
     (re.compile(pattern), parameter)

@@ -18,7 +18,6 @@ from llm_serving.formats.mindformers_names import ORDERS, Order, hugging_face_na
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.gguf import is_gguf
-from llm_serving.models.mindformers import CONVERTED
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import optional_tensors
 
@@ -28,6 +27,8 @@ from llm_serving_tools.writer import TensorSource, write_checkpoint, write_safet
 
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")
+CONVERTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+"""Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
 
 
 def convert(
