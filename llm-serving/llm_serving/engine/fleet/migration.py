@@ -6,11 +6,10 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason, Request, Transfer
 from llm_serving.core.request_class import class_of
@@ -29,7 +28,6 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.schedule import Blocked
-from llm_serving.transport.messages import BlockContents
 
 logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
@@ -190,23 +188,11 @@ class RequestMigration(StepObserver):
             listener.on_blocks_released(blocks)
 
 
-class Link(Protocol):
-    blocks_per_frame: int
-    block_bytes: int
-    timeout_s: float
-
-    def locked(self, timeout_s: float) -> AbstractContextManager[None]: ...
-
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]: ...
-
-    def write(self, frames: Iterable[BlockContents]) -> None: ...
-
-
 class BlockTransferrer:
     """Transfers blocks between WorkAgents through the master.
 
     Each source replica has a thread, which transfers one request after the other, in frames, on connections that carry
-    no steps. Its queue is limited in requests and bytes. The blocks of a request must arrive within `Link.timeout_s`.
+    no steps. Its queue is limited in requests and bytes. A request's blocks must arrive within `BlockLink.timeout_s`.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -221,8 +207,8 @@ class BlockTransferrer:
         self,
         replica: int,
         blocks: Sequence[TransferBlock],
-        source: Link,
-        target: Link,
+        source: BlockLink,
+        target: BlockLink,
         done: Callable[[bool], None],
     ) -> bool:
         """Start to transfer blocks, then call `done(all_arrived)`. Return False if too many transfers wait."""
@@ -263,8 +249,8 @@ class BlockTransferrer:
 
 def transfer_blocks(
     blocks: Sequence[TransferBlock],
-    source: Link,
-    target: Link,
+    source: BlockLink,
+    target: BlockLink,
     deadline: float,
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
