@@ -21,10 +21,10 @@ def test_a_free_slot_is_taken_before_the_least_recently_used_one() -> None:
     slots.acquire(first, 0)
     slots.release(first)
     slots.acquire(second, 1)
-    assert slots.resident == [1, 2]
+    assert [slots.slot_of(1), slots.slot_of(2)] == [0, 1]
     slots.release(second)
     slots.acquire(third, 2)
-    assert slots.resident == [3, 2]
+    assert [slots.slot_of(3), slots.slot_of(2)] == [0, 1]
     slots.check_integrity([third])
 
 

@@ -150,7 +150,7 @@ def test_stream_continues_to_be_computed_within_the_grace_period():
             await gated.reach(lambda: len(gated.site.routes.accepted) == 1)
             (record,) = gated.site.routes.accepted._records.values()
             lost.cancel()
-            await gated.reach(lambda: gated.engine.coalesced.num_readers == 0)
+            await gated.reach(lambda: gated.num_readers == 0)
             gated.runner.gate.set()
             rest = await client.get(f"/v1/streams/{record.stream_id}")
             assert events_of(rest.text)[-1][1] == "[DONE]"

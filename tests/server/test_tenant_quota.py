@@ -81,7 +81,7 @@ def test_recorded_requests_do_not_evict_other_tenants(is_shared):
     accepted.restore(record(0, tenant="me"))
     for number in range(1, 30):
         accepted.restore(record(number, tenant="you"))
-        assert accepted.num_bytes <= 10_000
+        assert accepted._sizes.num_bytes <= 10_000
     if is_shared:
         assert accepted.find("f", "stream-0", "me")
     else:

@@ -124,6 +124,11 @@ class GatedServer:
             self.runner.gate.set()
             await self.engine.stop()
 
+    @property
+    def num_readers(self) -> int:
+        """Number of streams that read shared answers in progress."""
+        return sum(len(each._readers) for each in self.engine.coalesced._in_flight.values())
+
     async def reach(self, holds: Callable[[], bool]) -> None:
         """Wait until the engine's thread has made a condition true."""
         async with asyncio.timeout(30):

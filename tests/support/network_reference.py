@@ -103,7 +103,7 @@ def run_ranks(
 def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array:
     """Return the logits as `run` does, from the program's integers and one memory, whose unwritten parts are NaN."""
     rows = -(-max(len(step.token_ids), len(step.sample_indices)) // 16) * 16
-    memory = np.full(rows * program.bytes_per_row // 4, np.nan, np.float32)
+    memory = np.full(rows * program.instructions[0, 3] // 4, np.nan, np.float32)
 
     def operand(number: int) -> Array:
         offset, columns, start, width, is_selected, kind = program.operands[number]

@@ -247,10 +247,6 @@ class EngineRequests:
         return self._inbox.ended
 
     @property
-    def num_running(self) -> int:
-        return len(self.scheduler.running)
-
-    @property
     def num_waiting(self) -> int:
         num_waiting = self.scheduler.num_waiting + len(self._inbox.messages)
         return num_waiting if self.disk_cache is None else num_waiting + self.disk_cache.num_waiting

@@ -137,10 +137,6 @@ class CoalescedResponse:
         return self.last is not None and self.last.finished
 
     @property
-    def num_readers(self) -> int:
-        return len(self._readers)
-
-    @property
     def is_expired(self) -> bool:
         return self._deadline is not None and self._clock() >= self._deadline
 
@@ -274,14 +270,6 @@ class CoalescedResponses:
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._kept)
-
-    @property
-    def shares(self) -> bool:
-        return self._max_bytes > 0
-
-    @property
-    def num_readers(self) -> int:
-        return sum(answer.num_readers for answer in self._in_flight.values())
 
     def find(self, key: bytes) -> CoalescedResponse | None:
         self._expire()

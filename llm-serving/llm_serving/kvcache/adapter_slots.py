@@ -25,10 +25,6 @@ class AdapterSlots:
     def num_slots(self) -> int:
         return len(self._adapters)
 
-    @property
-    def resident(self) -> list[int]:
-        return [adapter for adapter in self._adapters if adapter]
-
     def slot_of(self, adapter: int) -> int:
         return self._adapters.index(adapter)
 

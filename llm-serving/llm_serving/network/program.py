@@ -63,10 +63,6 @@ class Program:
     operands: Int32Array
     weights: tuple[Weight, ...]
 
-    @property
-    def bytes_per_row(self) -> int:
-        return int(self.instructions[0, 3])
-
 
 def build_program(network: Network, dtype: str) -> Program:
     return assemble(rewrite(select_rows(network.operations)), dtype, network)

@@ -191,7 +191,7 @@ def test_coalesced_requests_are_computed_once():
             bodies = [body, body, body | {"cache_salt": "x"}, body | {"user": "bob"}, body | {"priority": 1}]
             server.runner.gate.clear()
             tasks = [asyncio.create_task(client.post(PATH, json=each)) for each in bodies]
-            await server.reach(lambda: server.engine.coalesced.num_readers == 5)
+            await server.reach(lambda: server.num_readers == 5)
             assert server.engine.num_waiting + server.engine.num_running == 4
             server.runner.gate.set()
             answers = [(await task).json() for task in tasks]

@@ -40,7 +40,7 @@ def test_recorded_requests_evict_the_oldest():
     accepted = table(max_bytes=3 * OVERHEAD_BYTES)
     for number in range(50):
         accepted.restore(record(number))
-        assert accepted.num_bytes <= 3 * OVERHEAD_BYTES
+        assert accepted._sizes.num_bytes <= 3 * OVERHEAD_BYTES
     assert len(accepted) == 2
     assert isinstance(asyncio.run(accepted.claim("ann", "key-0", b"x")), Claim), "forgotten with its key"
     accepted.restore(record(60, request=b"x" * 10**6))
@@ -56,7 +56,7 @@ def test_recorded_requests_expire():
     clock.now += 0.1
     with pytest.raises(RequestNotFoundError):
         accepted.find("f", "stream-0", None)
-    assert accepted.num_bytes == 0
+    assert accepted._sizes.num_bytes == 0
 
 
 @pytest.mark.parametrize("jump", [-(10.0**6), 10.0**6])

@@ -109,10 +109,6 @@ class AcceptedRequests:
     def keeps(self) -> bool:
         return self._max_bytes > 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._sizes.num_bytes
-
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
         """Return the request of a resumable stream. Raise RequestNotFoundError if the tenant has no such stream."""
         self._expire()
