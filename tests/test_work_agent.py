@@ -60,7 +60,7 @@ class TestLoading:
     def test_progress_is_reported_until_the_model_is_loaded(self, start):
         def load_runner(settings, on_progress):
             on_progress("reading weights")
-            on_progress(f"compiling for {settings.device_target}")
+            on_progress(f"compiling for {settings.device.device_target}")
             return Runner(), "slower than usual"
 
         master = start(load_runner)
@@ -113,12 +113,12 @@ class TestLoading:
         model = tmp_path if name == "model.safetensors" else tmp_path / name
 
         def load_runner(settings, on_progress):
-            paths.append(settings.model_path)
+            paths.append(settings.model.model_path)
             return Runner(), ""
 
-        loaded = start(load_runner, away=True, model_path=str(model)).load()
+        loaded = start(load_runner, away=True, model_path=model).load()
         assert isinstance(loaded, Loaded)
-        assert (paths, loaded.model) == ([str(model)], weight_fingerprint(model))
+        assert (paths, loaded.model) == ([model], weight_fingerprint(model))
 
     def test_another_machine_may_have_a_model_file_at_the_masters_path(self, start, tmp_path):
         model = tmp_path / "model.gguf"

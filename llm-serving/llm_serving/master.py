@@ -88,10 +88,9 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
 
 def build(config: ServingConfig, placement: Placement, log_name: str = "") -> AsyncEngine:
     """Build the engine of a configuration without starting it. `placement` starts WorkAgents. Logs show `log_name`."""
-    assert config.model.model_path is not None
-    spec = ModelSpec.from_folder(config.model.model_path)
-    tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
-    pooling = pooling_mode(config.model.pooling, config.model.model_path, spec)
+    spec = ModelSpec.from_folder(config.model.folder)
+    tokenizer = Tokenizer.load(config.model.folder, config.model.tokenizer_path)
+    pooling = pooling_mode(config.model.pooling, config.model.folder, spec)
     if (notice := notice_of_unknown_tokens(tokenizer, spec.vocab_size)) is not None:
         logger.warning("%s", notice)
     if config.scheduler.draft_model_path is not None:

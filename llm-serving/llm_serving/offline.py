@@ -42,15 +42,14 @@ class LLM:
 
     def __init__(self, config: ServingConfig) -> None:
         """Load the model. Raise ConfigError if the configuration cannot be used. HTTP settings have no effect."""
-        assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
             rule = "must be 1, because a single process computes"
             raise ConfigError(f"`cluster_config.tensor_parallel` {rule}. Given: {config.cluster.tensor_parallel}")
         if config.hub_model is not None:
             download(config.hub_model, logger.info)
         self.config = config
-        self.model_spec = ModelSpec.from_folder(config.model.model_path)
-        self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+        self.model_spec = ModelSpec.from_folder(config.model.folder)
+        self.tokenizer = Tokenizer.load(config.model.folder, config.model.tokenizer_path)
         if config.scheduler.draft_model_path is not None:
             check_draft_vocabulary(self.tokenizer, config.scheduler.draft_model_path)
         self.adapters = AdapterRegistry(config, self.model_spec)
@@ -71,7 +70,7 @@ class LLM:
             num_swap_blocks=cache.num_swap_blocks,
             windows=runner.spec.layout.windows,
             whole_prompts=not self.model_spec.network.causal,
-            pooling=pooling_mode(config.model.pooling, config.model.model_path, self.model_spec),
+            pooling=pooling_mode(config.model.pooling, config.model.folder, self.model_spec),
             num_state_slots=config.num_state_slots(self.model_spec.state_bytes),
         )
         self.end_token_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)

@@ -12,6 +12,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -143,7 +144,7 @@ def serve(
     ranks_fd: int | None = None,
     transfer_fd: int | None = None,
     blocks: Channel[MasterMessage] | None = None,
-    model_path: str | None = None,
+    model_path: Path | None = None,
     group_port: int = 0,
 ) -> None:
     """Do the handshake, load the model, then run steps until the master sends Shutdown.
@@ -165,10 +166,10 @@ def serve(
         return
     logged_model.set(settings.log_name)
     if model_path is not None:
-        settings = msgspec.structs.replace(settings, model_path=model_path)
-    elif memory_fd is None and not Path(settings.model_path).exists():
+        settings = msgspec.structs.replace(settings, model=replace(settings.model, model_path=model_path))
+    elif memory_fd is None and not settings.model.folder.exists():
         rule = "must be at the same path on every machine, or come with `cluster_config.weights: object_store`"
-        channel.send(Failed(f"model_config.model_path {rule}: there is none here. Given: {settings.model_path}"))
+        channel.send(Failed(f"model_config.model_path {rule}: there is none here. Given: {settings.model.folder}"))
         return
     try:
         has_own_memory = transfer_fd is None and blocks is not None
@@ -176,9 +177,9 @@ def serve(
             runner, notice = load_runner(
                 settings, lambda text: channel.send(Progress(text)), ranks_fd, memory, group_port
             )
-        fingerprint = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
+        fingerprint = weight_fingerprint(settings.model.folder) if memory_fd is None else ""
         disk, transfer = None, runner.kv_tensors.transfer
-        if settings.disk_cache_path is not None and transfer is not None:
+        if settings.pa.disk_cache_path is not None and transfer is not None:
             disk = open_disk_store(settings, runner.compute_fingerprint, transfer.arrays)
     except RankLostError:
         raise
@@ -200,7 +201,7 @@ def serve(
     if blocks is not None:
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
         assert transfer is not None
-        block_size = settings.block_size
+        block_size = settings.pa.block_size
         serving = partial(serve_blocks, blocks, transfer, throttle.pause_after, disk=disk, block_size=block_size)
         threading.Thread(target=_serve_blocks, args=(serving, channel), name="blocks", daemon=True).start()
     windows = runner.spec.layout.windows
@@ -379,7 +380,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token", help="names the start that this process belongs to")
     parser.add_argument("--blocks-token", help="the same for a second connection, which transfers KV blocks")
     parser.add_argument("--secret-file", type=Path, help="file with the secret of the cluster")
-    parser.add_argument("--model-path", help="folder of the model on this machine; default: as on the master")
+    parser.add_argument("--model-path", type=Path, help="folder of the model here; default: as on the master")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)
 

@@ -91,9 +91,8 @@ def _verify(
     from llm_serving_receipts.verifier import Verifier  # imports MindSpore, which takes seconds
 
     model = load(()).model
-    assert model.model_path is not None
     files = ModelFiles.served(model)
-    on_progress(f"hashing {files.num_bytes / 2**20:,.0f} MiB of {model.model_path.name}")
+    on_progress(f"hashing {files.num_bytes / 2**20:,.0f} MiB of {model.folder.name}")
     with DownloadProgress(total=files.num_bytes, unit="B", unit_scale=True) as bar:
         hashes = content_hashes(files, bar.update)
     verifier, num_equal = Verifier(load, hashes, on_progress, [each.receipt for _, each in receipts]), 0

@@ -90,7 +90,7 @@ def run(job: Job) -> dict[str, Any]:
     from llm_serving.backends.ascend import AscendBackend
     from llm_serving.backends.cpu import CpuBackend
     from llm_serving.config.schema import ServingConfig
-    from llm_serving.config.sections.device import CacheConfig, DeviceConfig
+    from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
     from llm_serving.config.sections.model import ModelConfig
     from llm_serving.executor.supervisor import load_settings
     from llm_serving.worker import loading
@@ -113,12 +113,12 @@ def run(job: Job) -> dict[str, Any]:
         decode_batch_size=job.max_num_seqs,
         implementation=job.implementation,
     )
-    config = ServingConfig(model=model, device=device, pa=CacheConfig(block_size=job.block_size))
+    cache = CacheConfig(block_size=job.block_size, num_blocks=job.num_blocks)
+    config = ServingConfig(model=model, device=device, pa=cache, quant=QuantConfig(quantization=job.quantization))
     # On the stubs results mean nothing, so the check would let the host draw.
     check_drawing = TokenGraph.check_drawing
     TokenGraph.check_drawing = lambda graph, choose_tokens: None
     settings = load_settings(config, 0)
-    settings = msgspec.structs.replace(settings, quantization=job.quantization, num_blocks=job.num_blocks)
     configure_once(loading)
     before = psutil.Process().memory_info().rss
     mark("load", job.name)

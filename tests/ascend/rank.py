@@ -18,17 +18,15 @@ def main(rank: int, num_ranks: int, port: int, folder: str) -> None:
     import numpy as np
     from llm_serving.backends.ascend_cells import AscendUnorderedSum
     from llm_serving.config.schema import ServingConfig
-    from llm_serving.config.sections.device import DeviceConfig
+    from llm_serving.config.sections.device import CacheConfig, DeviceConfig
     from llm_serving.config.sections.model import ModelConfig
     from llm_serving.executor.supervisor import load_settings
     from llm_serving.worker.loading import load_runner
     from mindspore import nn, ops
 
     model = ModelConfig(model_path=Path(folder), model_dtype="float16", max_generate_length=256, decode_batch_size=4)
-    config = ServingConfig(model=model, device=DeviceConfig(device_target="Ascend"))
-    settings = msgspec.structs.replace(
-        load_settings(config, 0), rank=rank, num_ranks=num_ranks, device_id=rank, num_blocks=64
-    )
+    config = ServingConfig(model=model, device=DeviceConfig(device_target="Ascend"), pa=CacheConfig(num_blocks=64))
+    settings = msgspec.structs.replace(load_settings(config, 0), rank=rank, num_ranks=num_ranks, device_id=rank)
     runner, _ = load_runner(settings, lambda text: None, group_port=port)
     assert runner._ranks is not None
 

@@ -196,7 +196,7 @@ ON_TWO_NPUS = [
 def test_a_rank_table_is_passed_on_to_the_ranks(tmp_path: Path) -> None:
     path = rank_table(tmp_path, [4, 5])
     config = load_config(None, [*ON_TWO_NPUS, f"cluster_config.rank_table_file={path}"])
-    assert load_settings(config, 0).rank_table == str(path)
+    assert load_settings(config, 0).rank_table == path
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ def load(folder: Path, *settings: str, model: Path = Path("demo")) -> ServingCon
 def test_without_a_folder_there_are_no_blocks_for_the_disk() -> None:
     config = load_config(None, [], Path("demo"))
     assert (config.num_disk_blocks, config.num_transfer_blocks) == (0, 0)
-    assert load_settings(config, 0).disk_cache_path is None
+    assert load_settings(config, 0).pa.disk_cache_path is None
 
 
 def test_the_longest_request_can_be_read_while_another_one_is_written(tmp_path: Path) -> None:
     config = load(tmp_path, "model_config.max_generate_length=100", "pa_config.disk_cache_bytes=2GB")
     assert (config.num_disk_blocks, config.num_transfer_blocks) == (7, 14)
     settings = load_settings(config, 0)
-    assert settings.disk_cache_path == str(tmp_path / "cache")
-    assert settings.disk_cache_bytes == config.pa.disk_cache_bytes > 10**9
+    assert settings.pa.disk_cache_path == tmp_path / "cache"
+    assert settings.pa.disk_cache_bytes == config.pa.disk_cache_bytes > 10**9
     assert not (tmp_path / "cache").exists(), "the WorkAgent creates it"
 
 

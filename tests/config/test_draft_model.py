@@ -40,7 +40,7 @@ def other(tmp_path: Path) -> Path:
 def test_load_settings_contain_the_draft_model() -> None:
     config = load_config(None, DRAFT, Path("demo"))
     assert config.scheduler.draft_model_path == DEMO_FOLDER
-    assert load_settings(config, 0).draft_model_path == str(DEMO_FOLDER)
+    assert load_settings(config, 0).draft_model_path == DEMO_FOLDER
     assert load_settings(load_config(None, [], Path("demo")), 0).draft_model_path is None
 
 

@@ -16,9 +16,7 @@ def test_every_key_is_declared_once():
     declared = [*OUTPUT_KEYS, *DERIVED_KEYS, *NEUTRAL_KEYS]
     assert len(declared) == len(set(declared)), "a key that is declared twice"
     assert set(declared) - KEYS == set(), "a key that is no more"
-    assert KEYS - set(declared) == set(), (
-        "list these in output_settings.py or unrecorded_keys.py"
-    )
+    assert KEYS - set(declared) == set(), "list these in output_settings.py or unrecorded_keys.py"
 
 
 def test_derived_keys_name_fields_of_a_receipt():

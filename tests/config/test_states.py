@@ -43,7 +43,7 @@ def test_default_spare_state_slots_follow_the_running_requests(folder: Path) -> 
     assert more.num_state_slots(100_000_000) == 20 + 10, "large states have about 1 GiB of spare slots"
     assert more.num_state_slots(0) == 0
     assert load(folder, "pa_config.num_state_slots=7").num_state_slots(STATE_BYTES) == 7
-    assert load_settings(load(folder, "pa_config.num_state_slots=7"), 0).num_state_slots == 7
+    assert load_settings(load(folder, "pa_config.num_state_slots=7"), 0).pa.num_state_slots == 7
 
 
 def test_too_few_state_slots_are_refused(folder: Path) -> None:

@@ -286,4 +286,4 @@ class TestLoadSettings:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
         for num_agents, num_threads in ((1, 7), (2, 3), (9, 1)):
             config = ServingConfig(serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_agents))))
-            assert load_settings(config, 0).num_threads == num_threads
+            assert load_settings(config, 0).device.num_threads == num_threads

@@ -21,16 +21,16 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[FakeRunner, str]:
-    on_progress(f"compiling for {settings.device_target}")
+    on_progress(f"compiling for {settings.device.device_target}")
     if settings.device_id == NEVER_LOADED:
         signal.pause()
-    if settings.num_blocks == 1:
+    if settings.pa.num_blocks == 1:
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
-    runner: Any = FakeRunner(8, 4, settings.num_swap_blocks)
+    runner: Any = FakeRunner(8, 4, settings.pa.num_swap_blocks)
     runner.num_compilations = 1
     runner.kv_tensors = types.SimpleNamespace(
         num_blocks=8,
-        num_swap_blocks=settings.num_swap_blocks,
+        num_swap_blocks=settings.pa.num_swap_blocks,
         block_bytes=16,
         transfer=None if transfer_fd is None else FakeTransferPool(settings.num_transfer_blocks),
     )

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -260,25 +261,25 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest
 def test_the_fingerprint_covers_the_weights_the_kernels_and_the_settings(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_small_model(model)
-    settings = msgspec.structs.replace(
-        load_settings(load_config(None, [], model), 0), disk_cache_path=str(tmp_path / "cache"), disk_cache_bytes=10**6
-    )
+    cache = [f"pa_config.disk_cache_path={tmp_path / 'cache'}", "pa_config.disk_cache_bytes=1M"]
+    settings = load_settings(load_config(None, cache, model), 0)
     compute, arrays = ComputeFingerprint(kernels="program"), [np.zeros((9, 2, 16, 8), np.float32)]
 
-    def folder(**changes: object) -> Path:
-        return open_disk_store(msgspec.structs.replace(settings, **changes), compute, arrays)._own
+    def folder(**sections: dict[str, object]) -> Path:
+        changed = {name: replace(getattr(settings, name), **changes) for name, changes in sections.items()}
+        return open_disk_store(msgspec.structs.replace(settings, **changed), compute, arrays)._own
 
     def folder_of(compute: ComputeFingerprint, *arrays: np.ndarray) -> Path:
         return open_disk_store(settings, compute, arrays)._own
 
     first = folder()
-    assert folder(num_blocks=7, max_num_seqs=3, num_threads=1, device_id=4) == first
+    assert folder(pa={"num_blocks": 7}, model={"decode_batch_size": 3}, device={"num_threads": 1}) == first
     others = [
-        folder(dtype="float16"),
-        folder(quantization="w8a8"),
-        folder(kv_cache_dtype="int8"),
-        folder(block_size=32),
-        folder(exactness="fast"),
+        folder(model={"model_dtype": "float16"}),
+        folder(quant={"quantization": "w8a8"}),
+        folder(quant={"kv_cache_dtype": "int8"}),
+        folder(pa={"block_size": 32}),
+        folder(device={"exactness": "fast"}),
         folder_of(ComputeFingerprint(kernels="program", instruction_set="avx2"), *arrays),
         folder_of(compute, np.zeros((9, 2, 16, 9), np.float32)),
         folder_of(compute, np.zeros((9, 2, 16, 8), np.float16)),

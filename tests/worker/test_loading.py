@@ -10,7 +10,7 @@ import pytest
 from families import models
 from llm_serving.backends import create_backend
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.device import CacheConfig, DeviceConfig
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.executor.supervisor import load_settings
@@ -91,9 +91,9 @@ def test_the_cache_uses_the_memory_left_by_the_limit(load):
 
 def test_a_draft_model_with_states_is_refused(folder, tmp_path):
     models.write("lfm2", tmp_path)
-    given = msgspec.structs.replace(settings(folder, None), draft_model_path=str(tmp_path))
+    given = msgspec.structs.replace(settings(folder, None), draft_model_path=tmp_path)
     with pytest.raises(ConfigError, match=r"must name a model without recurrent states\. Given: Lfm2ForCausalLM"):
-        loading._draft_model(given, None, None, lambda text: None)
+        loading._draft_model(given, tmp_path, None, None, lambda text: None)
 
 
 LLAMA_2_7B = {
@@ -183,7 +183,10 @@ def test_the_log_reports_weights_that_stay_quantized(tmp_path, monkeypatch, capl
     monkeypatch.setattr(loading.ModelRunner, "warm_up", lambda runner: None)
     monkeypatch.setenv("LLM_SERVING_THREADS", "2")
     with caplog.at_level("INFO"):
-        load_runner(msgspec.structs.replace(settings(tmp_path, num_blocks=9), quantization="w8a8"), lambda text: None)
+        load_runner(
+            msgspec.structs.replace(settings(tmp_path, num_blocks=9), quant=QuantConfig(quantization="w8a8")),
+            lambda text: None,
+        )
     message = "the stored weights are quantised by FP8, 8 bits, and kept in memory as w8a8, others in bfloat16"
     assert message in caplog.messages
 

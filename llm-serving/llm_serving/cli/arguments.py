@@ -220,10 +220,9 @@ def say(text: str) -> None:
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
-    assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
-    path = config.model.model_path
+    path = config.model.folder
     try:
         files = files_of(path) if is_gguf(path) else weight_files(path)
     except ModelError:  # loading the model reports the same error

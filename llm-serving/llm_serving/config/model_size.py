@@ -81,8 +81,7 @@ class _Sizes:
 
 
 def _rank_spec(config: ServingConfig) -> ModelSpec:
-    assert config.model.model_path is not None
-    return ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
+    return ModelSpec.from_folder(config.model.folder).of_rank(0, config.cluster.tensor_parallel)
 
 
 def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelSize:

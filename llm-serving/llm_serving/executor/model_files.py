@@ -52,8 +52,7 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def served(cls, model: ModelConfig) -> ModelFiles:
-        assert model.model_path is not None
-        return cls(served_weights(model), _tokenizer(model.model_path, model.tokenizer_path))
+        return cls(served_weights(model), _tokenizer(model.folder, model.tokenizer_path))
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
@@ -100,12 +99,11 @@ async def hash_in_thread(files: ModelFiles) -> ContentHashes:
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
     """Return size and time of weight files, config.json and exported graphs. Raise ModelError without weight files."""
-    assert model.model_path is not None
     if model.mindir_path is None:
-        return _weights(model.model_path)
+        return _weights(model.folder)
     graphs = sorted(path for path in model.mindir_path.rglob("*") if path.is_file())
     options = [] if model.mindir_ini is None else [model.mindir_ini]
-    return (*_weights(model.model_path), *_states([*graphs, *options]))
+    return (*_weights(model.folder), *_states([*graphs, *options]))
 
 
 def _weights(folder: Path) -> tuple[FileState, ...]:
@@ -176,8 +174,7 @@ class SameFiles:
     def _check_other_machine(self, agent: WorkAgentProcess) -> None:
         if not agent.loaded.model:
             return
-        path = self.model.model_path
-        assert path is not None
+        path = self.model.folder
         self._fingerprint = self._fingerprint or weight_fingerprint(path)
         if agent.loaded.model != self._fingerprint:
             raise ModelError(

@@ -118,7 +118,7 @@ class LocalPlacement:
             inherited.append(self._transfer_fd)
         channels, given, blocks = list[AgentChannel](), list[ProcessArguments](), None
         with contextlib.ExitStack() as handed_over:
-            if settings.disk_cache_path is not None:
+            if settings.pa.disk_cache_path is not None:
                 ours, theirs = socket.socketpair()
                 handed_over.enter_context(theirs)
                 blocks = Channel[AgentMessage](ours, AgentMessage)  # type: ignore[arg-type]

@@ -7,11 +7,8 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Final
-
-import msgspec
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import SpeculativeMethodName
@@ -112,12 +109,7 @@ def start_work_agent(
     """
     settings = load_settings(config, index)
     if previous is not None:
-        settings = msgspec.structs.replace(
-            settings,
-            num_blocks=previous.num_blocks,
-            num_swap_blocks=previous.num_swap_blocks,
-            has_group_blocks=True,
-        )
+        settings = settings.with_blocks(previous.num_blocks, previous.num_swap_blocks)
     cancellation = cancellation or StartCancellation()
     started = placement.start(index, settings, config.serving.log_level, timeout_s, cancellation)
     process, channel, buffers, settings, machine, blocks = started
@@ -185,61 +177,36 @@ def _load(
 
 
 def load_settings(config: ServingConfig, index: int) -> LoadModel:
-    max_model_len = config.model.max_generate_length
-    max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
-    num_threads = config.device.num_threads
+    max_tokens, num_threads = config.scheduler.max_prefill_tokens, config.device.num_threads
     if num_threads is None:
         num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_processes)
     return LoadModel(
-        model_path=str(config.model.model_path),
-        mindir_path=_text(config.model.mindir_path),
-        mindir_ini=_text(config.model.mindir_ini),
-        dtype=config.model.model_dtype,
-        quantization=config.quant.quantization,
-        group_size=config.quant.group_size,
-        kv_cache_dtype=config.quant.kv_cache_dtype,
-        implementation=config.model.implementation,
-        kernels=config.device.kernels,
-        exactness=config.device.exactness,
-        block_size=config.pa.block_size,
-        num_blocks=config.pa.num_blocks,
-        num_swap_blocks=config.pa.num_swap_blocks,
-        groups_layers=config.groups_layers,
-        max_model_len=max_model_len,
+        model=config.model,
+        pa=replace(config.pa, disk_cache_path=(folder := config.pa.disk_cache_path) and folder.absolute()),
+        device=replace(config.device, num_threads=num_threads),
+        quant=config.quant,
+        lora=config.lora,
         max_num_batched_tokens=max_tokens,
-        max_num_seqs=max_rows,
-        device_target=config.device.device_target,
         device_id=config.serving.start_device_id + index * config.cluster.tensor_parallel,
         num_agents=config.num_processes,
-        num_threads=num_threads,
-        max_device_memory=config.device.max_device_memory,
-        enable_graph_kernel=config.device.enable_graph_kernel,
-        graph_kernel_flags=config.device.graph_kernel_flags,
-        save_graphs=config.device.save_graphs,
-        save_graphs_path=str(config.device.save_graphs_path),
-        jit_level=config.device.jit_level,
         num_buffers=NUM_BUFFERS,
         buffer_bytes=max_step_bytes(
             max_tokens,
-            max_rows,
-            max_model_len,
+            config.model.decode_batch_size,
+            config.model.max_generate_length,
             config.pa.block_size,
             _max_draft_tokens(config),
             MAX_GROUPS if config.groups_layers else 1,
         ),
         step_timeout_s=config.serving.step_timeout_s,
-        num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
-        num_state_slots=config.pa.num_state_slots,
-        num_ranks=config.cluster.tensor_parallel,
-        rank_table=_text(config.cluster.rank_table_file),
-        draft_model_path=_text(config.scheduler.draft_model_path),
+        draft_model_path=config.scheduler.draft_model_path,
         uses_mtp=config.scheduler.speculative_method == SpeculativeMethodName.MTP,
-        disk_cache_path=None if (path := config.pa.disk_cache_path) is None else str(path.absolute()),
-        disk_cache_bytes=config.pa.disk_cache_bytes,
+        num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
+        num_ranks=config.cluster.tensor_parallel,
+        rank_table=config.cluster.rank_table_file,
         memory_share=config.memory_share,
         log_name="" if config.origin is None else config.origin.row or "",
-        max_loras=config.lora.max_loras if config.lora.is_enabled else 0,
-        max_lora_rank=config.lora.max_lora_rank if config.lora.is_enabled else 0,
+        groups_layers=config.groups_layers,
     )
 
 
@@ -248,10 +215,6 @@ def _max_draft_tokens(config: ServingConfig) -> int:
     if scheduler.speculative_method == "none":
         return 0
     return min(scheduler.max_prefill_tokens, config.model.decode_batch_size * scheduler.num_speculative_tokens)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _kill_and_wait(process: AgentProcess) -> None:

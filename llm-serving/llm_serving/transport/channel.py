@@ -42,8 +42,10 @@ class Channel(Generic[Incoming]):
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
         """Seconds for which `receive` polls a peer on this machine before it sleeps, because waking up takes time."""
-        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(
+            incoming, dec_hook=lambda kind, text: kind(text)
+        )
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=str)  # paths are sent as texts
         self._received = bytearray()
 
     def fileno(self) -> int:

@@ -32,10 +32,15 @@ A second connection transfers KV blocks between machines; replies come in the or
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
+from llm_serving.config.sections.lora import LoraConfig
+from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import DraftRequest
 from llm_serving.core.window import LayerWindow
@@ -61,52 +66,38 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
-    model_path: str
-    mindir_path: str | None
-    mindir_ini: str | None
-    dtype: str
-    quantization: str | None
-    group_size: int
-    kv_cache_dtype: str
-    implementation: str
-    kernels: str
-    exactness: str
-    block_size: int
-    num_blocks: int | None
-    num_swap_blocks: int
-    max_model_len: int
+    """Sections of the configuration, and what follows from others. `device.num_threads` and `pa.disk_cache_path` have
+    the values for the WorkAgent's machine.
+    """
+
+    model: ModelConfig
+    pa: CacheConfig
+    device: DeviceConfig
+    quant: QuantConfig
+    lora: LoraConfig
     max_num_batched_tokens: int
-    max_num_seqs: int
-    device_target: str
     device_id: int
     num_agents: int
-    num_threads: int | None
-    max_device_memory: int | None
-    enable_graph_kernel: bool
-    graph_kernel_flags: str
-    save_graphs: bool
-    save_graphs_path: str
-    jit_level: str
     num_buffers: int
     buffer_bytes: int
     step_timeout_s: float
-    draft_model_path: str | None = None
-    num_transfer_blocks: int = 0
-    num_state_slots: int | None = None
-    num_ranks: int = 1
-    rank: int = 0
-    disk_cache_path: str | None = None
-    disk_cache_bytes: int = 0
-    memory_share: float = 1.0
-    log_name: str = ""
-    max_loras: int = 0
-    max_lora_rank: int = 0
-    rank_table: str | None = None
-    uses_mtp: bool = False
-    groups_layers: bool = False
+    draft_model_path: Path | None
+    uses_mtp: bool
+    num_transfer_blocks: int
+    num_ranks: int
+    rank_table: Path | None
+    memory_share: float
+    log_name: str
+    groups_layers: bool
     """Whether layers with the same window may form a group with its own block tables. If not, all form one group."""
+    rank: int = 0
     has_group_blocks: bool = False
-    """Whether `num_blocks` and `num_swap_blocks` count blocks of a group of layers, not blocks of all layers."""
+    """Whether `pa.num_blocks` and `pa.num_swap_blocks` count blocks of a group of layers, not blocks of all layers."""
+
+    def with_blocks(self, num_blocks: int | None, num_swap_blocks: int) -> LoadModel:
+        """Return the settings with these numbers of blocks of a group of layers."""
+        pa = replace(self.pa, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks)
+        return msgspec.structs.replace(self, pa=pa, has_group_blocks=True)
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

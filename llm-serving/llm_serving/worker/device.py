@@ -14,7 +14,6 @@ from llm_serving.core.process import DETERMINISTIC
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
 from llm_serving.models.memory import NPU_RESERVE
-from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.exactness import ATTENTION_SPLITS
 
 logger = get_logger(__name__)
@@ -25,7 +24,7 @@ _DISPATCH_THREADS = 5
 """Threads that dispatch kernels to an NPU: MindSpore's default. With fewer, MindSpore may reject PagedAttention."""
 
 
-def configure_device(device: DeviceConfig | LoadModel, device_id: int = 0) -> None:
+def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
     """Set this process's device and graph mode, before its first operator. Raise ConfigError for an unknown NPU."""
     on_ascend = device.device_target == "Ascend"
     if on_ascend:
@@ -59,7 +58,7 @@ def npu_memory_limit(max_device_memory: int, free: int) -> int:
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
-def _jit_config(device: DeviceConfig | LoadModel) -> dict[str, str]:
+def _jit_config(device: DeviceConfig) -> dict[str, str]:
     """Return graph compiler settings. On Ascend, PagedAttention needs infer boost, which supports only level O0."""
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
@@ -99,7 +98,7 @@ def _refuse_soc(version: str) -> None:
         )
 
 
-def backend_for(device: DeviceConfig | LoadModel, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
+def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
     """Return the backend for `device_target` and `kernels`, and a warning. The warning is empty unless the library of
     CPU kernels is missing, or the device cannot guarantee `exactness: exact`. `is_native` is False for MindFormers'
     networks, which have their own matrix products. Raise KernelError if `kernels` requires the library and it cannot be
@@ -119,7 +118,7 @@ def backend_for(device: DeviceConfig | LoadModel, dtype: str, *, is_native: bool
         return create_backend("plain", dtype), notice
 
 
-def _on_ascend(device: DeviceConfig | LoadModel, dtype: str, is_native: bool) -> tuple[Backend, str]:
+def _on_ascend(device: DeviceConfig, dtype: str, is_native: bool) -> tuple[Backend, str]:
     if device.exactness == ExactnessName.FAST:
         return create_backend("ascend_fast", dtype), ""
     if not is_native:

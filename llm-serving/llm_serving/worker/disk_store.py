@@ -224,8 +224,8 @@ def open_disk_store(
     settings: LoadModel, compute_fingerprint: ComputeFingerprint, arrays: Sequence[NDArray[np.generic]]
 ) -> DiskStore:
     """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...]."""
-    assert settings.disk_cache_path is not None
-    model = Path(settings.model_path)
+    model, pa, quant, device = settings.model.folder, settings.pa, settings.quant, settings.device
+    assert pa.disk_cache_path is not None
     files = files_of(model) if is_gguf(model) else [*model.iterdir()]
     covered = (
         code_fingerprint(),
@@ -233,9 +233,9 @@ def open_disk_store(
         sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()),
         compute_fingerprint,
         [(array.dtype.str, array.shape[1:]) for array in arrays],
-        *(settings.dtype, settings.quantization, settings.group_size, settings.kv_cache_dtype),
-        *(settings.implementation, settings.kernels, settings.exactness, settings.block_size, settings.max_model_len),
-        *(settings.device_target, settings.num_ranks, settings.rank),
+        *(settings.model.model_dtype, quant.quantization, quant.group_size, quant.kv_cache_dtype),
+        *(settings.model.implementation, device.kernels, device.exactness, pa.block_size),
+        *(settings.model.max_generate_length, device.device_target, settings.num_ranks, settings.rank),
     )
     fingerprint = blake2b(msgspec.msgpack.encode(covered), digest_size=16).digest()
-    return DiskStore(Path(settings.disk_cache_path), settings.disk_cache_bytes, fingerprint)
+    return DiskStore(pa.disk_cache_path, pa.disk_cache_bytes, fingerprint)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import mindspore as ms
@@ -42,10 +43,10 @@ class CollectiveGroup:
     `serving_config.step_timeout_s`.
     """
 
-    def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
+    def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: Path | None = None) -> None:
         """Wait until all ranks have joined. `port`: port of MindSpore's scheduler. `rank_table`: file for HCCL."""
         if rank_table is not None:
-            os.environ["RANK_TABLE_FILE"] = rank_table
+            os.environ["RANK_TABLE_FILE"] = str(rank_table)
         os.environ.update(
             MS_ROLE="MS_WORKER",
             MS_NODE_ID=str(rank),

@@ -216,8 +216,7 @@ def _play(
 
     measured: list[list[ClientTiming]] = []
     with temporary_server(arguments.config, [*arguments.overrides, *settings], arguments.model, folder) as config:
-        assert config.model.model_path is not None
-        planned = plan(_limits(config, ModelSpec.from_folder(config.model.model_path).vocab_size))
+        planned = plan(_limits(config, ModelSpec.from_folder(config.model.folder).vocab_size))
         with DownloadProgress(total=len(planned), unit="phase") as bar:
             for number, phase in enumerate(planned):
                 bar.set_postfix_str(phase.name)

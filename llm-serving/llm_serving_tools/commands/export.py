@@ -21,12 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = load_servable(arguments)
     check_absent(arguments.target)
-    num_blocks, folder = config.pa.num_blocks, config.model.model_path
+    num_blocks, folder = config.pa.num_blocks, config.model.folder
     if num_blocks is None:
         raise ConfigError(
             "`pa_config.num_blocks` must be given, because the graph contains a KV cache of fixed size. Given: None"
         )
-    assert folder is not None
     import mindspore as ms
     from llm_serving.backends import create_backend
     from llm_serving.models.weight_reader import check_folder

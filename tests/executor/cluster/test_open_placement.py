@@ -45,4 +45,4 @@ def test_a_replica_requires_resources_for_all_its_ranks(
         settings = placement.settings(load_settings(config, 1))
     (requirements,) = Starter.requirements
     assert (requirements.cpus, requirements.num_devices) == (cpus, num_devices)
-    assert (settings.num_threads, settings.device_id) == (num_threads, device_id)
+    assert (settings.device.num_threads, settings.device_id) == (num_threads, device_id)

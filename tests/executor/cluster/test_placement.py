@@ -292,7 +292,7 @@ def test_a_work_agent_with_other_code_is_rejected(placement: ClusterPlacement, m
 
 def test_the_placement_sets_the_number_of_threads(placement: ClusterPlacement) -> None:
     settings = supervisor.load_settings(a_config(), 2)
-    assert placement.settings(settings).num_threads == 3
+    assert placement.settings(settings).device.num_threads == 3
     assert placement.settings(settings).device_id == 2
 
 

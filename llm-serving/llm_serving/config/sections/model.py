@@ -117,6 +117,12 @@ class ModelConfig:
     def max_input_len(self) -> int:
         return min(max(self.seq_length, default=self.max_generate_length), self.max_generate_length)
 
+    @property
+    def folder(self) -> Path:
+        """Folder or GGUF file of a model that is served, so that `model_path` is given."""
+        assert self.model_path is not None
+        return self.model_path
+
 
 # --- agreement with the model's files -------------------------------------------------------------------------------
 

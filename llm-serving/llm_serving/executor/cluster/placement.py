@@ -9,6 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -73,9 +74,8 @@ class ClusterPlacement:
 
     def settings(self, settings: LoadModel) -> LoadModel:
         device_id = 0 if self._own_devices else settings.device_id
-        return msgspec.structs.replace(
-            settings, device_id=device_id, num_threads=self._num_threads or settings.num_threads
-        )
+        device = replace(settings.device, num_threads=self._num_threads or settings.device.num_threads)
+        return msgspec.structs.replace(settings, device_id=device_id, device=device)
 
     def start(
         self,
