@@ -22,6 +22,7 @@ from llm_serving.executor.model_files import ContentHashes
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from llm_serving.server.generation.sampling import COUNT, ChoiceOutput, Choices, select_best, sequences_of
+from msgspec import structs
 
 from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice, ResponseDigest, has_hash
 from llm_serving_receipts.unrecorded_keys import DERIVED_KEYS, NEUTRAL_KEYS
@@ -286,7 +287,7 @@ def _compare_texts(verdict: Verdict, opened: OpenedReceipt, llm: LLM) -> None:
 def _choice_differences(where: str, recorded: ReceiptChoice, computed: ReceiptChoice) -> list[str]:
     found: list[str] = []
     if recorded.finish_reason == FinishReason.ABORT:  # only the tokens before the abort can be compared
-        computed = _cut(computed, recorded)
+        computed = structs.replace(recorded, token_ids=computed.token_ids[: len(recorded.token_ids)])
     pairs = zip_longest(recorded.token_ids, computed.token_ids)
     position = next((k for k, (left, right) in enumerate(pairs) if left != right), None)
     if position is not None:
@@ -295,19 +296,6 @@ def _choice_differences(where: str, recorded: ReceiptChoice, computed: ReceiptCh
     for name in ("finish_reason", "stop_reason", "text", "logprobs"):
         _compare(found, f"{where}.{name}", getattr(recorded, name), getattr(computed, name))
     return found
-
-
-def _cut(computed: ReceiptChoice, recorded: ReceiptChoice) -> ReceiptChoice:
-    """Return the computed choice, cut to the length of an aborted one, with the recorded text, whose end was held
-    back.
-    """
-    return ReceiptChoice(
-        token_ids=computed.token_ids[: len(recorded.token_ids)],
-        finish_reason=recorded.finish_reason,
-        stop_reason=recorded.stop_reason,
-        text=recorded.text,
-        logprobs=recorded.logprobs,
-    )
 
 
 def _token_at(token_ids: list[int], position: int) -> str:

@@ -88,18 +88,9 @@ class TokenCounter:
 
     def _output(self, token_ids: tuple[int, ...], error: str | None = None) -> RequestOutput:
         request = self.request
-        return RequestOutput(
-            request_id=request.request_id,
-            text="",
-            token_ids=token_ids,
-            logprobs=(),
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(request.output_token_ids),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            error=error,
-        )
+        counts = len(request.prompt_token_ids), request.num_cached_tokens, len(request.output_token_ids)
+        end = request.finish_reason, request.stop_reason, error
+        return RequestOutput(request.request_id, "", token_ids, (), *counts, *end)
 
 
 EngineOutput = RequestOutput | TokenCounter

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import Float32Array, Int32Array, StepOutput
@@ -98,23 +98,13 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
 
 
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    last = pieces[-1]
     of_prompt = [each for piece in pieces if (each := piece.prompt_logprobs) is not None]
-    return RequestOutput(
-        request_id=last.request_id,
+    return structs.replace(
+        pieces[-1],
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
         logprobs=tuple(logprobs for piece in pieces for logprobs in piece.logprobs),
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_cached_tokens=last.num_cached_tokens,
-        num_output_tokens=last.num_output_tokens,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        queued_s=last.queued_s,
         prompt_logprobs=PromptLogprobs.concatenate(of_prompt),
-        vector=last.vector,
-        beams=last.beams,
     )
 
 
