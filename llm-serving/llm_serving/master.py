@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,20 +17,17 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
-from llm_serving.errors import ConfigError
 from llm_serving.executor.cluster.placement import open_placement
 from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
 from llm_serving.executor.supervisor import ConsistencyCheck, SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.executor.worker_process import StartCancellation
-from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger, logged_model
 from llm_serving.models.pooling import pooling_mode
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics, StateSlotUsage, WorkAgentMemory
 from llm_serving.scheduler import Scheduler
-from llm_serving.server.app import run_file, serve
-from llm_serving.server.batches.schemas import RequestCounts
+from llm_serving.server.app import serve
 from llm_serving.server.served_models import OpenedModel
 from llm_serving.text.tokenizer.tokenizer import Tokenizer, check_draft_vocabulary, notice_of_unknown_tokens
 from llm_serving.transport.messages import Loaded
@@ -68,22 +64,6 @@ def open_checked(config: ServingConfig, reserved_bytes: int) -> OpenedModel:
     """Check that a model fits into the free memory that other models have not reserved, then call `open_model`."""
     check_memory([config], reserved_bytes)
     return open_model(config)
-
-
-def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError if that fails."""
-    if config.models:
-        raise ConfigError(
-            "run-batch serves one model: `models` must not be given. For several models, send batches to a server"
-        )
-    with DownloadProgress(unit="line") as bar:
-
-        def show(counts: RequestCounts) -> None:
-            bar.total = counts.total or None
-            bar.update(counts.completed + counts.failed - bar.n)
-
-        with open_placement(config) as placement:
-            return asyncio.run(run_file(build(config, placement), source, target, show))
 
 
 def build(config: ServingConfig, placement: Placement, log_name: str = "") -> AsyncEngine:

@@ -8,8 +8,8 @@ import sqlite3
 
 import pytest
 from llm_serving.errors import ConfigError, UnavailableError, WorkerDiedError
-from llm_serving.server.app import run_file
 from llm_serving.server.batches.store import BatchStore
+from llm_serving_tools.commands.run_batch import run_file
 from support.batch_site import jsonl, line
 from support.fakes import FakeEngine, Script
 

@@ -33,13 +33,14 @@ class PackageCommand:
     help: str
 
     def add_to(self, commands: Subcommands) -> None:
-        module = import_optional(f"{self.package}.{self.name}", f"llm-serving {self.name}")
+        module = import_optional(f"{self.package}.{self.name.replace('-', '_')}", f"llm-serving {self.name}")
         parser = commands.add_parser(self.name, help=self.help, allow_abbrev=False)
         module.add_arguments(parser)
 
 
 COMMANDS: Final = (
     serve,
+    PackageCommand("run-batch", TOOLS, "answer a file of requests without a server; an interrupted run is resumed"),
     PackageCommand("verify", RECEIPTS, "compute the responses of receipts again and report differences"),
     PackageCommand("models", TOOLS, "list the models in the local caches, or show the memory that a model needs"),
     PackageCommand("convert", TOOLS, "write a model in the format of Hugging Face or MindFormers"),

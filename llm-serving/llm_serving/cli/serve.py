@@ -1,4 +1,4 @@
-"""The commands `serve`, `start` and `stop` (a server in the background), and `run-batch` (no HTTP server)."""
+"""The commands `serve`, and `start` and `stop` for a server in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from llm_serving.cli.arguments import EXIT_FAILED, Subcommands, add_command, add_config_arguments, load_servable, say
+from llm_serving.cli.arguments import Subcommands, add_command, add_config_arguments, load_servable, say
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.process import command_of
 from llm_serving.errors import ConfigError, LLMServingError
@@ -43,16 +43,6 @@ def add_to(commands: Subcommands) -> None:
     stop = add_command(commands, "stop", run_stop, "stop servers that `start` started")
     stop.add_argument("--port", type=int, metavar="N", help="stop only the server on this port")
     _add_run_dir(stop)
-    batch = add_command(
-        commands, "run-batch", run_file, "answer a file of requests without a server; an interrupted run is resumed"
-    )
-    batch.add_argument(
-        "source", type=Path, metavar="IN", help="file of requests: JSON lines with custom_id, method, url and body"
-    )
-    batch.add_argument(
-        "target", type=Path, metavar="OUT", help="file for the answers, in order; failed lines go to OUT.errors"
-    )
-    add_config_arguments(batch)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -84,18 +74,6 @@ def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
 
 def run_stop(arguments: argparse.Namespace) -> int:
     return stop(arguments.run_dir, arguments.port)
-
-
-def run_file(arguments: argparse.Namespace) -> int:
-    if not arguments.source.is_file():
-        raise ConfigError(f"{arguments.source}: no such file")
-    config = load_servable(arguments)
-    configure_logging(config.serving.log_level, "master")
-    from llm_serving import master
-
-    counts = master.run_batch(config, arguments.source, arguments.target)
-    say(f"{arguments.target}: {counts.completed} of {counts.total} lines answered, {counts.failed} refused or failed")
-    return EXIT_FAILED if counts.failed else 0
 
 
 class StartError(LLMServingError):

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -30,11 +30,9 @@ from llm_serving.errors import RequestError
 from llm_serving.log import get_logger
 from llm_serving.server.admin.advice import Advisor
 from llm_serving.server.admin.live import LiveFeed
-from llm_serving.server.batches.file_run import UNFINISHED, answer_file
 from llm_serving.server.batches.internal_client import InternalClient
 from llm_serving.server.batches.runner import Ask, Batches
-from llm_serving.server.batches.schemas import RequestCounts
-from llm_serving.server.batches.store import BatchStore, lock_of
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.generation.response import ResponseBuffers
 from llm_serving.server.http.listener import OpenFiles, bind
 from llm_serving.server.http.server import HttpServer, check_variables
@@ -309,22 +307,3 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
         shares=quota,
         bounds_answers=path is None,
     )
-
-
-async def run_file(
-    engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
-) -> RequestCounts:
-    """Answer a file of requests with an engine that has not started. Raise ConfigError if the files cannot be used."""
-    unfinished = Path(f"{target}{UNFINISHED}")
-    batches = open_batches(engine, build_site(engine).internal, unfinished)
-    assert batches is not None
-    engine.start()
-    try:
-        await batches.start()
-        counts = await answer_file(batches, source, target, on_progress, lambda: engine.failure)
-    finally:
-        await batches.stop()
-        await engine.stop()
-    unfinished.unlink()
-    lock_of(unfinished).unlink()
-    return counts

@@ -52,7 +52,7 @@ def test_batch_lines_are_independent_of_file_pieces():
     lines = jsonl(line("a"), line("b")) + b"\n\n"
     for size in (1, 7, len(lines)):
         pieces = [lines[i : i + size] for i in range(0, len(lines), size)]
-        assert [number for number, _ in module._lines_of(pieces)] == [1, 2]
+        assert [number for number, _ in module.lines_of(pieces)] == [1, 2]
         assert module.check_lines(pieces, "/v1/completions") == []
 
 

@@ -300,7 +300,7 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
     errors: list[LineError] = []
     ids: dict[str, int] = {}
     num_lines = 0
-    for number, text in _lines_of(pieces):
+    for number, text in lines_of(pieces):
         num_lines += 1
         if len(text) > MAX_LINE_BYTES or num_lines > MAX_LINES:
             rule = f"a batch has at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes"
@@ -311,13 +311,6 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
             if len(errors) == MAX_ERRORS:
                 break
     return errors if num_lines else [LineError("empty_file", "the file has no lines", None)]
-
-
-def first_url(pieces: Iterable[bytes]) -> str:
-    try:
-        return next((msgspec.json.decode(text, type=Line).url for _, text in _lines_of(pieces)), "")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
 
 
 def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
@@ -331,7 +324,7 @@ def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
         store.save(batch)
         return batch
     batch.status, batch.in_progress_at = "in_progress", int(now)
-    lines = _lines_of(store.chunks(batch.input_file_id))
+    lines = lines_of(store.chunks(batch.input_file_id))
     store.add_lines(batch, (msgspec.json.decode(text, type=Line) for _, text in lines))
     return batch
 
@@ -364,7 +357,7 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
     return None
 
 
-def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+def lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield (number from 1, text) of nonblank lines. A line over `MAX_LINE_BYTES` may be yielded incomplete."""
     rest, number = b"", 0
     for piece in chain(pieces, [b"\n"]):

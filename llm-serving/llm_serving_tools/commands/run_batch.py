@@ -1,23 +1,90 @@
-"""Answers one file of requests offline. An interrupted run continues where it stopped."""
+"""`llm-serving run-batch`: answer one file of requests without a server. An interrupted run continues."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+from llm_serving.cli.arguments import EXIT_FAILED, add_config_arguments, load_servable, say
+from llm_serving.config.schema import ServingConfig
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, LLMServingError
-from llm_serving.server.batches.runner import Batches, first_url
-from llm_serving.server.batches.schemas import Batch, RequestCounts
-from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_file, new_id
+from llm_serving.hub.base import DownloadProgress
+from llm_serving.log import configure_logging
+from llm_serving.server.app import build_site, open_batches
+from llm_serving.server.batches.runner import Batches, lines_of
+from llm_serving.server.batches.schemas import Batch, Line, RequestCounts
+from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, lock_of, new_file, new_id
 
 POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40
 UNFINISHED: Final = ".unfinished"
 """Suffix of the database next to the output file, which holds the progress of a run."""
 ERRORS: Final = ".errors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, metavar="IN", help="file of requests: JSON lines with custom_id, method, url and body"
+    )
+    parser.add_argument(
+        "target", type=Path, metavar="OUT", help="file for the answers, in order; failed lines go to OUT.errors"
+    )
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.source.is_file():
+        raise ConfigError(f"{arguments.source}: no such file")
+    config = load_servable(arguments)
+    configure_logging(config.serving.log_level, "master")
+    counts = run_batch(config, arguments.source, arguments.target)
+    say(f"{arguments.target}: {counts.completed} of {counts.total} lines answered, {counts.failed} refused or failed")
+    return EXIT_FAILED if counts.failed else 0
+
+
+def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
+    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError if that fails."""
+    from llm_serving.executor.cluster.placement import open_placement
+    from llm_serving.master import build
+
+    if config.models:
+        raise ConfigError(
+            "run-batch serves one model: `models` must not be given. For several models, send batches to a server"
+        )
+    with DownloadProgress(unit="line") as bar:
+
+        def show(counts: RequestCounts) -> None:
+            bar.total = counts.total or None
+            bar.update(counts.completed + counts.failed - bar.n)
+
+        with open_placement(config) as placement:
+            return asyncio.run(run_file(build(config, placement), source, target, show))
+
+
+async def run_file(
+    engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
+) -> RequestCounts:
+    """Answer a file of requests with an engine that has not started. Raise ConfigError if the files cannot be used."""
+    unfinished = Path(f"{target}{UNFINISHED}")
+    batches = open_batches(engine, build_site(engine).internal, unfinished)
+    assert batches is not None
+    engine.start()
+    try:
+        await batches.start()
+        counts = await answer_file(batches, source, target, on_progress, lambda: engine.failure)
+    finally:
+        await batches.stop()
+        await engine.stop()
+    unfinished.unlink()
+    lock_of(unfinished).unlink()
+    return counts
 
 
 async def answer_file(
@@ -63,7 +130,7 @@ async def _start_file_run(batches: Batches, source: Path, digest: str) -> Batch:
     await batches.stored(BatchStore.add_file, about, "", _pieces(source), now)
     batch = Batch(
         id=new_id("batch"),
-        endpoint=first_url(_pieces(source)),
+        endpoint=_first_url(source),
         input_file_id=about.id,
         created_at=int(now),
         expires_at=NEVER,
@@ -97,3 +164,10 @@ def _pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES):
             yield piece
+
+
+def _first_url(path: Path) -> str:
+    try:
+        return next((msgspec.json.decode(text, type=Line).url for _, text in lines_of(_pieces(path))), "")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
