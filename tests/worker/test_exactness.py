@@ -5,7 +5,8 @@ from llm_serving.backends import BACKENDS
 from llm_serving.cli.main import main
 from llm_serving.core.enums import ExactnessName
 from llm_serving.errors import ConfigError
-from llm_serving.worker.exactness import GUARANTEES, OF_EXPERTS, check_block_size, guarantee, guarantees_on_ascend
+from llm_serving.worker.exactness import GUARANTEES, OF_EXPERTS, check_block_size, guarantee
+from llm_serving_tools.commands.check_config import guarantees_on_ascend
 from support.tables import PROJECT
 
 pytestmark = pytest.mark.mindspore

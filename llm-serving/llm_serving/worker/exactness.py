@@ -55,22 +55,6 @@ def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> s
     return GUARANTEES[ExactnessName(exactness), backend_name]
 
 
-PACKAGES: Final = "`ms_custom_ops` and the CANN package `ops-batchinvariant`"
-
-
-def guarantees_on_ascend(exactness: str, *, is_native: bool, has_experts: bool) -> Mapping[str, str]:
-    """Return {condition: guarantee} for WorkAgents on Ascend. A condition says which packages are installed; it is ""
-    if the guarantee does not depend on them. `is_native`: whether the network is this project's own, not read from
-    exported graphs. `has_experts`: see `guarantee`.
-    """
-    if exactness == ExactnessName.FAST:
-        return {"": guarantee(exactness, "ascend_fast")}
-    if not is_native:
-        return {"": guarantee(exactness, "ascend")}
-    invariant = guarantee(exactness, "ascend_invariant", has_experts)
-    return {f"with {PACKAGES}": invariant, "without both": guarantee(exactness, "ascend")}
-
-
 _BLOCKS_JOINED: Final = (64, 128)
 """Block sizes for which PagedAttention's order of sums depends on other rows: it takes 256 keys of a row at a time if
 any context of the step has 256 tokens, and 128 otherwise."""

@@ -7,7 +7,8 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.errors import ModelError
-from llm_serving.text.tokenizer.tokenizer import Tokenizer, describe_end_tokens
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from llm_serving_tools.commands.check_config import describe_end_tokens
 from sentencepiece import SentencePieceProcessor
 from support.gguf_files import gguf_bytes
 from support.tokenizer_files import byte_level_folder

@@ -9,7 +9,8 @@ from pathlib import Path
 import llm_serving.demo_model
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
-from llm_serving.text.tokenizer.tokenizer import Tokenizer, describe_end_tokens, notice_of_unknown_tokens
+from llm_serving.text.tokenizer.tokenizer import Tokenizer, notice_of_unknown_tokens
+from llm_serving_tools.commands.check_config import describe_end_tokens
 
 DEMO = Path(llm_serving.demo_model.__file__).parent
 

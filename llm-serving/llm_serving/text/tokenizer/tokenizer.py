@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.config.sections.model import ModelConfig
-from llm_serving.core.sampling_params import GENERATION_CONFIG, generation_end_ids
+from llm_serving.core.sampling_params import generation_end_ids
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.gguf import is_gguf
-from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+from llm_serving.models.spec import ModelSpec
 from llm_serving.text.answer_parser import REASONING_FORMATS
 from llm_serving.text.chat_template import Conversations, read_templates, templates_of
 from llm_serving.text.tokenizer import tiktoken
@@ -281,32 +280,3 @@ def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None
 
 def _quoted(tokenizer: Tokenizer, token_id: int) -> str:
     return json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)
-
-
-def describe_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a line for each end token: id, text, and the files that name it. Raise ModelError for a damaged file."""
-    folder = model.model_path
-    assert folder is not None
-    return [
-        f"{token_id} {json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)} ({', '.join(names)})"
-        for token_id, names in _sources(model, folder, tokenizer).items()
-    ] or ["nothing but its length"]
-
-
-def _sources(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> dict[int, list[str]]:
-    own = ModelSpec.from_folder(folder).eos_token_ids
-    generation = generation_end_ids(folder)
-    configured = [] if model.end_token is None or model.end_token in own else [model.end_token]
-    of_tokenizer = [
-        each for each in tokenizer.eos_token_ids if each == tokenizer.eos_token_id or each not in generation
-    ]
-    names: dict[int, list[str]] = {}
-    for name, ids in (
-        ("model_config.end_token", configured),
-        (CONFIG_NAME, own),
-        (GENERATION_CONFIG, generation),
-        ("tokenizer", of_tokenizer),
-    ):
-        for token_id in ids:
-            names.setdefault(token_id, []).append(name)
-    return names
