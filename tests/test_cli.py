@@ -12,8 +12,7 @@ from pathlib import Path
 import llm_serving
 import msgspec
 import pytest
-from llm_serving.cli import serve
-from llm_serving.cli.arguments import FLAGS, REFUSED
+from llm_serving.cli.arguments import FLAGS, REFUSED, StartError
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
@@ -21,6 +20,7 @@ from llm_serving.config.schema import RULES
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
 from llm_serving.recording.records import Decided
 from llm_serving.server.middleware.authentication import hash_key
+from llm_serving_tools.commands import start as start_command
 from support.factories import create_request, run_step
 from support.recordings import MemoryFiles, create_recorded, read, seal, with_record
 from support.small_model import write_small_model
@@ -197,7 +197,9 @@ KEY = "sesame-open-the-door"
 @pytest.mark.parametrize("by_flag", [True, False])
 def test_api_key_is_kept_and_passed_on_as_its_hash(by_flag, model, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(serve, "start", lambda config, arguments, run_dir: started.append((config, arguments)) or 0)
+    monkeypatch.setattr(
+        start_command, "start", lambda config, arguments, run_dir: started.append((config, arguments)) or 0
+    )
     monkeypatch.setenv("LLM_SERVING_API_KEY", "another-key-another" if by_flag else KEY)
     flag = ["--api-key", KEY] if by_flag else []
     assert main(["start", "--run-dir", str(tmp_path), "--model", model, "--port", "9001", *flag]) == 0
@@ -296,9 +298,9 @@ def test_each_failure_has_its_exit_code(error, code, served, model, monkeypatch,
 @pytest.mark.parametrize(("its_code", "code"), [(3, 3), (2, 2), (-9, 1)])
 def test_start_exits_with_the_code_of_its_server(its_code, code, model, monkeypatch, capsys, tmp_path):
     def start(*arguments):
-        raise serve.StartError("the server did not become ready", its_code)
+        raise StartError("the server did not become ready", its_code)
 
-    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(start_command, "start", start)
     assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == code
 
 
@@ -306,7 +308,7 @@ def test_ctrl_c_during_start_prints_no_traceback(model, monkeypatch, capsys, tmp
     def start(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(start_command, "start", start)
     assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

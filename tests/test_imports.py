@@ -72,7 +72,6 @@ LAYERS = {
     "worker": Layer(6, WORKER),
     "work_agent": Layer(7, WORKER),
     "offline": Layer(8, TOP),
-    "log_keeper": Layer(8, TOP),
     "cli": Layer(8.05, TOP),
     "__main__": Layer(8.2, TOP),
 }
@@ -255,7 +254,7 @@ def test_tools_import_only_parts_below_the_commands():
         imports_above(
             TOOLS,
             6.5,
-            commands={"commands", "new_folder.py", "server_client.py"},
+            commands={"commands", "background_server.py", "new_folder.py", "server_client.py"},
             except_for={"check_config.py", "export.py", "mindir.py", "calibration.py"},
         )
         == []

@@ -17,13 +17,15 @@ import msgspec
 import psutil
 import pytest
 import trustme
-from llm_serving.cli import serve
-from llm_serving.cli.serve import ServerRecord, StartError, curl_line, start, stop
+from llm_serving.cli.arguments import StartError
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.errors import ConfigError
+from llm_serving_tools import background_server
+from llm_serving_tools.background_server import ServerRecord, stop
+from llm_serving_tools.commands.start import curl_line, start
 from support.server_process import free_ports
 
 
@@ -128,7 +130,7 @@ class TestStop:
 
     def test_stop_waits_for_the_log_of_an_ended_server(self, tmp_path, monkeypatch):
         awaited = []
-        monkeypatch.setattr(serve, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))
+        monkeypatch.setattr(background_server, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))
         with a_process() as keeper, a_process() as server:
             record = msgspec.structs.replace(record_of(server.pid), log_keeper=keeper.pid)
             write(tmp_path, record)
@@ -170,7 +172,7 @@ class TestStart:
 
         def run_instead(script):
             program = tmp_path / "program"
-            keeper = f'[ "$2" != llm_serving.log_keeper ] || exec {shlex.quote(sys.executable)} "$@"'
+            keeper = f'[ "$2" != llm_serving_tools.log_keeper ] || exec {shlex.quote(sys.executable)} "$@"'
             program.write_text(f"#!/bin/sh\n{keeper}\n{script}\n")
             program.chmod(0o755)
             monkeypatch.setattr(sys, "executable", str(program))
@@ -222,7 +224,7 @@ class TestStart:
         run_instead("exit 3")
         folder = tmp_path / str(port)
         folder.mkdir()
-        with serve._starting(folder, port):
+        with background_server._starting(folder, port):
             with pytest.raises(ConfigError, match=f"a server is being started on port {port}"):
                 start(a_config(port), [], tmp_path)
             assert not (folder / "server.json").exists()
@@ -230,7 +232,7 @@ class TestStart:
             start(a_config(port), [], tmp_path)
 
     def test_start_distinguishes_its_server_from_another_on_the_port(self, tmp_path, run_instead, monkeypatch):
-        monkeypatch.setattr(serve, "_health", lambda record: (True, "ready"))
+        monkeypatch.setattr(background_server, "_health", lambda record: (True, "ready"))
         (port,) = free_ports(1)
         run_instead("echo 'the port is in use'; exit 3")
         with pytest.raises(StartError, match="the port is in use"):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from llm_serving.log_keeper import READ_BYTES, read_lines
+from llm_serving_tools.log_keeper import READ_BYTES, read_lines
 
 
 def lines_of(*chunks: bytes) -> list[str]:
@@ -36,7 +36,7 @@ def test_read_lines_splits_an_endless_line(monkeypatch):
 
 
 def keeper(path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "llm_serving.log_keeper", str(path), str(2**20), "2"]
+    command = [sys.executable, "-m", "llm_serving_tools.log_keeper", str(path), str(2**20), "2"]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

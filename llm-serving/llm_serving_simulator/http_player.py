@@ -37,7 +37,7 @@ def temporary_server(
     the exit.
     """
     # Not imported with the module, because simulations need no commands.
-    from llm_serving.cli import serve
+    from llm_serving_tools.background_server import start_silently, stop
     from llm_serving_tools.signals import ended_in_order
 
     with bind("127.0.0.1", 0) as listener:
@@ -52,11 +52,11 @@ def temporary_server(
     for name, value in (("--config", path), ("--model", model)):
         arguments += [] if value is None else [name, str(value)]
     with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder, ended_in_order():
-        serve.start_silently(config, arguments, Path(folder))
+        start_silently(config, arguments, Path(folder))
         try:
             yield config
         finally:
-            serve.stop(Path(folder), None)
+            stop(Path(folder), None)
 
 
 class CpuInterference:

@@ -17,7 +17,7 @@ def test_module_command_ignores_modules_in_the_working_directory(tmp_path):
         (tmp_path / name).write_text("raise SystemExit('this is not what was meant')\n")
     log = tmp_path / "server.log"
     log.touch()
-    command = command_of("llm_serving.log_keeper", str(log), "1048576", "2")
+    command = command_of("llm_serving_tools.log_keeper", str(log), "1048576", "2")
     subprocess.run(command, cwd=tmp_path, input=b"a line\n", check=True, timeout=60)
     assert log.read_text() == "a line\n"
 

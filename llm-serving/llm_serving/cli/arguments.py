@@ -15,7 +15,7 @@ from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.model_size import ModelSize, model_size
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
-from llm_serving.errors import ConfigError, ModelError
+from llm_serving.errors import ConfigError, LLMServingError, ModelError
 from llm_serving.formats.folder import weight_files
 from llm_serving.formats.gguf import files_of
 from llm_serving.hub import download
@@ -115,6 +115,14 @@ REFUSED: Final = (
     RefusedFlag("--trust-remote-code", "the server never runs code of a model folder"),
     RefusedFlag("--chat-template", "the template is read from the model folder's tokenizer_config.json"),
 )
+
+
+class StartError(LLMServingError):
+    """The server exited before it was ready. `message` is the end of its log."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def add_command(commands: Subcommands, name: str, run: Runner, text: str) -> argparse.ArgumentParser:

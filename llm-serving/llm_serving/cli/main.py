@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.cli import config, serve
-from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
-from llm_serving.cli.serve import StartError
+from llm_serving.cli.arguments import EXIT_FAILED, StartError, Subcommands
 from llm_serving.core.process import import_optional
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
@@ -40,6 +39,8 @@ class PackageCommand:
 
 COMMANDS: Final = (
     serve,
+    PackageCommand("start", TOOLS, "serve in the background; return when the server is ready"),
+    PackageCommand("stop", TOOLS, "stop servers that `start` started"),
     PackageCommand("run-batch", TOOLS, "answer a file of requests without a server; an interrupted run is resumed"),
     PackageCommand("verify", RECEIPTS, "compute the responses of receipts again and report differences"),
     PackageCommand("models", TOOLS, "list the models in the local caches, or show the memory that a model needs"),

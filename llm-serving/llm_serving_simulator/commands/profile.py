@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 from llm_serving import __version__
-from llm_serving.cli.arguments import add_config_arguments, load_servable, say
-from llm_serving.cli.serve import StartError
+from llm_serving.cli.arguments import StartError, add_config_arguments, load_servable, say
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.hub.base import DownloadProgress

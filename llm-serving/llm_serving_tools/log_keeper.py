@@ -1,4 +1,4 @@
-"""`python -m llm_serving.log_keeper FILE BYTES FILES`: copy standard input to rotating log files.
+"""`python -m llm_serving_tools.log_keeper FILE BYTES FILES`: copy standard input to rotating log files.
 
 `llm-serving start` pipes the output of the server and its WorkAgents into this process. So the last lines of a crashed
 process are still written, and slow disks do not block the server. It exits when all writers have exited.
