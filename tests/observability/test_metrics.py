@@ -222,7 +222,7 @@ def test_metrics_count_preemptions_cache_hits_violations_audits_and_restarts():
     metrics.record_bound_violations(1)
     metrics.shares_broken(1, 2)
     metrics.record_audit(differs=True)
-    metrics.record_worker_restart()
+    metrics.add(worker_restarts=1)
     values = scrape(metrics)
     assert values[("vllm:num_preemptions_total",)] == 3
     assert values[("vllm:prefix_cache_queries_total",)] == 100

@@ -267,7 +267,7 @@ class AsyncEngine:
         return stream
 
     def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
-        self.metrics.record_coalesced()
+        self.metrics.add(shared_answers=1)
         self._requests.record_coalesced(client_id, shared.request_id)
         opened = self._requests.by_id.get(shared.request_id)
         if opened is not None and opened.request.http_timings is not None:

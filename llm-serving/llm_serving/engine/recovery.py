@@ -106,7 +106,7 @@ class Recovery:
                 logger.error("WorkAgent %d was not restarted: %s", self._index, reason)
                 self._on_restart_attempt(reason)
         self.restarting = None
-        self._metrics.record_worker_restart()
+        self._metrics.add(worker_restarts=1)
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:

@@ -192,12 +192,10 @@ class Metrics(Collector):
         self.classes.record_finished(priority, reason, ttft_s, tpot_s, e2e_s)
 
     def record_preempted(self, priorities: Sequence[int]) -> None:
-        self._add({"vllm:num_preemptions_total": len(priorities)})
+        with self._lock:
+            self._counts["vllm:num_preemptions_total"] += len(priorities)
         for priority in priorities:
             self.classes.record_preempted(priority)
-
-    def record_coalesced(self) -> None:
-        self._add({"llm_serving:shared_answers_total": 1})
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
         with self._lock:
@@ -207,7 +205,7 @@ class Metrics(Collector):
                     by_proposer[proposer] += count
 
     def record_bound_violations(self, count: int) -> None:
-        self._add({"llm_serving:bound_violations_total": count})
+        self.add(bound_violations=count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
         """Count requests above their tenant's limit, and slots given to a class that was not entitled to them."""
@@ -217,23 +215,18 @@ class Metrics(Collector):
                     self.num_shares_broken[name] += number
 
     def record_audit(self, *, differs: bool) -> None:
-        self._add({"llm_serving:audits_total": 1, "llm_serving:audit_mismatch_total": int(differs)})
+        self.add(audits=1, audit_mismatch=int(differs))
 
     def reloaded(self, outcome: str) -> None:
         with self._lock:
             self._reloads[outcome] += 1
 
-    def record_worker_restart(self) -> None:
-        self._add({"llm_serving:worker_restarts_total": 1})
-
     def record_swaps(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:
         kinds = Counter(move.kind for move in moves)
-        self._add(
-            {
-                "llm_serving:swapped_out_requests_total": sum(preemption.swapped for preemption in preemptions),
-                "llm_serving:swapped_out_blocks_total": kinds[BlockMoveKind.SWAP_OUT],
-                "llm_serving:swapped_in_blocks_total": kinds[BlockMoveKind.SWAP_IN],
-            }
+        self.add(
+            swapped_out_requests=sum(preemption.swapped for preemption in preemptions),
+            swapped_out_blocks=kinds[BlockMoveKind.SWAP_OUT],
+            swapped_in_blocks=kinds[BlockMoveKind.SWAP_IN],
         )
 
     def record_migrated(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
@@ -241,41 +234,36 @@ class Metrics(Collector):
         the time from its last step on the old replica to its first step here.
         """
         num_blocks = sum(move.kind == BlockMoveKind.IMPORT for move in moves)
-        self._add(
-            {
-                "llm_serving:moved_requests_total": len(seconds),
-                "llm_serving:moved_blocks_total": num_blocks,
-                "llm_serving:moved_bytes_total": num_blocks * self.block_bytes,
-                "llm_serving:move_seconds_total": sum(seconds),
-            }
+        self.add(
+            moved_requests=len(seconds),
+            moved_blocks=num_blocks,
+            moved_bytes=num_blocks * self.block_bytes,
+            move_seconds=sum(seconds),
         )
 
     def record_disk_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
         """Count a disk lookup of prompt blocks. `num_bytes`: size of all files, or -1 if the folder cannot be used."""
         self._disk_bytes = num_bytes
-        self._add(
-            {
-                "llm_serving:disk_cache_queried_blocks_total": num_looked_up,
-                "llm_serving:disk_cache_hit_blocks_total": num_read,
-                "llm_serving:disk_cache_read_bytes_total": num_read * self.block_bytes,
-                "llm_serving:disk_cache_damaged_blocks_total": num_damaged,
-            }
+        self.add(
+            disk_cache_queried_blocks=num_looked_up,
+            disk_cache_hit_blocks=num_read,
+            disk_cache_read_bytes=num_read * self.block_bytes,
+            disk_cache_damaged_blocks=num_damaged,
         )
 
     def record_disk_stored(self, num_written: int, num_evicted: int, num_bytes: int) -> None:
         self._disk_bytes = num_bytes
-        self._add(
-            {
-                "llm_serving:disk_cache_written_blocks_total": num_written,
-                "llm_serving:disk_cache_written_bytes_total": num_written * self.block_bytes,
-                "llm_serving:disk_cache_evicted_blocks_total": num_evicted,
-            }
+        self.add(
+            disk_cache_written_blocks=num_written,
+            disk_cache_written_bytes=num_written * self.block_bytes,
+            disk_cache_evicted_blocks=num_evicted,
         )
 
-    def _add(self, counts: Mapping[str, float]) -> None:
+    def add(self, **counts: float) -> None:
+        """Add to counters, whose names are `llm_serving:`, the name of the argument, and `_total`."""
         with self._lock:
             for name, count in counts.items():
-                self._counts[name] += count
+                self._counts[f"llm_serving:{name}_total"] += count
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
