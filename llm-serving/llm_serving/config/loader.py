@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from llm_serving.config import legacy
 from llm_serving.config.model_size import check_device_memory
-from llm_serving.config.models import OF_ROWS, ModelRow, combine, read_rows
+from llm_serving.config.models import OF_ROWS, ModelRow, combine, read_row
 from llm_serving.config.models import SECTION as MODELS
 from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
 from llm_serving.config.rules import nearest
@@ -80,7 +80,8 @@ def load_config(
             downloaded to check that the model is supported.
     """
     sections = [] if path is None else list(_sections(read_yaml(path)))
-    rows = [row for section, content in sections if section == MODELS for row in read_rows(content)]
+    models = [content for section, content in sections if section == MODELS]
+    rows = [read_row(name, item) for content in models for name, item in content.items()]
     if not rows:
         return _load(path, sections, overrides, model)
     if model is not None:

@@ -46,12 +46,8 @@ class ModelRow:
     load: bool = True
 
 
-def read_rows(content: Located) -> list[ModelRow]:
-    """Return the models in the section `models`. Raise ConfigError if a name, a key or a value breaks its rule."""
-    return [_read_row(name, item) for name, item in content.items()]
-
-
-def _read_row(name: str, content: Located) -> ModelRow:
+def read_row(name: str, content: Located) -> ModelRow:
+    """Return a model in the section `models`. Raise ConfigError if its name, a key or a value breaks its rule."""
     MODEL_NAME.value_of(f"a name in `{SECTION}`", name, content.where)
     row = ModelRow(name, content.where)
     for key, item in content.items():

@@ -135,11 +135,6 @@ def _quieten(mindformers_logger: logging.Logger) -> None:
             handler.close()
 
 
-def silently() -> contextlib.redirect_stdout[io.StringIO]:
-    """Return a context that suppresses the table that MindFormers prints while it builds a network."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
     *names, attribute = path.split(".")
     cell: Any = network
@@ -217,7 +212,7 @@ def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     if backend.name == "cpu":
         for module, replaced in operators_for_cpu.REPLACED.items():
             vars(module_of_mindformers(module)).update(replaced)
-    with silently():
+    with contextlib.redirect_stdout(io.StringIO()):  # MindFormers prints a table while it builds a network
         network = make_network(make_config(**config_arguments(spec, backend.dtype, max_positions)))
     network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention in every step
     model: nn.Cell = network.model

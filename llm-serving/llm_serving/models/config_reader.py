@@ -60,7 +60,8 @@ class ConfigReader:
         value = self._value(key, default)
         largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
-            raise self.fail(key, f"must be an integer >= {least}{_upper(key)}")
+            upper = f" and <= {largest}" if key in _LARGEST else ""
+            raise self.fail(key, f"must be an integer >= {least}{upper}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -134,7 +135,3 @@ class ConfigReader:
         if len(items) > MAX_TOKEN_IDS:
             raise self.fail(key, f"must have at most {MAX_TOKEN_IDS} token ids")
         return tuple(item for item in items if item >= 0)
-
-
-def _upper(key: str) -> str:
-    return f" and <= {_LARGEST[key]}" if key in _LARGEST else ""

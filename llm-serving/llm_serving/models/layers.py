@@ -52,9 +52,6 @@ class MtpNames:
     projection: str
     norm: str
 
-    def count(self, c: ConfigReader) -> int:
-        return c.integer(self.count_key, self.default, least=0)
-
 
 NEXTN: Final = MtpNames("num_nextn_predict_layers", 0, None, ("enorm", "hnorm"), "eh_proj", "shared_head.norm")
 """Names in DeepSeek-V3 and later, and in GLM-4.5 and later."""
@@ -132,7 +129,7 @@ def decoder(
             added instead of the main network.
     """
     count = c.integer("num_hidden_layers")
-    if c.of_mtp and mtp_names is not None and mtp_names.count(c):
+    if c.of_mtp and mtp_names is not None and c.integer(mtp_names.count_key, mtp_names.default, least=0):
         return _mtp_decoder(net, mtp_names, layer, count, f"{layers}.{count}.")
     hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
     for index in range(count):

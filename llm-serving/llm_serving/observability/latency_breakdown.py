@@ -217,7 +217,8 @@ class _SpanBuilder:
         if state.kind == "waiting":
             return Part.QUEUED, why_queued(self._record, self._decisions[decision].blocked if decision >= 0 else None)
         if state.preempted is not None:
-            return Part.PREEMPTED, f"by class {state.preempted.by_class}, {_preemption_mode(state.preempted)}"
+            mode = "swap" if state.preempted.swapped else "recompute"
+            return Part.PREEMPTED, f"by class {state.preempted.by_class}, {mode}"
         if step is None:
             return Part.DEVICE, "between steps"
         if step.number < state.first_step:
@@ -248,10 +249,6 @@ def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
     if blocked.class_name == own.name:
         return f"its own class, earlier ({blocked.reason})"
     return f"class {blocked.class_name} ahead ({blocked.reason})"
-
-
-def _preemption_mode(preempted: Preempted) -> str:
-    return "swap" if preempted.swapped else "recompute"
 
 
 def _is_missed(record: RequestRecord, events: EventSnapshot) -> bool:

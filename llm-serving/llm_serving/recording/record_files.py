@@ -26,7 +26,7 @@ class RecordFiles:
         self._name = name
         self._max_files = max_files
         self._file: BinaryIO | None = None
-        self._is_open = True
+        self.is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
         self._pending_bytes = 0
@@ -35,10 +35,6 @@ class RecordFiles:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"record-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
 
     def begin(self, data: bytes) -> None:
         self._put(True, data)
@@ -63,19 +59,19 @@ class RecordFiles:
 
     def _run(self) -> None:
         try:
-            while self._is_open:
+            while self.is_open:
                 self._filled.wait()
                 self._closing.wait(BATCH_S)
                 is_last = self._closing.is_set()
                 self._filled.clear()
                 self._write()
                 if is_last:
-                    self._is_complete = self._is_open
+                    self._is_complete = self.is_open
                     return
         except OSError as error:
             self._stop(str(error))
         finally:
-            self._is_open = False
+            self.is_open = False
             if self._file is not None:
                 self._file.close()
 
@@ -115,8 +111,8 @@ class RecordFiles:
         return sorted((int(match[1]), path) for match, path in matches if match is not None)
 
     def _stop(self, reason: str) -> None:
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             logger.error("%s: stopped the recording, serving continues: reason=%s", self._name, reason)
         with self._lock:
             self._pending, self._pending_bytes = [], 0

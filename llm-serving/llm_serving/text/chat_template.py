@@ -296,13 +296,16 @@ class Conversations:
 
     def source(self, *, with_tools: bool) -> str:
         """Return the text of the template for conversations with or without tools, or "" if there is none."""
-        names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
-        return next((self._templates[name].source for name in names if name in self._templates), "")
+        template = self._template(with_tools)
+        return "" if template is None else template.source
+
+    def _template(self, with_tools: bool) -> ChatTemplate | None:
+        default = self._templates.get(DEFAULT)
+        return self._templates.get(TOOL_USE, default) if with_tools else default
 
     def _choose(self, with_tools: bool) -> ChatTemplate:
-        for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):
-            if name in self._templates:
-                return self._templates[name]
+        if (template := self._template(with_tools)) is not None:
+            return template
         if not self._names:
             raise RequestError("messages", "cannot be rendered: the model has no chat template; use /v1/completions")
         known = ", ".join(self._names)

@@ -45,7 +45,7 @@ class TypedText:
     def _with_sentinels(self, value: Any, sentinel: str) -> Any:
         if isinstance(value, str):
             while self._pattern is not None and self._pattern.search(value):  # special tokens may overlap
-                value = self._pattern.sub(lambda found: _split(found[0], sentinel), value)
+                value = self._pattern.sub(lambda found: f"{found[0][0]}{sentinel}{found[0][1:]}", value)
             return value
         if isinstance(value, Mapping):
             return {
@@ -73,7 +73,3 @@ class TypedText:
             if whole[: len(before)] == before and has_same_start:
                 return ids
         return self._encode(self._context + part, False)[1 if self._context else 0 :]
-
-
-def _split(token: str, sentinel: str) -> str:
-    return f"{token[0]}{sentinel}{token[1:]}"
