@@ -86,10 +86,12 @@ class RequestOutput(Struct, gc=False):  # one is created for each token: a datac
     @property
     def num_bytes(self) -> int:
         size = PIECE_BYTES + len(self.text)
-        size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
+        if self.logprobs:
+            size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
         if (of_prompt := self.prompt_logprobs) is not None:
             size += sum(getattr(of_prompt, each.name).nbytes for each in fields(of_prompt))
-        size += sum(each.num_bytes for each in self.beams)
+        if self.beams:
+            size += sum(each.num_bytes for each in self.beams)
         return size if self.vector is None else size + self.vector.nbytes
 
     @property

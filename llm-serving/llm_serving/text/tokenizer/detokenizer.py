@@ -106,8 +106,10 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop_str_in_output
         self._drop_space = tokenizer.strips_leading_space and not any(map(self._bytes_of, prompt_token_ids))
         self.stop_string: str | None = None
-        for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
-            self._decode(token_id)
+        # Most prompts end with whole characters, so that the decoder needs no context.
+        if prompt_token_ids and not (0 <= (last := prompt_token_ids[-1]) < len(self._texts) and self._texts[last]):
+            for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
+                self._decode(token_id)
 
     def add_token(self, token_id: int) -> str:
         """Add a token, and return the text that later tokens cannot change."""
@@ -123,7 +125,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return the rest at the end of the output: U+FFFD for an incomplete character, or a partial stop string."""
-        tail = self._decoder.decode(b"", final=True)
+        tail = self._decoder.decode(b"", final=True) if self._mid_character else ""
         self._mid_character = False
         text = self._release(tail) if tail else ""
         if self._matcher is not None and self.stop_string is None:
