@@ -34,8 +34,7 @@ class InFlightSteps(NamedTuple):
 NO_STEPS: Final = InFlightSteps()
 
 
-@dataclass(frozen=True, slots=True)
-class QueueAhead:
+class QueueAhead(NamedTuple):
     """The work that a replica does before the first token of a request, including the request's own prompt."""
 
     num_requests: int
@@ -50,8 +49,7 @@ class QueueAhead:
     tenant_slots: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSpeed:
+class ReplicaSpeed(NamedTuple):
     """Measured speed of a replica. A step of `n` tokens takes `step_s` + `n` * `token_s` seconds."""
 
     limits: SchedulerLimits
