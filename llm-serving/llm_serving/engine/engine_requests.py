@@ -47,6 +47,7 @@ class Inbox:
         self.ended: str | None = None
         self.on_end: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
+        self._is_waiting = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def post(self, message: Callable[[], None]) -> None:
@@ -55,7 +56,8 @@ class Inbox:
             if self.ended is not None:
                 raise WorkerDiedError(self.ended)
             self.messages.append(message)
-            os.eventfd_write(self._wake_fd, 1)
+            if self._is_waiting:
+                os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
         """End the current call of `wait`. If there is none, end the next call at once."""
@@ -68,12 +70,17 @@ class Inbox:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until `wake`, data on `other_fd` or the timeout. Return True if only data on `other_fd` woke it."""
+        """Sleep until `wake`, a message, data on `other_fd` or the timeout. Return True if only data on `other_fd` woke
+        it.
+        """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:
             poll.register(other_fd, select.POLLIN)
-        ready = dict(poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s)))
+        self._is_waiting = True  # before it looks for messages: a later one writes to the descriptor
+        timeout_ms = 0 if self.messages else None if timeout_s is None else math.ceil(1000 * timeout_s)
+        ready = dict(poll.poll(timeout_ms))
+        self._is_waiting = False
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
             return False
