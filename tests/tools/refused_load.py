@@ -43,6 +43,7 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.errors import CapacityError
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observability.metrics import Metrics
+from msgspec import structs
 from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER
 from support.listeners import FunctionListener
 from support.simulated_clock import Clock
@@ -200,7 +201,7 @@ class World:
                 len(client.prompt) + client.num_output - 1
             )  # the fake model's token is the number of tokens before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
-        caller = replace(client.caller, source=client.source, http_timings=HttpTimings(arrived))
+        caller = structs.replace(client.caller, source=client.source, http_timings=HttpTimings(arrived))
         try:
             stream = self.master.generate(list(client.prompt), sampling, caller, request_id=str(client.number))
         except CapacityError as refusal:

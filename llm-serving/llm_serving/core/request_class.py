@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
+
+from msgspec import Struct
 
 from llm_serving.core.timings import HttpTimings
 
@@ -43,6 +47,7 @@ class RequestClass:
 
 
 STANDARD: Final = RequestClass(name="standard", rank=0, weight=4, ageing_steps=256, ttft_slo_s=5.0, tpot_slo_s=0.2)
+_RANK: Final = attrgetter("rank")
 DEFAULT_CLASSES: Final = (
     RequestClass(name="interactive", rank=-1, weight=8, ageing_steps=64, ttft_slo_s=1.0, tpot_slo_s=0.1),
     STANDARD,
@@ -52,15 +57,10 @@ DEFAULT_CLASSES: Final = (
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
     """Return the last of the `classes` (by ascending rank) whose rank is not above `priority`, or else the first."""
-    best = classes[0]
-    for each in classes:
-        if each.rank <= priority:
-            best = each
-    return best
+    return classes[max(0, bisect_right(classes, priority, key=_RANK) - 1)]
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(Struct, frozen=True, eq=False):
     """The client of a request, how urgent the request is, and which adapter it names."""
 
     priority: int = 0
@@ -69,7 +69,7 @@ class Caller:
     source: str = ""
     """Client whose retries are spread over time: name of the API key, or the client's network."""
     deadline: float | None = None
-    http_timings: HttpTimings | None = field(default=None, compare=False)
+    http_timings: HttpTimings | None = None
     adapter: int = 0
 
 

@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 RETRY_AFTER_S: Final = 1.0
 """Seconds after which a client may retry if the machine had no memory, files or threads left."""
 
+ID_HEADERS: Final = (REQUEST_ID_HEADER,)
 Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
 
 
@@ -47,7 +48,7 @@ class Endpoint:
     """Struct of the response with status 200. None if the response is not JSON, or if its JSON has no struct."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     error_response: Callable[[LLMServingError], Response] = openai_error_response
-    id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
+    id_headers: tuple[str, ...] = ID_HEADERS
     takes_form: bool = False
     is_probe: bool = False
     """Whether monitoring polls the route. A probe may have any query, because monitoring adds one to bypass caches."""
@@ -74,12 +75,12 @@ class Endpoint:
             if size > most and REQUEST_KEY in request.scope:  # the server would abort the connection
                 rule = f"must ask for an answer of at most {most} bytes (serving_config.max_buffered_bytes)"
                 raise RequestError("body", f"{rule}, or for a stream", size)
-            if (request_id := response.headers.get(REQUEST_ID_HEADER)) is not None:
+            if self.id_headers is not ID_HEADERS and (request_id := response.headers.get(REQUEST_ID_HEADER)):
                 for name in self.id_headers:
                     response.headers[name] = request_id
             if headers:
                 ignored += ignored_headers(request, headers)
-            if (in_body := getattr(request.state, "ignored_parameters", None)) is not None:
+            if (in_body := request_context_of(request).ignored_parameters) is not None:
                 ignored.insert(0, in_body)
             if ignored:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.requests import HTTPConnection
@@ -29,6 +29,8 @@ class RequestContext:
     route: str
     """The string "other" if no endpoint has the path."""
     client: str = ""
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    """Names in lower case -> values. Of a repeated header, the first value."""
     status: int | None = None
     error: str = ""
     """Kind of the error and the name of the wrong field, if any. Empty if there is no error."""
@@ -39,6 +41,10 @@ class RequestContext:
     streams_per_prompt: int = 1
     streams: Sequence[RequestStream] = ()
     """The request's streams, in the order of the prompts. Empty if nothing was generated."""
+    ignored_parameters: str | None = None
+    """Names of fields and headers that have no effect, separated by commas."""
+    read_headers: tuple[str, ...] = ()
+    """Names of the headers that a route has read, of those that `check_headers` checks."""
 
     @property
     def outputs(self) -> list[RequestOutput | None]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple, cast
 
+from msgspec import structs
 from starlette.requests import Request
 
 from llm_serving.core.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ from llm_serving.server.parsing.headers import ResponseIdentity, identify
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 from llm_serving.server.protocols.openai.schemas import CallerFields, GenerationRequest
 from llm_serving.server.receipts import ReceiptDraftProtocol, ReceiptHook
+from llm_serving.server.request_context import request_context_of
 
 INLINE_CHARS: Final = 4096
 """Maximum number of characters tokenized on the event loop. For so few, a thread would cost more than it saves."""
@@ -34,6 +36,7 @@ CALL_CHARS: Final = 64
 """Number of characters whose tokenization takes as long as a call of the tokenizer."""
 BYTES_PER_CHAR: Final = 4
 MAX_SPECIAL_TOKENS: Final = 4
+_RETRY_HEADERS: Final = frozenset((KEY_HEADER.encode(), EVENT_HEADER.encode()))
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
@@ -74,7 +77,7 @@ class ProtocolRequest(ABC):
             names: list[Any] = [getattr(body, field, None) for body in bodies for field in ("adapter_id", "model")]
             names.append(http_request.path_params.get("name"))  # the name in the URL of an older route
             if (found := next((adapters[name] for name in names if name in adapters), None)) is not None:
-                self.caller, self.adapter = replace(self.caller, adapter=found.number), found
+                self.caller, self.adapter = structs.replace(self.caller, adapter=found.number), found
         self.choices: Choices = ONE_CHOICE
         self.num_prompts = 1
 
@@ -102,15 +105,14 @@ class StartedGeneration(NamedTuple):
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
     """Wait while the model is paused or asleep. Then check, tokenize, admit and submit the request."""
     engine, http_request, body = request.engine, request.http_request, request.body
-    serving, headers = engine.config.serving, http_request.headers
+    serving = engine.config.serving
     may_be_shared = serving.coalesce_identical_requests or serving.resume_streams
     try:
         if (gate := engine.lifecycle.gate) is not None:
             waiting = within_deadline(request.caller.deadline, engine.clock, gate.enter())
             await run_until_client_leaves(http_request.receive, waiting)
-        if not (may_be_shared or KEY_HEADER in headers or EVENT_HEADER in headers) or not (
-            request.route and isinstance(body, GenerationRequest)
-        ):
+        may_be_retried = may_be_shared or not _RETRY_HEADERS.isdisjoint(request_context_of(http_request).headers)
+        if not (may_be_retried and request.route and isinstance(body, GenerationRequest)):
             identity = identify(engine, http_request, getattr(body, "request_id", None), request.id_prefix)
             return await _start(request, identity, None)
         async with claim_request(
@@ -132,7 +134,7 @@ async def _start(
 ) -> StartedGeneration:
     engine, caller, body = request.engine, request.caller, request.body
     if request.adapter is not None:
-        identity = replace(identity, model=request.adapter.name)
+        identity = identity._replace(model=request.adapter.name)
     check = await request.prepare()
     receipt: ReceiptDraftProtocol | None = None
     if isinstance(body, GenerationRequest) and body.receipt:

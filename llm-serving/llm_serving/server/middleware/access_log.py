@@ -163,9 +163,12 @@ class Accounting:
         if client and not (len(client[0]) <= MAX_ADDRESS_CHARS and client[0].isascii() and client[0].isprintable()):
             scope["client"] = client = None
         context = RequestContext(
-            http_timings, method if method in METHODS else OTHER, path if path in self.paths else OTHER
+            http_timings,
+            method if method in METHODS else OTHER,
+            path if path in self.paths else OTHER,
+            client[0] if client else "",
+            dict(reversed(scope["headers"])),
         )
-        context.client = client[0] if client else ""
         scope[CONTEXT_KEY] = context
         trace = None if self.tracer is None or path in PROBES else context_of(scope["headers"])
 

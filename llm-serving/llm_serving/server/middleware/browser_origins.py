@@ -7,7 +7,7 @@ rebinding); and `Sec-Fetch-Site`, for images and scripts, which are requested wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from starlette.middleware.cors import CORSMiddleware
@@ -67,42 +67,33 @@ class BrowserGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        origin, hosts, fetched = None, [], {}
-        for name, value in scope["headers"]:
-            if name == b"origin":
-                origin = value.decode("latin-1")
-            elif name == b"host":
-                hosts.append(value.decode("latin-1").lower())
-            elif name.startswith(b"sec-fetch-"):
-                fetched[name] = value
+        headers = request_context_of(HTTPConnection(scope)).headers
+        host = headers[b"host"].decode("latin-1").lower() if b"host" in headers else None
+        origin = headers[b"origin"].decode("latin-1") if b"origin" in headers else None
         try:
-            self._check_hosts(hosts)
+            if self._hosts is not None and host is not None:
+                self._check_host(host, self._hosts)
             if origin is not None and self._origins.isdisjoint((origin, "*")):
-                self._check_origin(origin, hosts)
+                self._check_origin(origin, host)
                 origin = None
-            elif origin is None and fetched:
-                self._check_site(fetched)
+            elif origin is None and b"sec-fetch-site" in headers:
+                self._check_site(headers)
         except PermissionDeniedError as error:
             request_context_of(HTTPConnection(scope)).error = kind_of(error)
             await openai_error_response(error)(scope, receive, send)
             return
         await (self._app if origin is None else self._cors)(scope, receive, send)
 
-    def _check_hosts(self, hosts: list[str]) -> None:
-        if self._hosts is None:
-            return
-        for host in hosts:
-            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
-            if not (name in self._hosts or is_loopback(name)):
-                self._refused("foreign_host")
-                rule = (
-                    "must be this machine's or one of serving_config.allowed_hosts, because the server needs no API key"
-                )
-                raise PermissionDeniedError("Host", rule, host)
+    def _check_host(self, host: str, allowed: Collection[str]) -> None:
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
+        if not (name in allowed or is_loopback(name)):
+            self._refused("foreign_host")
+            rule = "must be this machine's or one of serving_config.allowed_hosts, because the server needs no API key"
+            raise PermissionDeniedError("Host", rule, host)
 
-    def _check_origin(self, origin: str, hosts: list[str]) -> None:
+    def _check_origin(self, origin: str, host: str | None) -> None:
         own = origin.lower().partition("://")[2]
-        if self._needs_keys or (own and own in hosts):
+        if self._needs_keys or (own and own == host):
             return
         self._refused("foreign_origin")
         rule = "must be the server's or one of serving_config.cors_origins, because the server needs no API key"

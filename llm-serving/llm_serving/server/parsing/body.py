@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from difflib import get_close_matches
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
@@ -20,8 +21,10 @@ from starlette.requests import ClientDisconnect, Request
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError, RequestTimeoutError, RequestTooLargeError, shorten
+from llm_serving.server.http.request import REQUEST_KEY, HttpRequest
 from llm_serving.server.parsing.offload import INLINE_BYTES
 from llm_serving.server.parsing.unsupported_fields import ANY_OTHER, UNKNOWN, UNSUPPORTED, IgnoredField, RefusedField
+from llm_serving.server.request_context import request_context_of
 
 MAX_VALUES: Final = 2**19
 """Maximum number of values, enough for the token ids of a batch of long prompts. Decoding them takes about 6 ms."""
@@ -76,12 +79,14 @@ async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T],
 async def read_body(request: Request, limits: ServerConfig) -> bytes:
     """Return the complete body. Raise ClientDisconnect, RequestTooLargeError or RequestTimeoutError."""
     max_bytes = limits.max_request_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+    declared = request_context_of(request).headers.get(b"content-length", b"")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
         raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
     body = bytearray()  # not a list of chunks, in which a chunk of one byte would take forty bytes
+    http_request: HttpRequest | None = request.scope.get(REQUEST_KEY)
+    has_arrived = http_request is not None and not http_request.in_body
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
+        async with asyncio.timeout(limits.body_timeout_s) if not has_arrived else nullcontext():
             more = True
             while more:
                 message = await request.receive()
@@ -238,13 +243,14 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
     if ignored:
         shown = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:MAX_NAMED]
         others = [f"and {len(ignored) - len(shown)} more"] if len(shown) < len(ignored) else []
-        http_request.state.ignored_parameters = ", ".join([*shown, *others])
+        request_context_of(http_request).ignored_parameters = ", ".join([*shown, *others])
 
 
 def note_ignored(http_request: Request, name: str) -> None:
     """Add a supported field to the header `x-ignored-parameters`, because it has no effect in this request."""
-    before = getattr(http_request.state, "ignored_parameters", None)
-    http_request.state.ignored_parameters = name if before is None else f"{before}, {name}"
+    context = request_context_of(http_request)
+    before = context.ignored_parameters
+    context.ignored_parameters = name if before is None else f"{before}, {name}"
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -34,10 +33,9 @@ SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class HttpCaller(Caller):
-    context: RequestContext | None = field(default=None, compare=False)
-    quota: Quota | None = field(default=None, compare=False)
+class HttpCaller(Caller, frozen=True, eq=False):
+    context: RequestContext | None = None
+    quota: Quota | None = None
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
@@ -51,7 +49,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         names[name] = value
     ceiling = ceiling_of(config, key)
     priority, class_name = _given("priority", bodies), _given("priority_class", bodies)
-    headers = dict(http_request.scope["headers"])  # `in` of Starlette's headers scans all of them
+    headers = context.headers
     renamed: dict[str, str] = {}
     if _RAW_PRIORITY in headers or _RAW_CLASS in headers:
         given = (("priority", priority, PRIORITY_HEADER), ("priority_class", class_name, CLASS_HEADER))
@@ -185,6 +183,8 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
 
 
 def _given(field: str, bodies: Sequence[CallerFields]) -> Any:
+    if len(bodies) == 1:
+        return getattr(bodies[0], field)
     found = None
     for body in bodies:
         value = getattr(body, field)

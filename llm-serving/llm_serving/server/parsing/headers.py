@@ -6,8 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from starlette.requests import Request
 
@@ -22,6 +21,7 @@ CHECKED_HEADERS: Final = frozenset(
 )
 MAX_NAME_CHARS: Final = 64
 REQUEST_ID_HEADER: Final = "x-request-id"
+_RAW_REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -51,6 +51,9 @@ def query_integer(request: Request, name: str, default: int, most: int, key: str
 
 def check_headers(request: Request) -> list[str]:
     """Return which of `CHECKED_HEADERS` a request has. Raise RequestError for a repeated one or a compressed body."""
+    headers = request_context_of(request).headers
+    if CHECKED_HEADERS.isdisjoint(headers) and b"content-encoding" not in headers:
+        return []
     given: list[str] = []
     encoding: str | None = None
     for name, value in request.scope["headers"]:
@@ -67,19 +70,20 @@ def check_headers(request: Request) -> list[str]:
 
 def read_header(request: Request, name: str) -> str | None:
     """Return a header of `CHECKED_HEADERS`, or None. `ignored_headers` does not report headers that were read."""
-    value = request.headers.get(name)
-    if value is not None:
-        request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)
-    return value
+    context = request_context_of(request)
+    value = context.headers.get(name.encode())
+    if value is None:
+        return None
+    context.read_headers += (name,)
+    return value.decode("latin-1")
 
 
 def ignored_headers(request: Request, given: Collection[str]) -> list[str]:
-    read = getattr(request.state, "read_headers", ())
+    read = request_context_of(request).read_headers
     return [name for name in given if name not in read]
 
 
-@dataclass(frozen=True)
-class ResponseIdentity:
+class ResponseIdentity(NamedTuple):
     id: str
     request_id: str
     created: int
@@ -103,5 +107,5 @@ def identify(engine: AsyncEngine, http_request: Request, request_id: str | None,
 
 
 def request_id_of(http_request: Request) -> str:
-    header = http_request.headers.get(REQUEST_ID_HEADER, "")
+    header = request_context_of(http_request).headers.get(_RAW_REQUEST_ID, b"").decode("latin-1")
     return header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)
