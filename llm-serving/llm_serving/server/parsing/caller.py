@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -27,6 +28,8 @@ CLASS_HEADER: Final = "x-request-class"
 _RAW_PRIORITY, _RAW_CLASS = PRIORITY_HEADER.encode(), CLASS_HEADER.encode()
 TIERS_WITHOUT_CLASS: Final = ("auto", "default", "standard_only")
 """Values of the field `service_tier` that select no class, unless a class has this `service_tier`."""
+FIELDS: Final = ("user", "cache_salt", "priority", "priority_class", "service_tier", "timeout_s")
+_FIELDS: Final = attrgetter(*FIELDS)
 NUMBER: Final = re.compile(r"-?[0-9]{1,7}")
 SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
@@ -41,21 +44,20 @@ class HttpCaller(Caller, frozen=True, eq=False):
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
     """Return the caller of a request. `bodies`: the request body and nested objects that may have the same fields."""
     key, context = api_key_of(http_request), request_context_of(http_request)
-    names = {}
-    for name in ("user", "cache_salt"):
-        value = str(_given(name, bodies) or "")
-        if len(value) > MAX_NAME_CHARS:
-            raise RequestError(name, f"must be text of at most {MAX_NAME_CHARS} characters", len(value))
-        names[name] = value
+    fields = _FIELDS(bodies[0]) if len(bodies) == 1 else [_given(name, bodies) for name in FIELDS]
+    user, cache_salt, priority, class_name, tier, timeout_s = fields
+    user, cache_salt = str(user or ""), str(cache_salt or "")
+    if max(len(user), len(cache_salt)) > MAX_NAME_CHARS:
+        name, value = ("user", user) if len(user) > MAX_NAME_CHARS else ("cache_salt", cache_salt)
+        raise RequestError(name, f"must be text of at most {MAX_NAME_CHARS} characters", len(value))
     ceiling = ceiling_of(config, key)
-    priority, class_name = _given("priority", bodies), _given("priority_class", bodies)
     headers = context.headers
     renamed: dict[str, str] = {}
     if _RAW_PRIORITY in headers or _RAW_CLASS in headers:
         given = (("priority", priority, PRIORITY_HEADER), ("priority_class", class_name, CLASS_HEADER))
         renamed = {field: header for field, value, header in given if value is None}
         priority, class_name = _with_headers(http_request, priority, class_name)
-    if (tier := _given("service_tier", bodies)) is not None:
+    if tier is not None:
         if class_name is not None or priority is not None:
             note_ignored(http_request, "service_tier")
             tier = None
@@ -68,8 +70,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
             raise (error.renamed_by(renamed) if tier is None else error.renamed("service_tier", tier)) from None
     else:  # priority 0, or the ceiling if its priority is lower
         priority = 0 if ceiling is None else max(0, ceiling.rank)
-    timeout_s = _timeout(config, http_request, bodies)
-    user = names["user"]
+    timeout_s = _timeout(config, http_request, timeout_s)
     tenant = user if key is None else key.name
     if user not in ("", tenant):
         note_ignored(http_request, "user")
@@ -77,7 +78,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     return HttpCaller(
         priority=priority,
         tenant=tenant,
-        cache_salt=names["cache_salt"],
+        cache_salt=cache_salt,
         deadline=None if timeout_s is None else context.http_timings.received_time + timeout_s,
         http_timings=context.http_timings,
         context=context,
@@ -164,8 +165,7 @@ def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> s
     return tiers.get(tier)
 
 
-def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[CallerFields]) -> float | None:
-    value: float | None = _given("timeout_s", bodies)
+def _timeout(config: ServingConfig, http_request: Request, value: float | None) -> float | None:
     header = read_header(http_request, TIMEOUT_HEADER)
     if value is None and header is None:
         return None
@@ -183,8 +183,6 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
 
 
 def _given(field: str, bodies: Sequence[CallerFields]) -> Any:
-    if len(bodies) == 1:
-        return getattr(bodies[0], field)
     found = None
     for body in bodies:
         value = getattr(body, field)
