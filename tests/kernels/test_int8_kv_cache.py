@@ -167,7 +167,7 @@ def expected_attention(dtype: str, num_heads: int, head_dim: int, kind: str) -> 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
 def test_int8_kv_cache_sums_values_as_numpy(isa_of_codes: str, head_dim: int) -> None:
-    """A query of zeros gives every key the weight 1, exactly."""
+    """A query of zeros gives every key the score 0, exactly."""
     rows = random(CHUNK, 4, head_dim, "float32").values
     rows = rows * np.float32(10) ** np.random.default_rng(2).integers(-3, 2, (CHUNK, 1)).astype(np.float32)
     rows[:, : 4 * head_dim] = 0
@@ -176,11 +176,16 @@ def test_int8_kv_cache_sums_values_as_numpy(isa_of_codes: str, head_dim: int) ->
     runnable = attention_of(x, 4, head_dim)
     y = run(runnable, step_of(TABLE, 0, CHUNK), caches_of(runnable)).array.reshape(CHUNK, 4, head_dim)
     values = x.values[:, -KV_HEADS * head_dim :].reshape(CHUNK, KV_HEADS, head_dim)
+    num_equal = 0
     for row in range(CHUNK):
-        ones = np.ones(row + 1, np.float32)
         for head in range(4):
-            sums = int8_kv_cache.weighted_sum(ones, values[: row + 1, head // 2])
-            assert np.array_equal(y[row, head], sums * (np.float32(1) / np.float32(row + 1))), (row, head)
+            seen = values[: row + 1, head // 2]
+            expected = int8_kv_cache.weighted_sum(np.zeros(row + 1, np.float32), seen)
+            # The rounding of an instruction set without fused multiply-add may change a weight by one unit.
+            unit = np.abs(seen).max() / int8_kv_cache.MAX_WEIGHT
+            np.testing.assert_allclose(y[row, head], expected, rtol=1e-5, atol=unit)
+            num_equal += np.allclose(y[row, head], expected, rtol=1e-5, atol=1e-5 * unit)
+    assert num_equal > 0.97 * 4 * CHUNK
 
 
 def test_int8_kv_cache_keeps_the_sum_of_many_small_weights(isa_of_codes: str) -> None:
@@ -210,6 +215,34 @@ def test_int8_kv_cache_is_as_accurate_beside_a_large_value_of_almost_no_weight(i
     dense = [each.reshape(CHUNK, 1, KV_HEADS, head_dim) for each in (k, v)]
     exact = reference.attention(q, *dense, np.arange(CHUNK)[None], [CHUNK], [CHUNK], SCALE)[-1]
     assert np.linalg.norm(y - exact) < 0.1 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e4, 1e20])
+def test_int8_kv_cache_counts_the_weights_of_values_of_any_size(isa_of_codes: str, factor: float) -> None:
+    """One of 64 tokens with equal weights has a value `factor` times as large."""
+    head_dim, num_heads, largest = 64, 4, max(1.0, factor)
+    q, k, v = parts(random(CHUNK, num_heads, head_dim, "float32"), num_heads, head_dim)
+    q[...] = 0
+    v[5] *= factor
+    x = typed(np.concatenate([q, k, v], axis=1), "float32")
+    runnable = attention_of(x, num_heads, head_dim)
+    y = run(runnable, step_of(TABLE, 0, CHUNK), caches_of(runnable)).array
+    dense = [each.reshape(CHUNK, 1, KV_HEADS, head_dim) for each in (k, v)]
+    exact = reference.attention(q, *dense, np.arange(CHUNK)[None], [CHUNK], [CHUNK], SCALE)
+    np.testing.assert_allclose(y / largest, exact / largest, atol=0.03)
+
+
+@pytest.mark.parametrize("rows", ["query", "key", "value"])
+def test_int8_kv_cache_gives_nan_for_nan_in_what_a_row_sees(isa_of_codes: str, rows: str) -> None:
+    head_dim, num_heads = 32, 4
+    x = random(70, num_heads, head_dim, "float32").values.astype(np.float64)
+    column = {"query": 0, "key": num_heads, "value": num_heads + KV_HEADS}[rows] * head_dim
+    x[20, column] = np.nan
+    runnable = attention_of(typed(x, "float32"), num_heads, head_dim)
+    y = run(runnable, step_of(TABLE, 0, 70), caches_of(runnable)).array
+    position = np.arange(70)
+    is_nan = position == 20 if rows == "query" else position >= 20
+    assert np.array_equal(np.isnan(y).any(axis=1), is_nan)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)

@@ -3,7 +3,9 @@
 Each head of a token's key and value, and each head of a query, has a scale: its largest magnitude / 127. Queries and
 keys are rotated first (`quantized_products.rotate`). A score is the exact sum of products of quantized values, times
 both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to unsigned 8-bit integers
-after an ordered dither is added, and sums of their products with quantized values are exact.
+after an ordered dither is added, and sums of their products with quantized values are exact. These products are powers
+of two: the logarithm of the scale is added to the score. The sum of the weights is that of the products divided by the
+scales.
 """
 
 from __future__ import annotations
@@ -23,6 +25,15 @@ DITHER = np.array([(int(f"{token:06b}"[::-1], 2) + 0.5) / 64 - 0.5 for token in 
 """Added to the quantized weight of each token of a chunk before it is rounded to an integer: -1/2 to 1/2, ordered by
 the reversed bits of the token's index.
 """
+
+SMALLEST_SHARE, SMALLEST_SCALE = np.float32(2.0**-96), np.float32(2.0**-110)
+"""Smallest scale of a value, relative to the largest one of the 64, and in all. Smaller ones count as these."""
+EXPONENT_UNIT = np.float32(2**23)
+FRACTION, ONE = 0x7FFFFF, 0x3F800000
+LOG2 = [0.0451505648, -0.193579187, 0.415608682, -0.709097138, 1.44191708]
+"""Coefficients of log2(1 + x) / x for x from 0 to 1."""
+EXP2 = [19.6521011, -0.906829318, 120.11213, 116.142598]
+"""Coefficients of MAX_WEIGHT * 2^(x - 1) for x from 1 to 2."""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
@@ -54,12 +65,44 @@ def restored_rotated(x: Floats, num_heads: int) -> Doubles:
     return values.reshape(x.shape)
 
 
-def weighted_sum(weights: Singles, values: Floats) -> Singles:
-    """Return the weighted sum [D] of at most 64 values [S, D] of a head. The largest of the weights [S] is 1."""
+def weighted_sum(scores: Singles, values: Floats) -> Doubles:
+    """Return the sum [D] of at most 64 values [S, D] of a head, weighted by the softmax of scores [S], which are in
+    units of log 2.
+    """
     qvalues, scales = quantize_rows(values)
-    products = weights * scales
-    unit = products.max(initial=np.float32(0)) / MAX_WEIGHT
-    factor = np.float32(1) / unit if unit >= 2.0**-126 else np.float32(0)
-    sums = np.rint(products * factor + DITHER[: len(weights)]).astype(np.int64) @ qvalues.astype(np.int64)
-    result: Singles = sums.astype(np.float32) * unit
+    scales = np.maximum(scales, max(scales.max() * SMALLEST_SHARE, SMALLEST_SCALE))
+    exponents = fused(scores, EXPONENT_UNIT, exponents_of(scales))
+    products = scaled_powers(exponents - exponents.max())
+    sums = np.rint(products + DITHER[: len(scores)]).astype(np.int64) @ qvalues.astype(np.int64)
+    result: Doubles = sums / (products / scales).sum(dtype=np.float64)
+    return result
+
+
+def exponents_of(x: Singles) -> Singles:
+    """Return log2(x) of positive numbers, in exponent units, within 2^-15.9."""
+    bits = x.view(np.int32)
+    whole = ((bits >> 23) - 127).astype(np.float32)
+    r = (bits & FRACTION | ONE).view(np.float32) - np.float32(1)
+    result: Singles = fused(polynomial(LOG2, r), r, whole) * EXPONENT_UNIT
+    return result
+
+
+def scaled_powers(x: Singles) -> Singles:
+    """Return MAX_WEIGHT * 2^x for x of at most zero, in exponent units, within 2^-13.5 of its magnitude."""
+    bits = np.maximum(x, -126 * EXPONENT_UNIT).astype(np.int32)
+    p = polynomial(EXP2, (bits & FRACTION | ONE).view(np.float32))
+    return (p.view(np.int32) + (bits & ~FRACTION)).view(np.float32)
+
+
+def polynomial(coefficients: list[float], x: Singles) -> Singles:
+    """Return the polynomial of `x`; its coefficients begin with that of the highest power."""
+    result = np.full(x.shape, coefficients[0], np.float32)
+    for coefficient in coefficients[1:]:
+        result = fused(result, x, np.float32(coefficient))
+    return result
+
+
+def fused(a: Singles, b: Singles | np.float32, c: Singles | np.float32) -> Singles:
+    """Return a * b + c, rounded once (nearly always)."""
+    result: Singles = (a.astype(np.float64) * b + c).astype(np.float32)
     return result

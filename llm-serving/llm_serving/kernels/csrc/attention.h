@@ -72,6 +72,7 @@ class AttentionTile {
       const bool ends = chunk + 1 == end_chunk(item_);
       const Groups next = ends ? find_groups(following_, first_chunk(following_)) : find_groups(item_, chunk + 1);
       gather_blocks(groups, next);
+      if (args_.quantized) see_tokens(chunk);
       compute_scores();
       if (has_score_mod_) modify_scores(chunk);
       online_softmax(chunk);
@@ -99,10 +100,6 @@ class AttentionTile {
     size_t count = 0;
     size_t offset[kChunkGroups];
   };
-
-  // Whether scores are exact integer sums until `find_largest` multiplies them by the scales of the keys: with qvalues,
-  // but without a cap and ALiBi.
-  bool is_raw() const { return args_.quantized && !has_score_mod_; }
 
   // Whether the values are elements of the keys.
   bool is_latent() const { return rope_dim_ > 0 || args_.key_dim > 0; }
@@ -227,11 +224,11 @@ class AttentionTile {
       const Element* rope = static_cast<const Element*>(args_.q_rope) + from * args_.rope_stride + head * rope_dim_;
       for (size_t i = 0; i < shared_; i++, row++) {
         if (args_.quantized) {
-          quantized_.load_query(row, q + i * dim_);
+          quantized_.load_query(row, q + i * dim_, has_score_mod_ ? args_.scale : scale_, has_score_mod_);
         } else {
           to_activations(q + i * key_dim_, key_dim_, q_ + row * key_dim_);
         }
-        row_scale_[row] = is_raw() ? scale_ * quantized_.query_scale(row) : scale_;
+        row_scale_[row] = args_.quantized ? 1.0f / kExponentUnit : scale_;
         if (rope_dim_ > 0) to_activations(rope + i * rope_dim_, rope_dim_, q_rope_ + row * rope_dim_);
       }
     }
@@ -275,7 +272,7 @@ class AttentionTile {
   }
 
   void compute_scores() {
-    if (args_.quantized) return quantized_.compute_scores(first_row_, end_row_, scores_);
+    if (args_.quantized) return quantized_.compute_scores(first_row_, end_row_, scores_, largest_);
     Product<Element> product(end_row_ - first_row_, q_ + first_row_ * key_dim_, keys_, num_groups_, key_dim_,
                              scores_ + first_row_ * kChunkTokens);
     product.c_stride = kChunkTokens;
@@ -295,11 +292,10 @@ class AttentionTile {
   void modify_scores(size_t chunk) {
     for (size_t row = first_row_; row < end_row_; row++) {
       const float slope = args_.slopes == nullptr ? 0.0f : args_.slopes[head_of(row)];
-      const float scale = args_.quantized ? quantized_.query_scale(row) * args_.scale : args_.scale;
+      const float scale = args_.quantized ? 1.0f : args_.scale;
       for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
         float* scores = scores_ + row * kChunkTokens + i;
-        Floats value = args_.quantized ? quantized_.finish_scores(row, i, scores) : load(scores);
-        value = value * broadcast(scale);
+        Floats value = load(scores) * broadcast(scale);
         if (args_.cap > 0.0f) value = broadcast(args_.cap) * tanh(value / broadcast(args_.cap));
         const auto to_first =
             static_cast<ptrdiff_t>(position_of(row)) - static_cast<ptrdiff_t>(chunk * kChunkTokens + i);
@@ -312,6 +308,7 @@ class AttentionTile {
   // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. Each
   // stage is done for all rows before the next begins: the instructions of different rows overlap.
   void online_softmax(size_t chunk) {
+    if (args_.quantized) return update_references_quantized();
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
         case Part::kAll:
@@ -323,7 +320,6 @@ class AttentionTile {
       }
     });
     for (size_t row = first_row_; row < end_row_; row += kLanes) update_references(row, end_row_ - row);
-    if (args_.quantized) return online_softmax_quantized(chunk);
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
         case Part::kAll:
@@ -385,42 +381,26 @@ class AttentionTile {
     }
   }
 
-  // Like `online_softmax`, with the largest scores already known.
-  void online_softmax_quantized(size_t chunk) {
-    Seen told = {0, 0};
-    for_rows(chunk, [&](size_t row, const Seen& seen) {
-      const bool is_new = seen.first != told.first || seen.end != told.end;
-      told = seen;
-      switch (seen.part()) {
-        case Part::kAll:
-          return weigh_quantized<Part::kAll>(row, seen, is_new);
-        case Part::kBeginning:
-          return weigh_quantized<Part::kBeginning>(row, seen, is_new);
-        case Part::kAny:
-          return weigh_quantized<Part::kAny>(row, seen, is_new);
-      }
-    });
+  void see_tokens(size_t chunk) {
+    for (size_t row = first_row_; row < end_row_; row += shared_) {
+      const Seen seen = seen_in(chunk, position_of(row));
+      quantized_.see(row, row + shared_, seen.first, seen.end, has_score_mod_);
+    }
   }
 
-  // `is_new`: whether the previous row sees other tokens.
-  template <Part kPart>
-  void weigh_quantized(size_t row, const Seen seen, bool is_new) {
-    auto keep = [&](Floats value, size_t at, float other) {
-      return kPart != Part::kAll && at >= seen.end ? broadcast(other) : seen.template keep<kPart>(value, at, other);
-    };
-    if (is_new) quantized_.see(keep);
-    quantized_.weigh(row, scores_ + row * kChunkTokens, row_scale_[row], keep, factor_[row],
-                     of_segment_.total + row * kLanes);
+  // With qvalues, weights are computed together with the sums of values.
+  void update_references_quantized() {
+    for (size_t row = first_row_; row < end_row_ && has_score_mod_; row++) {
+      store(largest_ + row * kLanes, quantized_.finish_scores(row, scores_ + row * kChunkTokens));
+    }
+    for (size_t row = first_row_; row < end_row_; row += kLanes) update_references(row, end_row_ - row);
   }
 
   // Finds the largest scores of a row in each lane.
   template <Part kPart>
   void find_largest(size_t row, const Seen seen) {
-    float* scores = scores_ + row * kChunkTokens;
-    const Floats largest =
-        is_raw() ? largest_of<kPart>(seen, [&](size_t i) { return quantized_.finish_scores(row, i, scores + i); })
-                 : largest_of<kPart>(seen, [&](size_t i) { return load(scores + i); });
-    store(largest_ + row * kLanes, largest);
+    const float* scores = scores_ + row * kChunkTokens;
+    store(largest_ + row * kLanes, largest_of<kPart>(seen, [&](size_t i) { return load(scores + i); }));
   }
 
   template <Part kPart, class Score>
@@ -480,7 +460,7 @@ class AttentionTile {
   }
 
   void add_values(size_t chunk) {
-    if (args_.quantized) return quantized_.add_values(first_row_, end_row_, factor_, of_segment_.sums);
+    if (args_.quantized) return quantized_.add_values(first_row_, end_row_, scores_, factor_, of_segment_);
     const size_t begin = chunk * kChunkTokens;
     if (seen_by(first_row_) + 1 >= begin + kChunkTokens && seen_from(end_row_ - 1) <= begin) {
       return add_groups(values_, kChunkGroups, 0, first_row_, end_row_);

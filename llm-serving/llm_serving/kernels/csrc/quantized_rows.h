@@ -114,6 +114,24 @@ LLM_INLINE void store_unsigned_qvalues(int16_t* target, Floats value) {
   store_in_16_bits(bytes, target);
 }
 
+// The same for 64 numbers.
+template <class Activation>
+LLM_INLINE void store_unsigned_qvalues(Activation* target, const Floats (&values)[4]) {
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(Activation) == 1) {
+    auto pair = [&](size_t i) {
+      return _mm512_packus_epi32(_mm512_cvtps_epi32(values[i].part[0]), _mm512_cvtps_epi32(values[i + 1].part[0]));
+    };
+    // Each 128 bits have four of each sixteen numbers.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(pair(0), pair(2)));
+    return __builtin_memcpy(target, &bytes, sizeof(bytes)), void();
+  }
+#endif
+#pragma GCC unroll 4
+  for (size_t i = 0; i < 4; i++) store_unsigned_qvalues(target + i * kLanes, values[i]);
+}
+
 // Computes the qvalues of `count` numbers of a row, plus an offset; for a row with infinity or NaN those of zero. In 16
 // bits, the last inputs are filled up with zeros to four.
 template <class Element, class Activation>

@@ -19,6 +19,11 @@ struct KeyCode {
   int8_t value;
 };
 
+// A qvalue of a value, the sums of which an `Ending` uses.
+struct ValueCode {
+  int8_t value;
+};
+
 // Offset that makes qvalues unsigned.
 constexpr int32_t kCodeOffset = 128;
 
@@ -151,7 +156,7 @@ struct Operand<Code8> {
   static constexpr bool kQuick = false;
 #endif
 
-  static LLM_INLINE Factor load_panel(const Code8* panel, size_t) { return load_qvalues(panel); }
+  static LLM_INLINE Factor load_panel(const void* panel, size_t) { return load_qvalues(panel); }
   static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_qvalues(a); }
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(a, b, sum); }
   static LLM_INLINE Sum begin(const float* c, bool add_to_c) { return add_to_c ? load(c) : zeros(); }
@@ -218,6 +223,9 @@ struct Operand<Code8> {
 template <>
 struct Operand<KeyCode> : Operand<Code8> {};
 #endif
+
+template <>
+struct Operand<ValueCode> : Operand<Code8> {};
 
 // Inputs whose qvalues are stored together: in 16 bits, of each four the even ones come first.
 template <class Activation>

@@ -135,6 +135,17 @@ template <>
 constexpr bool kMultipliesTiles<BFloat16> = true;
 #endif
 
+// Whether the sums of a type are not stored but given to an `Ending`:
+// before_tile(end)       is called before the tile of the rows up to `end`
+// begin(row)             returns the value from which sixteen sums of a row begin
+// between(segment, k)    is called in large tiles after the inputs from `k` on: other work, for units that products do
+//                        not use
+// end(row, panel, sums)  uses the sums of adjacent panels
+template <class Element>
+constexpr bool kHasEnding = false;
+template <class Element>
+struct Ending {};
+
 // c (+)= a [rows, segments * inputs] * panels. Strides are in elements; those of c are of [num_panels][rows][16] unless
 // stated otherwise. `Packed` is the type of panels in memory, `Element` the type to which they are widened.
 template <class Element, class Packed = Element>
@@ -158,6 +169,7 @@ struct Product {
   size_t panels_at_once = kTilePanels;  // panels side by side in registers
   const Packed* const* next = nullptr;  // like panels: read afterwards, to be prefetched; may be null
   const float* row_scales = nullptr;    // [rows], if Operand::end uses them
+  const Ending<Element>* ending = nullptr;
 
   Product(size_t rows, const ActivationOf<Element>* a, const Element* const* panels, size_t num_panels, size_t inputs,
           float* c)
@@ -182,11 +194,20 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
   constexpr int kLocality = kFirstLevelIsNarrow || (kQuick && kAhead == 1) ? 2 : 3;
   float* c = product.c + row * product.c_stride + panel * product.c_panel;
   typename Op::Sum sum[kRows][kPanels];
+  Ending<Element> ending;  // a copy: stores cannot change it
+  if constexpr (kHasEnding<Element>) {
+    ending = *product.ending;
+    ending.before_tile(row + kRows);
+  }
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      sum[r][p] = Op::begin(c + r * product.c_stride + p * product.c_panel, product.add_to_c);
+      if constexpr (kHasEnding<Element>) {
+        sum[r][p] = ending.begin(row + r);
+      } else {
+        sum[r][p] = Op::begin(c + r * product.c_stride + p * product.c_panel, product.add_to_c);
+      }
     }
   }
   const ActivationOf<Element>* a = product.a + row * product.a_stride;
@@ -212,6 +233,7 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
           for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::accumulate(x, values[p], sum[r][p]);
         }
       }
+      if constexpr (kHasEnding<Element> && kRows == kTileRows && kPanels == kTilePanels) ending.between(segment, k);
     }
     a += product.inputs;
     panels += product.num_panels;
@@ -219,6 +241,10 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
   }
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
+    if constexpr (kHasEnding<Element>) {
+      ending.end(row + r, panel, sum[r]);
+      continue;
+    }
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
       float* target = c + r * product.c_stride + p * product.c_panel;
