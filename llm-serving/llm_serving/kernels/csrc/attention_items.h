@@ -10,8 +10,10 @@ namespace llm::LLM_ISA {
 
 // Chunks of a segment, whose sums are added before they join those of other segments.
 constexpr size_t kSegmentChunks = 16;
-// Rows of a tile: their scores, weights and sums fit the first-level cache.
+// Rows of a tile: their scores, weights and sums fit the first-level cache. With qvalues, more rows share the scales of
+// a chunk, which outweighs what no longer fits.
 constexpr size_t kAttentionRows = 48;
+constexpr size_t kQuantizedAttentionRows = 96;
 
 // Work of one tile: `count` query positions of one request and all heads that share KV head `kv_head`, for the segments
 // from `first_segment` to before `end_segment`.
@@ -99,7 +101,8 @@ class AttentionItems {
   template <class Body>
   void for_tiles(Body body) const {
     const size_t shared = args_.num_heads / args_.num_kv_heads;
-    const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
+    const size_t rows = args_.quantized ? kQuantizedAttentionRows : kAttentionRows;
+    const size_t positions = shared >= rows ? 1 : rows / shared;
     constexpr size_t kSegment = kSegmentChunks * kChunkTokens;
     size_t row = 0;
     for (size_t request = 0; request < args_.batch; request++) {
