@@ -1,4 +1,6 @@
-"""The configuration keys that receipts leave out: each changes no byte of a response, or only through another field."""
+"""The configuration keys that receipts leave out. A neutral key changes no byte of a response. A derived key changes
+bytes only through a value that another field of the receipt records.
+"""
 
 from __future__ import annotations
 

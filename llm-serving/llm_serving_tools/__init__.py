@@ -1,5 +1,5 @@
-"""What an operator runs beside a server: its start in the background, clients of its HTTP routes, batches without a
-server, the check of a configuration, converters of files, and the replay of recordings.
+"""Commands for operators: start and stop a server in the background, call its HTTP routes, answer a batch without a
+server, check a configuration, convert files, and replay recordings.
 
 This package imports `llm_serving`, which never imports it. `llm_serving.cli.main` loads its commands by name.
 """

@@ -1,4 +1,4 @@
-"""Rounds matrices to 8 and 4 bits, and lays the result out as files in the format compressed-tensors store it."""
+"""Quantizes matrices to 8 and 4 bits, and returns the arrays that the compressed-tensors format stores for them."""
 
 from __future__ import annotations
 

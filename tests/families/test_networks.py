@@ -102,5 +102,5 @@ def test_ascend_w8a8_graph_is_bit_identical_to_the_program_without_rotation(tmp_
 
 
 def _add_biases_in_products(monkeypatch):
-    """Make a program add the bias of keys as a graph does: in the product, and without an offset."""
+    """Make a program compute keys as a graph does: the linear operation adds the bias, and no offset is subtracted."""
     monkeypatch.setattr("llm_serving.models.attention._key_offset", lambda *_: None)

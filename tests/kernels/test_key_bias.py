@@ -65,7 +65,9 @@ def test_rope_with_bias_and_offset_rounds_once(isa: str, dtype: str, head_dim: i
 
 
 def attention_with_bias(given: dict[str, Array], dtype: str, head_dim: int, kind: str) -> Runnable:
-    """`kind`: "none" has no offset; "fused" and "separate" have it in one operation or in several."""
+    """Build an attention with a key bias. `kind`: "none": no offset; "fused": an offset, and the rotary embedding is
+    part of the attention operation; "separate": an offset, and the rotary embedding is an operation of its own.
+    """
     width = HEADS * head_dim
     net = Network(width, width, 1e-5)
     rotary = Rotary(head_dim, head_dim, 1e6)
@@ -93,7 +95,7 @@ def cache_of(runnable: Runnable, *, int8: bool) -> Blocks:
 
 
 def tensors(head_dim: int) -> dict[str, Array]:
-    """A bias that is large in the last pair of each key head, which hardly rotates in 40 positions."""
+    """Return tensors with a key bias of 300 in the last pair of each head, which hardly rotates in 40 positions."""
     width = HEADS * head_dim
     bias = normal(3, 3 * width)
     of_keys = bias[width : 2 * width].reshape(HEADS, 2, head_dim // 2)

@@ -124,7 +124,8 @@ def test_plain_backend_logits_equal_the_reference(make_model, variant):
 def test_library_operators_are_bit_identical_to_the_primitives(make_model, dtype, variant, monkeypatch):
     # The graph of Ascend rounds once more in SwiGLU, by split, SiLU and multiply: tests/backends bounds its error.
     monkeypatch.setattr(AscendBackend, "swiglu", CpuBackend.swiglu)
-    # Only a program adds the bias of keys in the rotary embedding and subtracts an offset.
+    # Only a program adds the bias of keys in the rotary embedding and subtracts an offset. Here it must not, so that
+    # both models round keys alike.
     monkeypatch.setattr(attention, "_key_offset", lambda *_: None)
     steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
     # Unpacked weights, as on Ascend, are multiplied in floating point with every instruction set.

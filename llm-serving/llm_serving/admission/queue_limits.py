@@ -114,7 +114,7 @@ class _Entry(NamedTuple):
     num_tokens: int
     num_uncached: int
     loads: tuple[QueueLoad, QueueLoad]
-    """The loads that count the request: of its class on its replica, and of its class on all replicas."""
+    """The two counters that include the request: its class on its replica, and its class on all replicas."""
 
 
 class AdmissionQueue:
@@ -231,7 +231,7 @@ class AdmissionQueue:
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
         """Count waiting and running requests of a replica (None: all) in classes up to rank `max_rank` (None: all). The
-        caller must neither change nor keep the result.
+        result may be a live counter, so the caller must neither change nor keep it.
         """
         total = _NO_LOAD
         for request_class in self._classes:
@@ -246,7 +246,7 @@ class AdmissionQueue:
 
     def waiting_ahead(self, replica: int, max_rank: int | None, load: QueueLoad | None = None) -> tuple[int, int]:
         """Return (number, uncached tokens) of waiting requests in classes up to rank `max_rank`, or in all if None.
-        `load`: the result of `load` for the same arguments, if it is known.
+        `load`: the result of `self.load(replica, max_rank)`, if the caller has it.
         """
         if self._max_running is None and not self._max_running_of:
             load = load or self.load(replica, max_rank)

@@ -47,7 +47,7 @@ class ModelRow:
 
 
 def read_row(name: str, content: Located) -> ModelRow:
-    """Return a model in the section `models`. Raise ConfigError if its name, a key or a value breaks its rule."""
+    """Parse one entry of the section `models`. Raise ConfigError if the name, a key or a value is invalid."""
     MODEL_NAME.value_of(f"a name in `{SECTION}`", name, content.where)
     row = ModelRow(name, content.where)
     for key, item in content.items():

@@ -1,4 +1,4 @@
-"""The configuration keys that can change a byte of a response."""
+"""The configuration keys that can change a byte of a response, and that receipts record."""
 
 from __future__ import annotations
 

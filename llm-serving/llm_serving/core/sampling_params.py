@@ -264,7 +264,7 @@ class SamplingParams:
     """False: return token ids but no text. Stop strings then cannot be found."""
 
     def __post_init__(self) -> None:
-        # A filter in C selects the few fields that are no default: a request checks them in a tenth of the time.
+        # `compress` and `map` run in C. They keep only the fields whose value is not the default object.
         for name in compress(RULES, map(is_not, _VALUES(self), DEFAULTS.values())):
             object.__setattr__(self, name, RULES[name].checked(name, getattr(self, name)))
         if self.min_tokens > self.max_tokens:

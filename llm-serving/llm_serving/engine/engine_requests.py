@@ -70,14 +70,14 @@ class Inbox:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until `wake`, a message, data on `other_fd` or the timeout. Return True if only data on `other_fd` woke
-        it.
+        """Wait until `wake` is called, a message is queued, `other_fd` has data, or `timeout_s` passes. Return True if
+        `other_fd` has data, and neither `wake` nor `post` has ended the wait.
         """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:
             poll.register(other_fd, select.POLLIN)
-        self._is_waiting = True  # before it looks for messages: a later one writes to the descriptor
+        self._is_waiting = True  # set before `messages` is read: `post` then wakes for what this misses
         timeout_ms = 0 if self.messages else None if timeout_s is None else math.ceil(1000 * timeout_s)
         ready = dict(poll.poll(timeout_ms))
         self._is_waiting = False

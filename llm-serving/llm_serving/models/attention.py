@@ -219,7 +219,7 @@ def self_attention(
 
 
 def _key_offset(product: Operation, k: Value, rotary: Rotary) -> Weight:
-    """Return the key bias after the rotary embedding, averaged over positions."""
+    """Return the offset that `rope` subtracts from keys: the mean over positions of their rotated bias."""
     _, bias = without_bias(product, k)
     return replace(bias, transform=rotary.mean_rotated, dtype="float32")
 

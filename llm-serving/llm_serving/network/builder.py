@@ -240,9 +240,9 @@ class Network:
     def rope(self, x: Value, rotary: Rotary, offset: Weight | None = None) -> Value:
         """Apply a rotary embedding to each head of x. Subtract `offset`, float32 [width], from the result.
 
-        An offset of keys shifts all scores of a query equally, so the softmax stays the same, but keys have smaller
-        elements and are rounded more exactly. Only a program subtracts it; graphs of Cells do not. The attention must
-        have neither capped scores nor sinks.
+        Subtracting an offset from all keys shifts all scores of a query equally, so the softmax stays the same. The
+        keys become smaller, so rounding changes them less. Only a program subtracts the offset; MindSpore graphs of
+        Cells ignore it. The attention must have neither capped scores nor sinks.
         """
         self.rotaries.add(rotary)
         tables = {

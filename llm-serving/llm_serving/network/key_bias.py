@@ -1,4 +1,6 @@
-"""Keeps a large bias of keys from the rounding of keys to the model dtype."""
+"""Moves the bias of keys from the linear operation to the rotary embedding, so that keys are not rounded while they
+include a large bias.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from llm_serving.network.weights import shared_order
 
 
 def move_key_biases(operations: Sequence[Operation]) -> list[Operation]:
-    """Return the operations with the biases of keys that have an offset in `rope` instead of `linear`.
+    """Return the operations, with the key bias moved from `linear` to each `rope` that has an offset.
 
-    Some models have biases of keys that are far larger than the differences between keys. If `linear` and `rope` round
-    keys with this bias, and the offset is subtracted afterwards, most of these differences are lost.
+    In some models this bias is far larger than the differences between keys. Rounding the sum, before the offset is
+    subtracted, would lose most of these differences.
     """
     producers = {y: each for each in operations for y in each.outputs.values()}
     changes: dict[Operation, Operation] = {}
@@ -26,7 +28,7 @@ def move_key_biases(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def without_bias(product: Operation, x: Value) -> tuple[Operation, Weight]:
-    """Return a linear operation without the bias of `x`, which has some columns of its result, and that bias."""
+    """Return `product` with a zero bias in the columns that `x` views, and the bias of these columns as a weight."""
     bias = product.weights["bias"]
     rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
     of_x = slice(x.start, x.start + x.width)

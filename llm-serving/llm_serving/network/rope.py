@@ -99,8 +99,8 @@ class Rotary:
         return self._table(np.sin, num_positions)
 
     def mean_rotated(self, values: Float32Array) -> Float32Array:
-        """Rotate the bias of the keys to each of the first `MEAN_POSITIONS` positions, and return the mean, which is
-        the offset of all keys (`Network.rope`).
+        """Return the mean of `values` rotated by each of the first `MEAN_POSITIONS` positions. For the bias of the
+        keys, this mean is the offset that `Network.rope` subtracts.
         """
         cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
         heads = values.reshape(-1, 2, self.head_dim // 2)

@@ -260,7 +260,7 @@ class Metrics(Collector):
         )
 
     def add(self, **counts: float) -> None:
-        """Add to counters, whose names are `llm_serving:`, the name of the argument, and `_total`."""
+        """Add each argument to the counter `llm_serving:NAME_total`, where NAME is the argument's name."""
         with self._lock:
             for name, count in counts.items():
                 self._counts[f"llm_serving:{name}_total"] += count

@@ -30,7 +30,7 @@ class RequestContext:
     """The string "other" if no endpoint has the path."""
     client: str = ""
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
-    """Names in lower case -> values. Of a repeated header, the first value."""
+    """Header names in lower case -> values. For a repeated header, only the first value is kept. Never logged."""
     status: int | None = None
     error: str = ""
     """Kind of the error and the name of the wrong field, if any. Empty if there is no error."""
@@ -44,7 +44,7 @@ class RequestContext:
     ignored_parameters: str | None = None
     """Names of fields and headers that have no effect, separated by commas."""
     read_headers: tuple[str, ...] = ()
-    """Names of the headers that a route has read, of those that `check_headers` checks."""
+    """Names in `CHECKED_HEADERS` that the route has read. `ignored_headers` returns the other ones of the request."""
 
     @property
     def outputs(self) -> list[RequestOutput | None]:

@@ -66,8 +66,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
-    """Sections of the configuration, and what follows from others. `device.num_threads` and `pa.disk_cache_path` have
-    the values for the WorkAgent's machine.
+    """What a WorkAgent needs to load its model: sections of the configuration, and values derived from other sections.
+    `device.num_threads` and `pa.disk_cache_path` have the values for the WorkAgent's machine.
     """
 
     model: ModelConfig

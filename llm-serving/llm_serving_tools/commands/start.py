@@ -41,6 +41,6 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
 def curl_line(config: ServingConfig) -> str:
     body = json.dumps({"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0})
     url = f"{config.serving.url}/v1/completions"
-    unverified = "k" if config.serving.ssl_certfile is not None else ""  # the address is rarely the certificate's name
+    unverified = "k" if config.serving.ssl_certfile is not None else ""  # the certificate rarely names this address
     key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
     return f"curl -s{unverified} {url}{key} -H 'Content-Type: application/json' -d '{body}'"

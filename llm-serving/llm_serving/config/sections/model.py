@@ -119,7 +119,7 @@ class ModelConfig:
 
     @property
     def folder(self) -> Path:
-        """Folder or GGUF file of a model that is served, so that `model_path` is given."""
+        """Folder or GGUF file of the model. Call it only if `model_path` is set."""
         assert self.model_path is not None
         return self.model_path
 

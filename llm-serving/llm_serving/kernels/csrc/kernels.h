@@ -156,8 +156,8 @@ struct RmsNormArgs {
   bool of_row = false;         // gamma and beta have elements for all columns of a row, otherwise for those of a group
 };
 
-// Rotates pairs (i, i + head_dim / 2) of each head of x + bias, and subtracts the offset, in float32; rounded once. Row
-// t uses row position(t) of cos and sin.
+// y = rotate(x + bias) - offset for the pairs (i, i + head_dim / 2) of each head. All of it is computed in float32, and
+// y is rounded once. Row t uses row position(t) of cos and sin.
 struct RotaryArgs {
   const void* x;
   size_t x_stride;  // from a row of x to the next

@@ -22,11 +22,11 @@ int check_tables(const Instruction& in, int i, size_t head_dim) {
   return in.program().check_positions(call.dim(in.parameter(i), 0));
 }
 
-// Checks weight `i`, which has an element for each of `width` columns.
+// Checks that weight `i`, if it is given, is float32 with one element for each of `width` columns.
 int check_columns(const Instruction& in, const char* name, int i, size_t width) {
   if (!in.has_weight(i)) return 0;
   if (in.call().dtype(in.parameter(i)) == DType::kFloat32 && in.call().elements(in.parameter(i)) == width) return 0;
-  return in.fail("%s must be float32, %zu elements", name, width);
+  return in.fail("%s must be float32 with %zu elements, one for each column", name, width);
 }
 
 const float* floats(const Instruction& in, int i) { return reinterpret_cast<const float*>(in.weight_data(i)); }
@@ -153,7 +153,8 @@ int check_attention(const Instruction& in) {
     }
   } else {
     for (const int weight : {kCos, kSin, kQGain, kKGain, kKBias, kKOffset}) {
-      if (in.has_weight(weight)) return in.fail("heads that are stored already are neither normed nor rotated");
+      if (in.has_weight(weight))
+        return in.fail("without k and v there must be no cos, sin, q_gamma, k_gamma, k_bias or k_offset");
     }
   }
   if (const int status = in.check_vector("q_gamma", kQGain, cache.key_dim, true)) return status;

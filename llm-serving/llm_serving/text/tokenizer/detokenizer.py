@@ -106,7 +106,7 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop_str_in_output
         self._drop_space = tokenizer.strips_leading_space and not any(map(self._bytes_of, prompt_token_ids))
         self.stop_string: str | None = None
-        # Most prompts end with whole characters, so that the decoder needs no context.
+        # If the last token ends with a complete character, as in most prompts, the decoder needs no earlier tokens.
         if prompt_token_ids and not (0 <= (last := prompt_token_ids[-1]) < len(self._texts) and self._texts[last]):
             for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
                 self._decode(token_id)
