@@ -10,18 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 from llm_serving.config.loader import load_config
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.timings import HttpTimings
 from llm_serving.errors import ChannelClosedError, ConfigError, ModelError, ProtocolError, RequestError
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.server.parsing.body import check_other_fields, decode_body
+from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output
 from llm_serving.transport.messages import AgentMessage, MasterMessage, StepDone, StepFailed
+from starlette.requests import Request
 from tools.fuzzing.connections import CONNECTIONS, read_connections
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,11 +70,12 @@ def read_yaml(data: bytes) -> None:
 
 def read_requests(data: bytes) -> None:
     """Read the bytes as the body of every route, and build sampling parameters from a body that has their fields."""
+    http_request = Request({"type": "http", CONTEXT_KEY: RequestContext(HttpTimings(0.0), "POST", "/v1")})
     for kind in {endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None}:
         for strict in (True, False):
             try:
                 body = decode_body(data, kind, strict=strict)
-                check_other_fields(SimpleNamespace(state=SimpleNamespace()), kind, data)  # type: ignore[arg-type]
+                check_other_fields(http_request, kind, data)
             except RequestError as error:
                 assert len(str(error)) < 4000, "an error repeats what was given at length"
                 continue
