@@ -126,6 +126,18 @@ def test_non_finite_weights_are_refused_by_file_and_name(tmp_path, name, value):
         greedy(tmp_path)
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_non_finite_biases_of_keys_are_refused_with_and_without_a_rotary_embedding(tmp_path, layer):
+    changes = {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": True, "no_rope_layer_interval": 2}
+    weights = random_weights(tiny_spec(**changes))
+    name = f"model.layers.{layer}.self_attn.k_proj.bias"
+    weights[name][3] = np.nan
+    (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} must hold finite numbers only"):
+        greedy(tmp_path)
+
+
 @pytest.mark.parametrize("kept", ["w8a8", "w4a16"])
 def test_weights_that_cannot_be_quantized_are_named(tmp_path, kept):
     weights = random_weights(tiny_spec())

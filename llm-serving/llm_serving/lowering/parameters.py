@@ -81,6 +81,9 @@ def parameters_of(
             values, scheme = weight.generate(max_positions), None
         else:
             values, scheme = row_stack(weight, [reader.read(*each) for each in _stored(weight)]), None
+            # Also check elements that the network does not use, such as a bias of keys without a rotary embedding.
+            if len(weight.shape) == 1 and reader.first_non_finite(weight.names):
+                raise _not_finite(weight, reader)
         if isinstance(values, QuantizedTensor):
             if not as_cells:
                 made[weight] = [backend.packed_quantized_weight(values, scheme in WEIGHT_ONLY, name)]
