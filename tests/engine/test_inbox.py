@@ -1,8 +1,6 @@
 """The inbox: order of messages, waking the reader, and the end after which no message is accepted."""
 
 import os
-import threading
-import time
 
 import pytest
 from llm_serving.engine.engine_requests import Inbox
@@ -29,29 +27,6 @@ def test_inbox_handles_messages_in_order_including_new_ones(inbox):
 def test_inbox_wake_or_post_ends_one_wait(inbox, wake):
     wake(inbox)
     assert not inbox.wait(None, None)
-    assert not inbox.wait(None, 0.0)
-
-
-def test_inbox_message_wakes_a_thread_that_waits(inbox):
-    def post() -> None:
-        while not inbox._is_waiting:
-            time.sleep(0)
-        inbox.post(lambda: None)
-
-    for _ in range(100):
-        thread = threading.Thread(target=post)
-        thread.start()
-        assert not inbox.wait(None, None)
-        thread.join()
-        assert len(inbox.messages) == 1
-        inbox.handle()
-
-
-def test_inbox_does_not_sleep_while_a_message_waits(inbox):
-    inbox.post(lambda: None)
-    assert not inbox.wait(None, None)
-    assert not inbox.wait(None, None)
-    inbox.handle()
     assert not inbox.wait(None, 0.0)
 
 

@@ -47,7 +47,6 @@ class Inbox:
         self.ended: str | None = None
         self.on_end: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._is_waiting = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def post(self, message: Callable[[], None]) -> None:
@@ -56,8 +55,7 @@ class Inbox:
             if self.ended is not None:
                 raise WorkerDiedError(self.ended)
             self.messages.append(message)
-            if self._is_waiting:
-                os.eventfd_write(self._wake_fd, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
         """End the current call of `wait`. If there is none, end the next call at once."""
@@ -70,17 +68,12 @@ class Inbox:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Wait until `wake` is called, a message is queued, `other_fd` has data, or `timeout_s` passes. Return True if
-        `other_fd` has data, and neither `wake` nor `post` has ended the wait.
-        """
+        """Sleep until `wake`, data on `other_fd` or the timeout. Return True if only data on `other_fd` woke it."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:
             poll.register(other_fd, select.POLLIN)
-        self._is_waiting = True  # set before `messages` is read: `post` then wakes for what this misses
-        timeout_ms = 0 if self.messages else None if timeout_s is None else math.ceil(1000 * timeout_s)
-        ready = dict(poll.poll(timeout_ms))
-        self._is_waiting = False
+        ready = dict(poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
             return False
