@@ -111,7 +111,7 @@ def test_predicted_ttft_of_a_limited_tenant_depends_on_its_own_requests() -> Non
     speed = ReplicaSpeed(LIMITS, 1.0, 0.0, 0.1, 8)
     queue = QueueAhead(1, 8, 2, 2, num_finishes=3, tenant_slots=2)
     assert speed.seconds_to_first_token(queue) == 3 / (2 * 0.1) + LIMITS.max_steps_in_flight
-    assert speed.seconds_to_first_token(queue._replace(num_finishes=0)) == 1
+    assert speed.seconds_to_first_token(replace(queue, num_finishes=0)) == 1
 
 
 def test_predictor_treats_a_full_cache_as_full_slots() -> None:

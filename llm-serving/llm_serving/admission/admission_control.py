@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
-
-from msgspec import Struct
 
 from llm_serving.admission.queue_limits import AdmissionQueue, QueueLimit
 from llm_serving.admission.ttft_predictor import NO_STEPS, InFlightSteps, QueueAhead, ReplicaSpeed
@@ -32,7 +31,8 @@ MAX_REFUSED: Final = 20_000
 """Maximum number of refused requests, the latest ones, that are recorded for `llm-serving advice`."""
 
 
-class ReplicaLoad(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
     index: int
     num_replicas: int
     """Number of replicas over which the requests of a group are spread."""
@@ -169,21 +169,19 @@ class AdmissionControl:
         """Return the predicted seconds to the first token of the last of these requests, or None if unknown."""
         if (speed := replica.speed) is None:
             return None
-        queue, index = self._queue, replica.index
         max_rank = request_class.rank if replica.honours_classes else None
-        ahead = queue.load(index, max_rank)
-        num_waiting, num_tokens = queue.waiting_ahead(index, max_rank, ahead)
+        num_waiting, num_tokens = self._queue.waiting_ahead(replica.index, max_rank)
         num_requests = -(-len(prompt_lens) // replica.num_replicas)
         num_own = -(-sum(prompt_lens) * num_requests // len(prompt_lens)) - replica.num_cached_tokens
-        num_finishes, tenant_slots = 0, queue.max_running(tenant)
+        num_finishes, tenant_slots = 0, self._queue.max_running(tenant)
         if tenant_slots is not None:
-            num_finishes = queue.num_unfinished_of(tenant) + num_requests - tenant_slots
+            num_finishes = self._queue.num_unfinished_of(tenant) + num_requests - tenant_slots
         return speed.seconds_to_first_token(
             QueueAhead(
                 num_waiting + num_requests,
                 num_tokens + max(num_requests, num_own),
-                ahead.num_running,
-                queue.load(index).num_running,
+                self._queue.load(replica.index, max_rank).num_running,
+                self._queue.load(replica.index).num_running,
                 replica.in_flight,
                 max(0.0, self._clock() - replica.in_flight.since),
                 num_finishes,

@@ -29,14 +29,6 @@ class QueueLoad:
     num_running: int = 0
     """Number of unfinished requests that were scheduled at least once."""
 
-    def plus(self, other: QueueLoad) -> QueueLoad:
-        return QueueLoad(
-            self.num_waiting + other.num_waiting,
-            self.num_waiting_tokens + other.num_waiting_tokens,
-            self.num_uncached_tokens + other.num_uncached_tokens,
-            self.num_running + other.num_running,
-        )
-
 
 class DrainRate:
     """Number of requests that finish per second, measured only while other requests wait."""
@@ -113,8 +105,6 @@ class _Entry(NamedTuple):
     tenant: str
     num_tokens: int
     num_uncached: int
-    loads: tuple[QueueLoad, QueueLoad]
-    """The two counters that include the request: its class on its replica, and its class on all replicas."""
 
 
 class AdmissionQueue:
@@ -160,8 +150,7 @@ class AdmissionQueue:
         num_cached_tokens: int = 0,
     ) -> None:
         """Count a request with `num_tokens` prompt tokens, of which its replica has `num_cached_tokens` cached."""
-        name = request_class.name
-        entry = _Entry(replica, name, tenant, num_tokens, num_tokens - num_cached_tokens, self._loads_of(replica, name))
+        entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
 
@@ -187,33 +176,29 @@ class AdmissionQueue:
 
     def change_replica(self, request_id: str, replica: int) -> None:
         if (before := self._running.get(request_id)) is not None:
-            after = self._running[request_id] = before._replace(
-                replica=replica, loads=self._loads_of(replica, before.class_name)
-            )
+            after = self._running[request_id] = before._replace(replica=replica)
             self._count(before, running=-1)
             self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
         for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
-                name = request_class.name
-                after = before._replace(class_name=name, loads=self._loads_of(before.replica, name))
-                entries[request_id] = after
+                after = entries[request_id] = before._replace(class_name=request_class.name)
                 self._count(before, waiting=-waiting, running=-running)
                 self._count(after, waiting=waiting, running=running)
 
     def _count(self, entry: _Entry, *, waiting: int = 0, running: int = 0) -> None:
-        _, name, tenant, num_tokens, num_uncached, loads = entry
-        for load in loads:
-            if waiting:
-                load.num_waiting += waiting
-                load.num_waiting_tokens += waiting * num_tokens
-                load.num_uncached_tokens += waiting * num_uncached
+        name, tenant = entry.class_name, entry.tenant
+        for replica in (entry.replica, None):
+            if (load := self._loads.get((replica, name))) is None:
+                load = self._loads[replica, name] = QueueLoad()
+            load.num_waiting += waiting
+            load.num_waiting_tokens += waiting * entry.num_tokens
+            load.num_uncached_tokens += waiting * entry.num_uncached
             load.num_running += running
         for counts, change in ((self._waiting_of_tenant, waiting), (self._running_of_tenant, running)):
-            if after := counts.get(tenant, 0) + change:
-                counts[tenant] = after
-            elif change:
+            counts[tenant] += change
+            if not counts[tenant]:
                 del counts[tenant]
         if waiting:
             now = self._clock()
@@ -223,33 +208,27 @@ class AdmissionQueue:
             if (rate := self._drain_rate_of_tenant.get(tenant)) is not None:
                 rate.update(now, self._waiting_of_tenant[tenant] > 0)
 
-    def _loads_of(self, replica: int, name: str) -> tuple[QueueLoad, QueueLoad]:
-        loads = self._loads
-        return loads.setdefault((replica, name), QueueLoad()), loads.setdefault((None, name), QueueLoad())
-
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Count waiting and running requests of a replica (None: all) in classes up to rank `max_rank` (None: all). The
-        result may be a live counter, so the caller must neither change nor keep it.
-        """
-        total = _NO_LOAD
+        """Count waiting and running requests of a replica (None: all) in classes up to rank `max_rank` (None: all)."""
+        total = QueueLoad()
         for request_class in self._classes:
-            if max_rank is not None and request_class.rank > max_rank:
-                break
-            if (each := self._loads.get((replica, request_class.name))) is not None:
-                total = each if total is _NO_LOAD else total.plus(each)
+            each = self._loads.get((replica, request_class.name))
+            if each is not None and (max_rank is None or request_class.rank <= max_rank):
+                total.num_waiting += each.num_waiting
+                total.num_waiting_tokens += each.num_waiting_tokens
+                total.num_uncached_tokens += each.num_uncached_tokens
+                total.num_running += each.num_running
         return total
 
     def class_load(self, name: str) -> QueueLoad:
         return replace(self._loads.get((None, name), _NO_LOAD))
 
-    def waiting_ahead(self, replica: int, max_rank: int | None, load: QueueLoad | None = None) -> tuple[int, int]:
-        """Return (number, uncached tokens) of waiting requests in classes up to rank `max_rank`, or in all if None.
-        `load`: the result of `self.load(replica, max_rank)`, if the caller has it.
-        """
+    def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
+        """Return (number, uncached tokens) of waiting requests in classes up to rank `max_rank`, or in all if None."""
         if self._max_running is None and not self._max_running_of:
-            load = load or self.load(replica, max_rank)
+            load = self.load(replica, max_rank)
             return load.num_waiting, load.num_uncached_tokens
         names = {each.name for each in self._classes if max_rank is None or each.rank <= max_rank}
         num_requests = num_tokens = 0

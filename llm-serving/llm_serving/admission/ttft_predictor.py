@@ -34,7 +34,8 @@ class InFlightSteps(NamedTuple):
 NO_STEPS: Final = InFlightSteps()
 
 
-class QueueAhead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class QueueAhead:
     """The work that a replica does before the first token of a request, including the request's own prompt."""
 
     num_requests: int
@@ -49,7 +50,8 @@ class QueueAhead(NamedTuple):
     tenant_slots: int = 1
 
 
-class ReplicaSpeed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReplicaSpeed:
     """Measured speed of a replica. A step of `n` tokens takes `step_s` + `n` * `token_s` seconds."""
 
     limits: SchedulerLimits

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
@@ -44,7 +45,8 @@ ID_BYTES: Final = 8
 """Random bytes at the end of a request id, so that no client can predict the ids of others."""
 
 
-class Admission(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Admission:
     """Proof that a group of requests passed admission control, for `AsyncEngine.generate`."""
 
     predicted_s: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import islice
 from typing import Final, NamedTuple
@@ -214,7 +214,7 @@ class Router:
                 speed = (speed_of_another or self._speed_of_another)()
         return ReplicaLoad(
             index,
-            len(self._open.engines),
+            len(self._replicas.open()),
             speed,
             engine.scheduler.policy.honours_classes,
             engine.ttft_predictor.in_flight,
@@ -288,7 +288,7 @@ class Router:
         """
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
-                return speed._replace(num_slots=speed.limits.max_num_seqs)
+                return replace(speed, num_slots=speed.limits.max_num_seqs)
         return None
 
     def _num_cached(self, index: int, engine: Engine, hashes: Sequence[bytes]) -> int:
