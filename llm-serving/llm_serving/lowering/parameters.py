@@ -80,9 +80,10 @@ def parameters_of(
         elif weight.generate is not None:
             values, scheme = weight.generate(max_positions), None
         else:
-            values, scheme = row_stack(weight, [reader.read(*each) for each in _stored(weight)]), None
+            stored = [reader.read(*each) for each in _stored(weight)]
+            values, scheme = row_stack(weight, stored), None
             # Also check elements that the network does not use, such as a bias of keys without a rotary embedding.
-            if len(weight.shape) == 1 and reader.first_non_finite(weight.names):
+            if len(weight.shape) == 1 and not all(map(is_finite, stored)):
                 raise _not_finite(weight, reader)
         if isinstance(values, QuantizedTensor):
             if not as_cells:
