@@ -11,7 +11,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
 from difflib import get_close_matches
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
@@ -21,7 +20,6 @@ from starlette.requests import ClientDisconnect, Request
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError, RequestTimeoutError, RequestTooLargeError, shorten
-from llm_serving.server.http.request import REQUEST_KEY, HttpRequest
 from llm_serving.server.parsing.offload import INLINE_BYTES
 from llm_serving.server.parsing.unsupported_fields import ANY_OTHER, UNKNOWN, UNSUPPORTED, IgnoredField, RefusedField
 from llm_serving.server.request_context import request_context_of
@@ -83,10 +81,8 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
     if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
         raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
     body = bytearray()  # not a list of chunks, in which a chunk of one byte would take forty bytes
-    http_request: HttpRequest | None = request.scope.get(REQUEST_KEY)
-    has_arrived = http_request is not None and not http_request.in_body
     try:
-        async with asyncio.timeout(limits.body_timeout_s) if not has_arrived else nullcontext():
+        async with asyncio.timeout(limits.body_timeout_s):
             more = True
             while more:
                 message = await request.receive()
@@ -175,22 +171,16 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     return repeated
 
 
-@functools.cache
-def _decoder_of(kind: Any, strict: bool) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind, strict=strict)
-
-
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
     """Decode a JSON body. Raise RequestError, which names the wrong field. If not `strict`, accept "1" for 1."""
     try:
-        content: T = _decoder_of(kind, strict).decode(body)  # type: ignore[arg-type]  # classes are hashable
+        return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _field_error(body, str(error), kind) from None
     except RecursionError:
         raise RequestError("body", "is nested too deeply to be decoded") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError("body", f"must be valid JSON: {malformed(body, error)}") from None
-    return content
 
 
 def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> str:
@@ -279,9 +269,7 @@ def _ignored(text: bytes, kind: type, path: str) -> list[str]:
     content = _decode_object(text)
     if text.count(b":") > len(content) and (repeated := repeated_name(text, content)) is not None:
         raise RequestError(path + repeated[:MAX_NAME_CHARS], "must be given once")
-    fields, rules, ignored = fields_of(kind), UNSUPPORTED.get(kind, {}), list[str]()
-    if text.count(b"{") == 1 and content.keys() <= fields.keys():
-        return ignored
+    fields, rules, ignored = fields_of(kind), UNSUPPORTED.get(kind, {}), []
     for name, raw in content.items():
         if name not in fields:
             rule = rules.get(name) or rules.get(ANY_OTHER, UNKNOWN)
