@@ -125,8 +125,8 @@ struct Weigher {
   }
 };
 
-// Turns the sums of products with keys into exponents of weights: multiplies them by the scales of key and query, and
-// adds the logarithm of the value's scale. Finds the largest ones in each lane.
+// Converts the sums of products with keys to exponents of weights: multiplies them by the scales of key and query, and
+// adds the logarithm of the value's scale. Finds the largest exponents in each lane.
 template <>
 constexpr bool kHasEnding<KeyCode> = true;
 template <>
@@ -261,8 +261,8 @@ class QuantizedTile {
     }
   }
 
-  // Tells that the rows from `first` to `end` see the tokens from `first_token` to `end_token` of the chunk; called for
-  // all rows before their scores are computed.
+  // Records that the rows from `first` to `end` see the tokens from `first_token` to `end_token` of the chunk; called
+  // for all rows before their scores are computed.
   void see(size_t first, size_t end, size_t first_token, size_t end_token, bool has_score_mod) {
     if (num_sets_ == 0 || first_token != first_token_ || end_token != end_token_) {
       first_token_ = first_token;
@@ -275,7 +275,7 @@ class QuantizedTile {
   }
 
   // Computes the exponents of the weights of the rows from `first` to `end`, [rows, kChunkTokens], or scores that are
-  // still to be modified, and finds the largest ones in each lane, [rows][16].
+  // still to be modified, and finds the largest of them in each lane, [rows][16].
   void compute_scores(size_t first, size_t end, float* exponents, float* largest) {
     for (size_t row = first; row < end && num_groups_ < kChunkGroups; row++) {
       for (size_t i = num_groups_ * kGroupTokens; i < kChunkTokens; i += kLanes) {
@@ -290,7 +290,7 @@ class QuantizedTile {
     multiply(product);
   }
 
-  // Turns modified scores of a row into exponents of its weights, and returns the largest ones in each lane.
+  // Converts modified scores of a row to exponents of its weights, and returns the largest exponents in each lane.
   Floats finish_scores(size_t row, float* scores) const {
     const Floats scale = broadcast(1.44269504f * kExponentUnit);
     Floats most = broadcast(-__builtin_inff());
