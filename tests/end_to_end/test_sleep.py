@@ -123,8 +123,6 @@ def test_requests_survive_pause_and_sleep_and_memory_is_freed(server: Server) ->
             tasks = await running(client)
             assert (await post(client, "/v1/pause?running=freeze"))["state"] == "the model is paused"
             steps = await metric(client, "llm_serving:steps_total")
-            while (latest := await metric(client, "llm_serving:steps_total")) != steps:
-                steps = latest  # at most two steps were in flight
             waits = asyncio.create_task(ask(client, 3))
             assert (await client.get("/health")).status_code == 503
             assert await metric(client, "llm_serving:steps_total") == steps

@@ -276,8 +276,9 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
 
     async def _freeze(self, is_frozen: bool) -> None:
-        def set_frozen(engine: Engine) -> None:
+        def set_frozen(engine: Engine) -> bool:
             engine.is_frozen = is_frozen
+            return not (is_frozen and engine.has_steps)
 
         self._is_frozen = True  # until all engines have resumed
         await self._call(set_frozen)
